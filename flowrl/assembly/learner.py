@@ -321,7 +321,7 @@ def build_evaluator(
         return None
     caches = caches or TextCaches(config, given.pipeline)
     backbone = build_backbone(evaluated_pipeline(config), pipeline, guidance=e.guidance_scale)
-    first, *others = (
+    first, *at_steps = (
         Schedule(sigmas=backbone.sigmas(steps), kernel=KERNELS["flow_sde"], noise_level=0.0)
         for steps in e.step_counts
     )
@@ -331,7 +331,7 @@ def build_evaluator(
         prompts=_evaluated(config, prompts),
         specs=specs,
         schedule=first,
-        others=others,
+        at_steps=at_steps,
         call=build_call(config, pipeline) if e.as_deployed else None,
         seed=e.seed,
         batch_size=e.batch_size,
@@ -359,6 +359,9 @@ def build_call(config: Config, pipeline: Any) -> PipelineCall:
     left_out = ("num_inference_steps", "negative_prompt")
     settings = {name: value for name, value in settings.items() if name not in left_out}
     return PipelineCall(settings=settings, negative=negative)
+
+
+IMAGES_OF_A_PROMPT = 8  # at most, in an evaluation
 
 
 def evaluation_key(
@@ -546,6 +549,10 @@ def fill_prompt_cache(config: Config, runtime: Runtime) -> dict[str, int]:
 
 
 def _evaluated(config: Config, prompts: Sequence[PromptRecord]) -> list[PromptRecord]:
-    """Return those of the held-out prompts that an evaluation samples, in its order."""
+    """Return the prompt of each image of an evaluation; [] without held-out prompts.
+
+    More images of few prompts would say little more: intervals resample prompts.
+    """
     e = config.evaluation
-    return PromptSampler(prompts, e.num_images, e.seed, balance=e.balance).at(0) if prompts else []
+    count = min(e.num_images, IMAGES_OF_A_PROMPT * len(prompts))
+    return PromptSampler(prompts, count, e.seed, balance=e.balance).at(0) if prompts else []

@@ -170,7 +170,9 @@ class EvaluationOptions(Options):
         None, "Held-out prompts, given like prompts.train; null is none but prompts.held_out."
     )
     num_images: Several = option(
-        120, "Images sampled and scored at each evaluation; short lists of prompts are repeated."
+        120,
+        "Most images of an evaluation, and at most 8 of each prompt. Intervals resample prompts: "
+        "more prompts narrow them, and more images of few prompts do not.",
     )
     balance: Text | None = option(
         None, "A metadata key, for example tag, whose values are sampled equally often."

@@ -31,8 +31,8 @@ from flowrl.backbones.lora_formats import LoRA, check_fits, open_lora
 from flowrl.config import Config
 from flowrl.errors import UserError
 from flowrl.evaluation.benchmark import kind_of
-from flowrl.evaluation.contrasts import Contrast, holm, paired_contrast, resamples_for
 from flowrl.evaluation.drawing import digest
+from flowrl.functional.contrasts import Contrast, holm, paired_contrast, resamples_for
 from flowrl.prompts.records import PromptRecord, PromptSampler, reworded
 from flowrl.sampling.rollout import RolloutRequest
 from flowrl.scoring.combine import combine
@@ -146,7 +146,7 @@ def hold_contest(
             check_fits(lora, pipeline.transformer)
         evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects(), texts)
         assert evaluator is not None  # there are prompts
-        if evaluator.others:
+        if evaluator.at_steps:
             raise UserError(
                 "evaluation.num_inference_steps lists several numbers, and a leaderboard is made "
                 "at one: name it, as in evaluation.num_inference_steps=28"

@@ -16,7 +16,7 @@ from flowrl.evaluation.contest import (
     Contestant,
     PairContrast,
 )
-from flowrl.evaluation.contrasts import fewest_prompts
+from flowrl.functional.contrasts import fewest_prompts
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.images import INK, Color, Stack, data_url, image_grid, png
 from flowrl.utils.templates import number, render, signed

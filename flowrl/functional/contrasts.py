@@ -100,7 +100,7 @@ def paired_contrast(
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number (Holm 1979), which bounds the family-wise error."""
+    """Return p-values corrected for their number (Holm 1979): this bounds the family-wise error."""
     order = sorted(range(len(p)), key=lambda i: p[i])
     corrected, largest = [0.0] * len(p), 0.0
     for place, index in enumerate(order):

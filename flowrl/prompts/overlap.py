@@ -144,6 +144,9 @@ def check_overlap(
         )
 
 
+FEWEST = 4  # requests that are held out: an interval over fewer prompts says nothing
+
+
 def hold_out(
     prompts: Sequence[PromptRecord], share: float
 ) -> tuple[list[PromptRecord], list[PromptRecord]]:
@@ -152,9 +155,9 @@ def hold_out(
     No request is on both sides. Which ones are held out follows from the prompts alone, so that
     a resumed run, an evaluation and a gallery see the same.
 
-    share: of the requests, rounded up.
+    share: of the requests, rounded up; at least FEWEST are held out, of twice as many or more.
 
-    Raises UserError when the prompts ask for a single thing.
+    Raises UserError when the prompts ask for too few different things.
     """
     by_request: dict[Hashable, list[PromptRecord]] = {}
     for prompt in prompts:
@@ -163,7 +166,8 @@ def hold_out(
     order = sorted(
         by_request.values(), key=lambda same: blake2b(min(p.uid for p in same).encode()).digest()
     )
-    chosen = {p.uid for same in order[: math.ceil(share * len(order))] for p in same}
+    count = max(FEWEST, math.ceil(share * len(order)))
+    chosen = {p.uid for same in order[:count] for p in same}
     while True:  # what training asks for in a paraphrase goes back, and may take others along
         training = [p for p in prompts if p.uid not in chosen]
         held_out = [p for p in prompts if p.uid in chosen]
@@ -171,9 +175,10 @@ def hold_out(
         if not shared:
             break
         chosen -= {p.uid for p in held_out if p.text in shared}
-    if not training or not held_out:
+    if len(order) < 2 * FEWEST or not training or not held_out:
         raise UserError(
-            f"the {len(prompts)} prompts of prompts.train ask for one thing: none can be held "
-            "out. Give evaluation.prompts, or set prompts.held_out to null to train without"
+            f"the {len(prompts)} prompts of prompts.train make {len(order)} different requests, "
+            f"too few to hold {FEWEST} out for evaluation: give {2 * FEWEST} or more, or "
+            "evaluation.prompts, or set prompts.held_out to null to train without an evaluation"
         )
     return training, held_out

@@ -13,6 +13,7 @@ from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.backbones.offload import encoders_of, moved_to
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import DamagedFile, UserError
+from flowrl.functional.contrasts import Contrast, paired_contrast
 from flowrl.functional.full_batches import even_rows
 from flowrl.prompts.records import PromptRecord, reworded
 from flowrl.sampling.rollout import (
@@ -33,47 +34,6 @@ from flowrl.utils.distributed import Postponed, Runtime
 from flowrl.utils.files import load_state, save_state
 from flowrl.utils.progress import SafeConsole, Steps
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """A mean and the interval that holds it at the stated level."""
-
-    mean: float
-    low: float
-    high: float
-
-
-def paired_bootstrap(
-    before: Tensor,
-    after: Tensor,
-    *,
-    resamples: int = 10_000,
-    seed: int = 0,
-    level: float = 0.95,
-) -> Interval:
-    """Percentile bootstrap of mean(after - before), pairs kept together (Efron, 1979).
-
-    before, after: (N,), scores of the same prompts and seeds. The same input gives the same
-    interval. Raises ValueError for unequal shapes, no pairs, or scores that are not finite.
-    """
-    if before.shape != after.shape or before.ndim != 1 or len(before) == 0:
-        raise ValueError(
-            f"paired scores have shapes {tuple(before.shape)} and {tuple(after.shape)}; "
-            "expected two equal, non-empty vectors"
-        )
-    change = after.cpu().double() - before.cpu().double()
-    if not bool(change.isfinite().all()):
-        raise ValueError("paired scores must be finite: drop a pair when either score is missing")
-    generator = torch.Generator().manual_seed(seed)
-    n = len(change)
-    # One resample at a time: all of them at once would take gigabytes for a large evaluation.
-    means = torch.stack(
-        [change[torch.randint(n, (n,), generator=generator)].mean() for _ in range(resamples)]
-    )
-    low, high = means.quantile(means.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
-    return Interval(mean=change.mean().item(), low=low, high=high)
-
-
 Score = TypeVar("Score", float, Tensor)
 
 NO_ITERATION = -1  # in the keys of noise: no training iteration uses it
@@ -90,11 +50,13 @@ class Evaluation:
     prompts: tuple[str, ...]  # n
     draws: tuple[int, ...]  # n, each image's number among those of its prompt
     key: str  # of the evaluator; only evaluations with one key can be compared
+    prompt: Tensor  # (N,) long, equal for images of one prompt: intervals resample prompts
     # (N, R) scores of images from the same noise and a paraphrase of the prompt, NaN where it has
     # none; None when they were not generated.
     reworded: Tensor | None = None
-    steps: int = 0  # denoising steps of an image; 0 where an earlier version did not say
-    others: tuple["Evaluation", ...] = ()  # the same at other numbers of steps
+    steps: int = 0  # denoising steps of an image; 0: not recorded
+    at_steps: tuple["Evaluation", ...] = ()  # the same at other numbers of steps
+    errors: tuple[str, ...] = ()  # why scores are missing, a sentence for each reward
 
     def mean(self, name: str) -> float:
         """Return the mean of one reward over the images that have it, NaN when none has."""
@@ -108,23 +70,22 @@ class Evaluation:
         paraphrase_gap/<name>, how far that is below the score with the prompt's own words; and
         <n>_steps/<name>, each of these at another number of denoising steps.
         """
-        found = dict(zip(self.names, self.scores.unbind(1), strict=True))
+        scores = dict(zip(self.names, self.scores.unbind(1), strict=True))
         columns = () if self.reworded is None else self.reworded.unbind(1)
-        others = dict(zip(self.names, columns, strict=False))  # none, or all
-        judged = None if quality is None else found.get(quality)
-        corrected = {
-            f"corrected/{name}": corrected_score(score, judged)
-            for name, score in found.items()
-            if judged is not None and name != quality
-        }
-        paraphrase = {f"paraphrase/{name}": score for name, score in others.items()}
-        gap = {f"paraphrase_gap/{name}": found[name] - score for name, score in others.items()}
-        at_others = {
-            f"{other.steps}_steps/{name}": values
-            for other in self.others
-            for name, values in other.measures(quality).items()
-        }
-        return found | corrected | paraphrase | gap | at_others
+        paraphrased = dict(zip(self.names, columns, strict=False))  # none, or all
+        measures = dict(scores)
+        judged = None if quality is None else scores.get(quality)
+        if judged is not None:
+            for name, score in scores.items():
+                if name != quality:
+                    measures[f"corrected/{name}"] = corrected_score(score, judged)
+        measures |= {f"paraphrase/{name}": score for name, score in paraphrased.items()}
+        for name, score in paraphrased.items():
+            measures[f"paraphrase_gap/{name}"] = scores[name] - score
+        for other in self.at_steps:
+            for name, values in other.measures(quality).items():
+                measures[f"{other.steps}_steps/{name}"] = values
+        return measures
 
     def save(self, path: Path) -> None:
         save_state(path, self._state())
@@ -140,25 +101,24 @@ class Evaluation:
 
     def _state(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in self.__slots__}
-        return state | {"others": [other._state() for other in self.others]}
+        return state | {"at_steps": [other._state() for other in self.at_steps]}
 
     @staticmethod
     def _from_state(state: dict[str, Any]) -> "Evaluation":
-        for name in ("names", "prompts", "draws"):
+        for name in ("names", "prompts", "draws", "errors"):
             state[name] = tuple(state[name])
-        state["others"] = tuple(map(Evaluation._from_state, state.get("others", ())))
+        state["at_steps"] = tuple(map(Evaluation._from_state, state["at_steps"]))
         return Evaluation(**state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationComparison:
-    """One measure before and after, over the pairs of images that have both scores."""
+    """One measure before and after, over the images that have both scores."""
 
     name: str
     before: float
     after: float
-    change: Interval
-    pairs: int
+    change: Contrast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +171,7 @@ def evaluation_file(folder: Path, step: int) -> Path:
 class Evaluator:
     """Generates and scores one image of each of `prompts`, deterministically over `schedule`.
 
-    The k-th image of a prompt always has the same initial noise, also over the other `schedules`
+    The k-th image of a prompt always has the same initial noise, also at other numbers of steps
     and in the pipeline's own call. Raises RewardFailure when more than `max_invalid_fraction` of
     the images lack a score of a trained reward.
     """
@@ -221,7 +181,7 @@ class Evaluator:
     prompts: Sequence[PromptRecord]
     specs: Sequence[RewardSpec]
     schedule: Schedule
-    others: Sequence[Schedule] = ()  # with other numbers of steps, for whole evaluations
+    at_steps: Sequence[Schedule] = ()  # other numbers of steps, for whole evaluations
     call: PipelineCall | None = None  # in place of the schedules' steps; their number stays
     seed: int
     batch_size: int
@@ -232,6 +192,7 @@ class Evaluator:
     # Generate each image whose prompt has paraphrases again, from the same noise and one of them.
     paraphrases: bool = False
     max_invalid_fraction: float = 1.0
+    title: str = "evaluating"  # of the progress bar
 
     def request(self) -> RolloutRequest:
         return RolloutRequest(
@@ -250,12 +211,12 @@ class Evaluator:
 
         whole: over all schedules, not over the first alone.
         """
-        if whole and self.others:
-            each = [replace(self, schedule=s, others=()) for s in (self.schedule, *self.others)]
-            first, *others = [evaluator(velocity, runtime) for evaluator in each]
-            return replace(first, others=tuple(others))
+        if whole and self.at_steps:
+            each = [replace(self, schedule=s, at_steps=()) for s in (self.schedule, *self.at_steps)]
+            first, *rest = [evaluator(velocity, runtime) for evaluator in each]
+            return replace(first, at_steps=tuple(rest))
         request = self.request()
-        scores, images = self._generate(velocity, runtime, request, keep=self.keep)
+        scores, images, errors = self._generate(velocity, runtime, request, keep=self.keep)
         shown = range(min(self.keep, len(self.prompts)))
         return Evaluation(
             scores=scores,
@@ -264,8 +225,10 @@ class Evaluator:
             prompts=tuple(self.prompts[i].text for i in shown),
             draws=tuple(request.root[: len(shown)].tolist()),
             key=self.key,
+            prompt=prompt_numbers(self.prompts),
             reworded=self._reworded(velocity, runtime, request) if self.paraphrases else None,
             steps=len(self.schedule.sigmas) - 1,
+            errors=tuple(f"{name}: {reason}" for name, reason in errors.items()),
         )
 
     def _reworded(
@@ -281,44 +244,43 @@ class Evaluator:
             reworded(p, turn, seed=self.seed, iteration=NO_ITERATION) if p.paraphrases else p
             for p, turn in zip(self.prompts, request.root.tolist(), strict=True)
         ]
-        asked = replace(request, prompts=words).take(rows)
-        scores[rows] = self._generate(velocity, runtime, asked, keep=0)[0]
+        paraphrases = replace(request, prompts=words).take(rows)
+        scores[rows] = self._generate(velocity, runtime, paraphrases, keep=0)[0]
         return scores
 
     @torch.no_grad()
     def _generate(
         self, velocity: VelocityField, runtime: Runtime, request: RolloutRequest, *, keep: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the scores (N, R) of all images and the first `keep`, the same on every process.
+    ) -> tuple[Tensor, Tensor, Mapping[str, str]]:
+        """Return the scores (N, R), the first `keep` images and why scores are missing.
 
-        Rewards work on a batch while the next is generated; no more than that wait.
+        All processes return the same.
+
+        Rewards score a batch while the next is generated; no more than one batch waits.
         """
-        results, kept = [Scoring(specs=self.specs, phase="evaluation").result()], []
+        results, shown = [Scoring(specs=self.specs, phase="evaluation").result()], []
         waiting: list[Scoring] = []
-        own, postponed = runtime.local_rows(len(request.prompt)), Postponed(runtime)
+        share, postponed = runtime.local_rows(len(request.prompt)), Postponed(runtime)
         size = even_rows(runtime.largest_share(len(request.prompt)), self.batch_size)
-        rounds = runtime.rounds(-(-len(own) // size))
-        steps = (
-            Steps("evaluating", rounds, console=SafeConsole(stderr=True))
-            if runtime.is_main
-            else None
-        )
+        rounds = runtime.rounds(-(-len(share) // size))
+        title = f"{self.title}, {len(self.schedule.sigmas) - 1} steps"
+        steps = Steps(title, rounds, console=SafeConsole(stderr=True)) if runtime.is_main else None
         with runtime.raise_on_all(), steps or nullcontext():
             # All at once, so that offloaded encoders move once.
-            prompts = [request.prompts[i] for i in request.prompt[own].tolist()]
+            prompts = [request.prompts[i] for i in request.prompt[share].tolist()]
             if self.call is None:
                 self.text_cache.learn(prompts, self.batch_size)
             # In lockstep a process without a batch generates its last one again, or the first.
-            batches = (own if len(own) else torch.zeros(1, dtype=torch.long)).split(size)
+            batches = (share if len(share) else torch.zeros(1, dtype=torch.long)).split(size)
             for turn in range(rounds):
                 rows = batches[min(turn, len(batches) - 1)]
-                asked, scoring = request.take(rows), Scoring(specs=self.specs, phase="evaluation")
+                batch, scoring = request.take(rows), Scoring(specs=self.specs, phase="evaluation")
                 with runtime.autocast():
-                    images = self.images(velocity, asked, size, runtime.rounds)
-                if turn * size >= len(own):
+                    images = self.images(velocity, batch, size, runtime.rounds)
+                if turn * size >= len(share):
                     continue
                 with postponed.block(), runtime.autocast():
-                    kept.append(to_levels(submit_images(scoring, images, asked, 1)[rows < keep]))
+                    shown.append(to_levels(submit_images(scoring, images, batch, 1)[rows < keep]))
                     waiting.append(scoring)
                     if len(waiting) > 1:
                         results.append(waiting.pop(0).result())
@@ -329,9 +291,10 @@ class Evaluator:
         result = gather_results(RewardResult.cat(results), runtime)
         check_scores(self.specs, result)
         # Means over the few images that have a score would mislead.
-        known = ~lacks_score(self.specs, result)
-        check_invalid(known, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)
-        return result.scores, runtime.gather(torch.cat(kept) if kept else self._no_images())
+        scored = ~lacks_score(self.specs, result)
+        check_invalid(scored, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)
+        images = runtime.gather(torch.cat(shown) if shown else self._no_images())
+        return result.scores, images, result.errors
 
     def images(
         self,
@@ -350,8 +313,8 @@ class Evaluator:
         steps = len(self.schedule.sigmas) - 1
         if self.call is not None:
             noise = request.noise((), 0, "init", self.backbone.latent_shape())
-            asked = [request.prompts[i] for i in request.prompt.tolist()]
-            return self.call(self.backbone, asked, noise, steps).split(self.decode_batch)
+            prompts = [request.prompts[i] for i in request.prompt.tolist()]
+            return self.call(self.backbone, prompts, noise, steps).split(self.decode_batch)
         plan, cond = ode_plan(steps), self.text_cache(request.prompts)
         tree = sample_request(
             self.backbone, velocity, cond, request, plan, self.schedule, rows, rounds
@@ -364,30 +327,32 @@ class Evaluator:
         return next(decode(self.backbone, latent, 1))[:0].to(torch.uint8)
 
 
+def prompt_numbers(prompts: Sequence[PromptRecord]) -> Tensor:
+    """Return a number (N,) long for each prompt, equal for equal ones."""
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(p.uid, len(numbers)) for p in prompts])
+
+
 def compare(
     before: Evaluation, after: Evaluation, quality: str | None = None
 ) -> list[EvaluationComparison]:
-    """Compare what both evaluations measure, image by image, with 95 % bootstrap intervals.
+    """Compare what both evaluations measure, image by image, with 95 % intervals over prompts.
 
     quality: as in `Evaluation.measures`. A measure without a pair is left out.
     """
-    rows = []
-    others = after.measures(quality)
+    rows, measures = [], after.measures(quality)
     for name, a in before.measures(quality).items():
-        b = others.get(name, torch.full_like(a, torch.nan))
+        b = measures.get(name, torch.full_like(a, torch.nan))
         both = a.isfinite() & b.isfinite()
-        if not bool(both.any()):
-            continue
-        a, b = a[both], b[both]
-        rows.append(
-            EvaluationComparison(
-                name=name,
-                before=a.mean().item(),
-                after=b.mean().item(),
-                change=paired_bootstrap(a, b),
-                pairs=len(a),
+        if bool(both.any()):
+            rows.append(
+                EvaluationComparison(
+                    name=name,
+                    before=a[both].mean().item(),
+                    after=b[both].mean().item(),
+                    change=paired_contrast(a, b, before.prompt),
+                )
             )
-        )
     return rows
 
 
@@ -401,7 +366,8 @@ def table(rows: Sequence[EvaluationComparison]) -> list[dict[str, Any]]:
             "change": row.change.mean,
             "95% low": row.change.low,
             "95% high": row.change.high,
-            "images": row.pairs,
+            "images": row.change.images,
+            "prompts": row.change.prompts,
         }
         for row in rows
     ]
@@ -439,11 +405,11 @@ def named_reward(
     """
     spec = next((spec for spec in specs if spec.name == name), None)
     if spec is None:
-        known = ", ".join(spec.name for spec in specs)
-        raise UserError(f"{option} is {name!r}, expected the name of a reward of this run: {known}")
+        names = ", ".join(spec.name for spec in specs)
+        raise UserError(f"{option} is {name!r}, expected the name of a reward of this run: {names}")
     if not spec.asked_in("evaluation"):
         raise UserError(
-            f"{option} is {name!r}, whose option when is rollout, so that no evaluation asks it: "
+            f"{option} is {name!r}, whose option when is rollout, so that no evaluation calls it: "
             "set that to both"
         )
     if spec.whole_groups:

@@ -206,7 +206,7 @@ class Run:
             return None
         if self._latest is not None and self._latest[0] == self.done:
             found = self._latest[1]
-            if not whole or len(found.others) == len(self.evaluator.others):
+            if not whole or len(found.at_steps) == len(self.evaluator.at_steps):
                 return found
         with self._policy.using(self._policy.export_adapter):
             evaluation = self._evaluate(self.done, whole=whole)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from scipy import stats
 
-from flowrl.training.evaluate import Interval
+from flowrl.functional.contrasts import Interval
 
 RESAMPLES = 10_000
 

@@ -6,8 +6,8 @@ from itertools import takewhile
 from pathlib import Path
 from statistics import correlation
 
+from flowrl.functional.contrasts import Interval
 from flowrl.tiny.world import planted
-from flowrl.training.evaluate import Interval
 from flowrl.utils.files import write_bytes, write_text
 from scripts.compare import intervals
 from scripts.compare.break_even import DRAFTS, break_even, speed_range

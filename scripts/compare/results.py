@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrl.training.evaluate import Interval
+from flowrl.functional.contrasts import Interval
 from scripts.compare import intervals
 from scripts.compare.data import Image, Line, rates, read_curves, read_images, stages
 from scripts.compare.intervals import Curve

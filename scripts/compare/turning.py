@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flowrl.config.sections import StopWhenHackingOptions
-from flowrl.training.evaluate import Interval
+from flowrl.functional.contrasts import Interval
 from flowrl.training.run import is_hacking
 from scripts.compare import intervals
 from scripts.compare.data import Line

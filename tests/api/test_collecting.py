@@ -108,9 +108,9 @@ def test_a_collection_that_was_killed_goes_on_to_the_same_store(
     rows_file(folder, 1).unlink()
     latents = latents_file(folder, 1)
     latents.write_bytes(latents.read_bytes()[:100])
-    (folder / "data" / ".000002.jsonl.abc.tmp").write_text('{"half')
+    (folder / "data" / ".000002.jsonl.abcd1234.tmp").write_text('{"half')
     collect(config, folder, groups=5, pipeline=load_tiny())
-    assert not (folder / "data" / ".000002.jsonl.abc.tmp").exists()
+    assert not (folder / "data" / ".000002.jsonl.abcd1234.tmp").exists()
     assert files(folder) == files(collected[0])
 
 

@@ -14,13 +14,6 @@ from flowrl.backbones.lora_files import FILE
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.evaluation.contest import BASE, DIVERSITY, OVERALL, hold_contest, short_name
-from flowrl.evaluation.contrasts import (
-    RESAMPLES,
-    fewest_prompts,
-    holm,
-    paired_contrast,
-    resamples_for,
-)
 from flowrl.evaluation.leaderboard import (
     caption,
     comparisons,
@@ -183,55 +176,6 @@ def test_a_lora_is_called_by_what_tells_it_apart():
     assert short_name("runs/a/checkpoints/step-000012") == "a/checkpoints/step-000012"
     assert short_name("me/x/checkpoint-3/lora") == "x/checkpoint-3/lora"
     assert short_name("files/style.v2.safetensors") == "style.v2"
-
-
-# --- the statistics -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_an_interval_of_clustered_differences_covers_the_truth_and_images_alone_would_not():
-    """100 worlds of 20 prompts, 4 images of each alike: the 95 % interval holds 0 in about 95 % of
-    them, and one that took images for independent would be half as wide."""
-    rng = np.random.default_rng(0)
-    prompt = torch.arange(20).repeat_interleave(4)
-    held, rejected = 0, 0
-    for world in range(100):
-        shift = torch.from_numpy(rng.normal(size=20)).repeat_interleave(4)
-        noise = torch.from_numpy(rng.normal(size=80)) * 0.1
-        found = paired_contrast(torch.zeros(80), (shift + noise).float(), prompt, seed=world)
-        held += found.low <= 0 <= found.high
-        rejected += found.p < 0.05
-    assert 0.88 <= held / 100 <= 0.99 and 0.01 <= rejected / 100 <= 0.10
-
-
-def test_a_plain_difference_is_found_and_missing_scores_are_left_out():
-    prompt = torch.arange(40)
-    before = torch.linspace(0, 1, 40)
-    after = before + 0.5
-    after[3] = torch.nan
-    found = paired_contrast(before, after, prompt)
-    assert found.mean == pytest.approx(0.5) and found.images == 39 and found.prompts == 39
-    assert found.p == 1 / (1 + RESAMPLES)
-    with pytest.raises(ValueError, match="no image has both"):
-        paired_contrast(before, torch.full((40,), torch.nan), prompt)
-
-
-def test_a_certain_difference_is_found_however_many_comparisons_there_are():
-    """13 contestants and 7 measures: 546 comparisons, of which the least p has to bear them all."""
-    count = 78 * 7
-    resamples, prompts = resamples_for(count), fewest_prompts(count)
-    prompt, change = torch.arange(40), torch.ones(40)
-    found = paired_contrast(torch.zeros(40), change, prompt, resamples=resamples)
-    assert max(holm([found.p] * count)) < 0.05
-    assert max(holm([1 / (1 + RESAMPLES)] * count)) > 0.05  # what those of one pair would say
-    assert resamples_for(1) == RESAMPLES
-    assert 2 / 2**prompts * count <= 0.05 < 2 / 2 ** (prompts - 1) * count
-    assert fewest_prompts(1) == 6
-
-
-def test_holm_is_the_published_step_down():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
 
 
 # --- a real training ------------------------------------------------------------------------------

@@ -11,12 +11,13 @@ from PIL import Image
 from flowrl.export.gallery import GalleryRow
 from flowrl.export.hub import Licence, licence_of
 from flowrl.export.model_card import Card, write_card
-from flowrl.training.evaluate import EvaluationComparison, Interval
+from flowrl.functional.contrasts import Contrast
+from flowrl.training.evaluate import EvaluationComparison
 
 HOSTILE = 'a: "cat" --- \n---\nlicense: mit\n``` <b>| [x](http://example.com) {{ 7*7 }} \'#'
 
 
-CHANGE = Interval(mean=0.14, low=0.1, high=0.18)
+CHANGE = Contrast(mean=0.14, low=0.1, high=0.18, p=0.01, images=9, prompts=9)
 
 
 def pair(prompt: str) -> GalleryRow:
@@ -38,7 +39,7 @@ def card(**changes: Any) -> Card:
         "config": "rollout:\n  steps: 8\n",
         "evaluation": "600 images of unseen prompts",
         "summary": [
-            EvaluationComparison(name="ocr|x", before=0.48, after=0.62, change=CHANGE, pairs=9)
+            EvaluationComparison(name="ocr|x", before=0.48, after=0.62, change=CHANGE)
         ],
         "curves": {"reward/mean": [(1, 0.5), (2, 0.6)], "reward/ocr": []},
         "rows": [pair("a red circle"), pair(HOSTILE)],

@@ -24,7 +24,8 @@ from flowrl.export.gallery import (
     largest_remainders,
     write_gallery,
 )
-from flowrl.training.evaluate import Evaluation, EvaluationComparison, Interval
+from flowrl.functional.contrasts import Contrast
+from flowrl.training.evaluate import Evaluation, EvaluationComparison
 
 HOSTILE = [
     '<script>alert("x")</script>',
@@ -63,8 +64,8 @@ def pair(prompt: str = "a red circle", number: int = 0, **scores: Any) -> Galler
 
 
 def row(name: str = "geneval") -> EvaluationComparison:
-    change = Interval(mean=0.142, low=0.101, high=0.183)
-    return EvaluationComparison(name=name, before=0.481, after=0.623, change=change, pairs=9)
+    change = Contrast(mean=0.142, low=0.101, high=0.183, p=0.01, images=9, prompts=9)
+    return EvaluationComparison(name=name, before=0.481, after=0.623, change=change)
 
 
 def test_text_and_pages_are_safe(tmp_path):
@@ -208,7 +209,7 @@ def evaluation(scores: list[float], kept: int) -> Evaluation:
     return Evaluation(
         scores=torch.tensor(scores)[:, None], names=("judge",),
         images=torch.zeros(kept, 3, 2, 2, dtype=torch.uint8), prompts=("x",) * kept,
-        draws=(0,) * kept, key="k",
+        draws=(0,) * kept, key="k", prompt=torch.arange(len(scores)),
     )  # fmt: skip
 
 

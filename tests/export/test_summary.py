@@ -6,8 +6,9 @@ import torch
 
 from flowrl.config import Config
 from flowrl.export.summary import METHODS, OBJECTIVES, legend, method, precisions, reward_curves
+from flowrl.functional.contrasts import Contrast
 from flowrl.sampling.rank_audit import AuditEvent, AuditLog, audit_ranks
-from flowrl.training.evaluate import EvaluationComparison, Interval
+from flowrl.training.evaluate import EvaluationComparison
 
 
 def test_the_method_is_named_by_tree_objective_and_choice_of_candidates(tiny_config):
@@ -51,8 +52,8 @@ def event(iteration, precision, next=None) -> AuditEvent:
 
 
 def row(name: str) -> EvaluationComparison:
-    change = Interval(mean=0.0, low=0.0, high=0.0)
-    return EvaluationComparison(name=name, before=0.0, after=0.0, change=change, pairs=1)
+    change = Contrast(mean=0.0, low=0.0, high=0.0, p=1.0, images=1, prompts=1)
+    return EvaluationComparison(name=name, before=0.0, after=0.0, change=change)
 
 
 def test_the_legend_and_precisions(tiny_config, tmp_path):

@@ -30,6 +30,7 @@ def evaluation(*scores: list[float], names=("a", "b"), shade: int = 0) -> Evalua
         prompts=("one", "two"),
         draws=(0, 1),
         key="",
+        prompt=torch.arange(len(scores)),
     )
 
 
@@ -49,7 +50,7 @@ def test_every_number_of_steps_has_a_row_of_its_own_beside_that_of_the_same_nois
         replace(
             evaluation([0.0 + a, 1.0], [2.0, 3.0]),
             steps=5,
-            others=(replace(evaluation([4.0 + a, 5.0], [6.0, 7.0]), steps=28),),
+            at_steps=(replace(evaluation([4.0 + a, 5.0], [6.0, 7.0]), steps=28),),
         )
         for a in (0, 1)
     )
@@ -67,7 +68,7 @@ def test_every_number_of_steps_has_a_row_of_its_own_beside_that_of_the_same_nois
     assert html.count(">28 steps<") == 2 and "28_steps/a" in html
     assert "28_steps/R is R at 28 denoising steps." in legend(summary, None)
     # Without both there is nothing to show side by side.
-    assert [row.note for row in gallery_rows(base, replace(aligned, others=()))] == ["", ""]
+    assert [row.note for row in gallery_rows(base, replace(aligned, at_steps=()))] == ["", ""]
 
 
 def test_the_summary_has_each_rewards_mean_at_each_strength():

@@ -118,8 +118,17 @@ def test_prompts_held_out_share_no_request_with_those_of_training_whatever_the_w
     assert len(asked) in (5, 6)  # of 21 requests; 5 where a paraphrase asks for one of them
     again = hold_out(prompts[::-1], 0.25)[1]
     assert {p.uid for p in again} == {p.uid for p in held_out}
-    with pytest.raises(UserError, match="the 2 prompts of prompts.train ask for one thing"):
+    with pytest.raises(UserError, match="prompts.held_out to null"):
         hold_out(records_of([{"prompt": "a cat"}, {"prompt": "A cat."}]), 0.1)
+
+
+def test_a_tenth_of_eight_prompts_is_four_and_of_seven_it_is_refused():
+    """One held-out prompt of eight was the base of an interval."""
+    colors = ("red", "blue", "green", "gold", "grey", "pink", "teal", "lime")
+    prompts = records_of([{"prompt": f"a {color} cat"} for color in colors])
+    assert [len(part) for part in hold_out(prompts, 0.1)] == [4, 4]
+    with pytest.raises(UserError, match="prompts.held_out to null"):
+        hold_out(prompts[1:], 0.1)
 
 
 def test_no_request_of_the_tiny_world_is_in_two_splits():

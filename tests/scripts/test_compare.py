@@ -570,7 +570,7 @@ def test_a_run_is_given_the_evaluated_base_of_another_with_the_same_options(tmp_
     other = job("other", "evaluation.guidance_scale=2")
     measured = Evaluation(
         scores=torch.tensor([[0.25], [0.75]]), names=("judge",), images=torch.rand(1, 3, 4, 4),
-        prompts=("a",), draws=(0,), key="k", steps=2,
+        prompts=("a",), draws=(0,), key="k", prompt=torch.arange(2), steps=2,
     )  # fmt: skip
     measured.save(evaluation_file(first.folder, 0))
     for each in (same, other):

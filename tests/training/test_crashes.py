@@ -24,8 +24,8 @@ from flowrl.assembly.learner import ProvidedObjects, with_pipeline_name
 from flowrl.assembly.start import recipe_facts
 from flowrl.backbones.lora_files import FILE
 from flowrl.config import config_yaml
+from flowrl.functional.contrasts import Contrast
 from flowrl.training.checkpoint import STATE
-from flowrl.training.evaluate import Interval
 from flowrl.training.ledger import FILE as LEDGER
 from flowrl.training.resume import AUTO, decide
 from flowrl.training.tracking import read_metrics
@@ -150,8 +150,8 @@ def drill(tiny_config, load_tiny, monkeypatch):
     monkeypatch.setattr("flowrl.export.model_card.png", lambda *_: PICTURE)
     monkeypatch.setattr("flowrl.export.gallery.png", lambda *_: PICTURE)
     monkeypatch.setattr("flowrl.export.gallery.gallery_grid", lambda *_, **__: None)
-    same = Interval(mean=0.0, low=0.0, high=0.0)
-    monkeypatch.setattr("flowrl.training.evaluate.paired_bootstrap", lambda *_: same)
+    same = Contrast(mean=0.0, low=0.0, high=0.0, p=1.0, images=1, prompts=1)
+    monkeypatch.setattr("flowrl.training.evaluate.paired_contrast", lambda *_: same)
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix="flowrl-crashes-", dir=memory))
     prompts = folder / "prompts.txt"

@@ -13,7 +13,6 @@ from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation, check_quality, compare
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import save_state
 
 
 @pytest.fixture(scope="module")
@@ -139,25 +138,17 @@ def test_every_number_of_steps_is_scored_as_alone_and_in_between_only_the_first(
     velocity = both.backbone.velocity
     whole, part = both(velocity, runtime), both(velocity, runtime, whole=False)
     alone = [make_evaluator(num_inference_steps=n)(velocity, runtime) for n in (2, 3)]
-    for found, expected in zip((whole, *whole.others), alone, strict=True):
+    for found, expected in zip((whole, *whole.at_steps), alone, strict=True):
         assert torch.equal(found.scores, expected.scores)
         assert torch.equal(found.images, expected.images) and found.steps == expected.steps
-    assert not torch.equal(whole.scores, whole.others[0].scores)
-    assert torch.equal(part.scores, whole.scores) and part.others == ()
+    assert not torch.equal(whole.scores, whole.at_steps[0].scores)
+    assert torch.equal(part.scores, whole.scores) and part.at_steps == ()
     whole.save(tmp_path / "e")
     again = Evaluation.load(tmp_path / "e")
     assert list(again.measures()) == ["mean", "3_steps/mean"]
     assert torch.equal(again.measures()["3_steps/mean"], alone[1].scores[:, 0])
     assert [row.name for row in compare(whole, again)] == ["mean", "3_steps/mean"]
     assert [row.name for row in compare(whole, part)] == ["mean"]
-
-
-def test_evaluations_of_earlier_versions_are_read(evaluation, tmp_path):
-    state = {name: getattr(evaluation, name) for name in ("scores", "images", "reworded", "key")}
-    state |= {name: list(getattr(evaluation, name)) for name in ("names", "prompts", "draws")}
-    save_state(tmp_path / "e", state)
-    again = Evaluation.load(tmp_path / "e")
-    assert (again.steps, again.others) == (0, ()) and torch.equal(again.scores, evaluation.scores)
 
 
 def test_evaluated_images_have_a_size_of_their_own(make_evaluator, runtime):
@@ -205,18 +196,41 @@ def test_as_deployed_needs_the_pipelines_text_encoders(tiny_config, load_tiny):
 def scored(*rows: list[float], names=("a", "b"), reworded=None) -> Evaluation:
     others = None if reworded is None else torch.tensor(reworded)
     given = {"images": torch.empty(0), "prompts": (), "draws": (), "key": "", "reworded": others}
-    return Evaluation(scores=torch.tensor(rows), names=names, **given)
+    prompt = torch.arange(len(rows))
+    return Evaluation(scores=torch.tensor(rows), names=names, prompt=prompt, **given)
 
 
 def test_scores_are_matched_by_name_and_missing_ones_left_out():
     before = scored([0.0, math.nan], [1.0, math.nan], [math.nan, math.nan])
     after = scored([1.0, 5.0], [math.nan, 5.0], [9.0, 5.0])
     (row,) = compare(before, after)
-    assert (row.name, row.pairs, row.before, row.after, row.change.mean) == ("a", 1, 0, 1, 1)
+    assert (row.name, row.before, row.after) == ("a", 0, 1)
+    assert (row.change.mean, row.change.images) == (1, 1)
     (a, b) = compare(scored([0.0, 1.0]), scored([3.0, 2.0], names=("b", "a")))
     assert (a.name, a.after) == ("a", 2) and (b.name, b.after) == ("b", 3)
     assert scored([1.0, math.nan], [3.0, math.nan]).mean("a") == 2
     assert math.isnan(scored([1.0, math.nan]).mean("b"))
+
+
+def test_an_interval_is_over_prompts_and_one_prompt_has_none():
+    """600 images of one prompt were an interval over 600 images."""
+    generator = torch.Generator().manual_seed(0)
+    before = replace(scored(*torch.rand(40, 1, generator=generator).tolist(), names=("a",)))
+    after = replace(before, scores=before.scores + torch.rand(40, 1, generator=generator))
+    (free,) = compare(before, after)
+    half = before.prompt // 20
+    (pair,) = compare(replace(before, prompt=half), after)
+    (one,) = compare(replace(before, prompt=half * 0), after)
+    assert (free.change.prompts, pair.change.prompts, one.change.prompts) == (40, 2, 1)
+    assert free.change.images == one.change.images == 40
+    assert math.isnan(one.change.low) and math.isnan(one.change.high)
+
+
+def test_few_prompts_are_not_repeated_to_as_many_images_as_wanted(tiny_config, load_tiny, tmp_path):
+    (tmp_path / "few.txt").write_text("a cat\na dog\n")
+    settings = {"prompts": str(tmp_path / "few.txt"), "num_images": 600}
+    few = build_evaluator(tiny_config(evaluation=settings), load_tiny(), [], ProvidedObjects())
+    assert few is not None and len(few.prompts) == 16
 
 
 # --- the same prompts in other words -------------------------------------------------------------
@@ -302,7 +316,7 @@ def test_what_is_measured_both_times_is_compared_before_and_after():
     assert rows["corrected/a"].before == pytest.approx((0.7 - 0.8) / 2)
     assert rows["corrected/a"].after == pytest.approx((1.2 - 1.8) / 2)
     gap = rows["paraphrase_gap/a"]
-    assert (gap.before, gap.after, gap.change.mean, gap.pairs) == (0.25, 0.5, 0.25, 1)
+    assert (gap.before, gap.after, gap.change.mean, gap.change.images) == (0.25, 0.5, 0.25, 1)
     before, after = scored([0.5, 4.0]), scored([1.0, 4.0], reworded=[[0.5, 3.0]])
     assert [row.name for row in compare(before, after)] == ["a", "b"]
     assert [row.name for row in compare(after, before)] == ["a", "b"]

@@ -38,7 +38,7 @@ def test_a_rule_gives_its_reason_with_both_scores():
     rule = replace(RULE, sign=-1.0)
     made = Evaluation(
         scores=torch.tensor([[5.0], [7.0]]), names=("quality",),
-        images=torch.empty(0), prompts=(), draws=(), key="",
+        images=torch.empty(0), prompts=(), draws=(), key="", prompt=torch.arange(2),
     )  # fmt: skip
     assert rule.score(made) == -6 and RULE.score(made) == 6
     reason = rule.reason({0: (0.1, -3.0), 2: (0.2, -4.0), 4: (0.3, -5.0)})
@@ -100,7 +100,7 @@ class Scripted:
         self.calls.append(step)
         return Evaluation(
             scores=torch.tensor([SCORES[step]]), names=("brightness", "quality"),
-            images=torch.empty(0), prompts=(), draws=(), key=self.key,
+            images=torch.empty(0), prompts=(), draws=(), key=self.key, prompt=torch.arange(1),
         )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def test_a_reward_of_weight_0_has_no_part_in_the_score(scripted):
     learner.specs.append(spec("unscored", weight=0.0))
     made = Evaluation(
         scores=torch.tensor([[0.25, NAN], [0.75, NAN]]), names=("brightness", "unscored"),
-        images=torch.empty(0), prompts=(), draws=(), key="",
+        images=torch.empty(0), prompts=(), draws=(), key="", prompt=torch.arange(2),
     )  # fmt: skip
     assert run.score(made) == 0.5
 
