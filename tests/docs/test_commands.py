@@ -44,7 +44,6 @@ ELSEWHERE = {  # how a command begins that is not run here, and what it needs
     "flowrl bench iteration --json": "CUDA: networks of real size",
     "flowrl bench iteration --size flux.1-dev": "CUDA: a network of real size",
     "flowrl bench iteration --size sd3.5-large": "CUDA: a network of real size",
-    "flowrl bench loop": "many minutes: five rounds, of a network of SD3.5-Medium's width, too",
     "flowrl bench solrl --size": "CUDA: networks of real size, and precisions of new cards",
     "python -m venv judge": "vLLM",
     "judge/bin/vllm": "vLLM and a GPU",
@@ -77,29 +76,9 @@ STAND_INS = {  # names of what cannot be here -> what is
     "--groups 64": "--groups 6",
 }
 SHORT = ["run.iterations=2", "evaluation.num_images=6", "rollout.prompts_per_iteration=4"]
-QUICK = ("flowrl explain", "flowrl tree", "flowrl import", "flowrl prompts")
+QUICK = ("flowrl explain", "flowrl tree", "flowrl prompts")
 DOES_NOT_FIT = "flowrl plan flux.1-dev-grpo-80gb --memory 48GB"  # and says so by its exit code
 SERVERS = ("flowrl ui", "flowrl vote", "flowrl reward-serve")
-THEIRS = {  # recipes of other projects, as small as they may be
-    "examples/grpo/lora/sd3_5/default.yaml": """
-model: {model_name_or_path: stabilityai/stable-diffusion-3.5-medium, model_type: sd3-5}
-data: {dataset_dir: dataset/ocr}
-train: {trainer_type: grpo, resolution: 512, num_inference_steps: 10, group_size: 24}
-rewards: [{name: pick_score, reward_model: PickScore}]
-""",
-    "config/grpo.py": """
-import ml_collections
-def general_ocr_sd3():
-    config = ml_collections.ConfigDict()
-    config.pretrained = ml_collections.ConfigDict()
-    config.pretrained.model = "stabilityai/stable-diffusion-3.5-medium"
-    config.dataset = "dataset/ocr"
-    config.reward_fn = {"ocr": 1.0}
-    config.sample = ml_collections.ConfigDict()
-    config.sample.num_image_per_prompt = 24
-    return config
-""",
-}
 UNTIL = re.compile(r"//127\.0\.0\.1:\d+")  # what a server prints when it listens
 
 
@@ -172,9 +151,6 @@ def written(tmp_path_factory):
     row["prompt"] = "a photo of a circle"
     (folder / "evaluation_metadata.jsonl").write_text(json.dumps(row) + "\n")
     shutil.copytree(ROOT / "examples", folder / "examples")
-    for path, text in THEIRS.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
     return folder
 
 
