@@ -21,6 +21,8 @@ MARKS = {
     "problem": ("!!", "bold red"),
 }
 
+MAX_WORD = 20  # characters of a table's cell that no narrow screen breaks
+
 Row = Mapping[str, object]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines.")]
@@ -50,11 +52,14 @@ def print_table(rows: Sequence[Row], *, as_json: bool = False, whole: str = "") 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         numeric = all(isinstance(row.get(name), (int, float, type(None))) for row in rows)
+        words = [word for row in rows for word in _cell(row.get(name)).split()]
         table.add_column(
             Text(name),
             justify="right" if numeric else "left",
             overflow="fold",
             no_wrap=name == whole,
+            # Narrow screens break cells between words, and inside of a word only where it is long.
+            min_width=min(max(map(len, words), default=0), MAX_WORD),
         )
     for row in rows:
         table.add_row(*(Text(_cell(row.get(name))) for name in columns))

@@ -69,9 +69,9 @@ def recipes(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the recipes: method, rewards, size, GPU, and whether they have been run whole.
+    """List the recipes: method, trained rewards, GPU, and whether it has run as a whole.
 
-    pixels: n/a is the pipeline's own size. GPU: what its memory was planned for.
+    GPU is the memory that the recipe was planned for.
 
     Examples:
 
@@ -92,16 +92,16 @@ def recipes(
 def _row(name: str) -> dict[str, object]:
     from flowrl.config import load_config
     from flowrl.config.load import find_recipe
-    from flowrl.export.summary import method
+    from flowrl.config.methods import method_name
 
     config, head = load_config(name), _head(find_recipe(name))
+    trained = [reward for reward in config.rewards if not reward.held_out]
     return {
         "recipe": name,
-        "method": method(config),
-        "rewards": ", ".join(dict.fromkeys(r.name for r in config.rewards)),
-        "pixels": config.pipeline.height,
+        "method": method_name(config),
+        "trained rewards": ", ".join(dict.fromkeys(r.name for r in trained)),
         "GPU": _card(name),
-        "run here": "no" if NOT_RUN in head else "yes",
+        "ran": "no" if NOT_RUN in head else "yes",
     }
 
 

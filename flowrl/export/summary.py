@@ -14,13 +14,13 @@ from flowrl.backbones.loading import TINY, pipeline_call_arguments
 from flowrl.backbones.lora_files import FILE as LORA
 from flowrl.backbones.policy import EMA
 from flowrl.config import Config, config_yaml
+from flowrl.config.methods import method_name
 from flowrl.errors import DamagedFile, phase
 from flowrl.export.gallery import GalleryRow, fair_sample, write_gallery
 from flowrl.export.hub import Licence, is_hub_name, licence_of, public, public_config
 from flowrl.export.model_card import GRID, Card, write_card
 from flowrl.quantization.rollout_model import read_precision
 from flowrl.sampling.rank_audit import AuditLog
-from flowrl.sampling.two_stage import SelectRule
 from flowrl.tiny.world import planted
 from flowrl.training.evaluate import Evaluation, EvaluationComparison, Evaluator, compare
 from flowrl.training.loop import Learner
@@ -36,50 +36,6 @@ LOG = logging.getLogger(__name__)
 NOT_REWARDS = ("reward/std_in_group", "reward/invalid", "reward/missing/", "reward/stand_in")
 TINY_LOADING = "from flowrl import pipeline_path"
 SWEEP_NOTE = "RLG 0 is the base, 1 the LoRA as trained; other strengths are a heuristic."
-
-METHODS = {  # names of the trees in papers
-    "ode": "GRPO",
-    "flow_grpo": "Flow-GRPO",
-    "flow_grpo_fast": "Flow-GRPO-Fast",
-    "dance_grpo": "DanceGRPO",
-    "mix_grpo": "MixGRPO",
-    "branch_grpo": "BranchGRPO",
-    "branch_grpo_mix": "BranchGRPO-Mix",
-    "tree_grpo": "TreeGRPO",
-    "dynamic_tree": "Dynamic-TreeRPO",
-    "b2_diffurl": "B2-DiffuRL",
-    "tempflow": "TempFlow-GRPO",
-    "g2rpo": "G2RPO",
-    "e_grpo": "E-GRPO",
-    "custom": "GRPO",
-}
-OBJECTIVES = {  # names of those that are not named after their tree
-    "spo": "SPO",
-    "nft": "DiffusionNFT",
-    "dpo": "Diffusion-DPO",
-    "gdro": "GDRO",
-    "sft": "SFT on the best images",
-    "rwr": "RWR",
-    "awm": "AWM",
-    "kto": "Diffusion-KTO",
-    "dgpo": "DGPO",
-    "lair": "LAIR",
-    "refl": "ReFL",
-    "draft": "DRaFT",
-    "draft_lv": "DRaFT-LV",
-    "align_prop": "AlignProp",
-    "srpo": "SRPO",
-    "leap_align": "LeapAlign",
-    "flowbp_sparse": "FlowBP-Sparse",
-    "flowbp_bridge": "FlowBP-Bridge",
-    "flowbp_lagrange": "FlowBP-Lagrange",
-    "custom": "an objective of its own",
-}
-CHOSEN: dict[SelectRule, str] = {  # how candidates are chosen, but for Sol-RL's best and worst
-    "mean_deviation": "those furthest from the mean",
-    "extremes_random": "the best, the worst and others at random",
-    "random": "chosen at random",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +99,7 @@ def write_summary(
     rows = gallery_rows(before, after) if before and after else []
     if rows:
         name = config.pipeline.path
-        how = f"{run.done} iterations of {method(config)}, seed {config.run.seed}"
+        how = f"{run.done} iterations of {method_name(config)}, seed {config.run.seed}"
         write_gallery(
             run.folder / "gallery", rows, title=f"{name}: base and aligned", summary=summary,
             caption=f"{name}, {how}",
@@ -159,21 +115,6 @@ def write_summary(
             rows = [row for image in shown for row in rows[image * each : (image + 1) * each]]
     write_card(run.folder, card(config, learner, run, summary, rows, pictures))
     return summary
-
-
-def method(config: Config) -> str:
-    """Return the recipe's method as papers call it."""
-    kind, explore = config.objective.kind, config.rollout.explore
-    name = METHODS[config.rollout.tree.kind] if kind == "grpo" else OBJECTIVES[kind]
-    if explore is None:
-        return name
-    kept = config.rollout.plan(0, config.run.seed).roots
-    text = f"{name} on {kept} of {explore.candidates} candidates"
-    if kept == explore.candidates:
-        return text
-    if explore.select == "best_worst":
-        return f"{text} (Sol-RL)"
-    return f"{text}, {CHOSEN[explore.select]}"
 
 
 def precisions(config: Config, folder: Path, done: int) -> str:
@@ -286,7 +227,7 @@ def card(
         dtype=p.dtype,
         call=pipeline_call_arguments(learner.policy.backbone.pipeline) | call_settings(config),
         license=Licence(id="apache-2.0") if built_in else licence_of(p.path) if on_hub else None,
-        method=method(config),
+        method=method_name(config),
         weights="EMA" if learner.policy.export_adapter == EMA else "policy",
         step=run.done,
         stopped=run.stopped,

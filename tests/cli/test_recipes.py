@@ -24,12 +24,18 @@ def test_every_recipe_is_listed_with_what_decides_a_choice(capsys):
     rows = {row["recipe"]: row for row in map(json.loads, out.splitlines())}
     assert code == 0 and list(rows) == preset_names()
     row = rows["sd3.5-medium-nft-24gb"]
-    assert (row["method"], row["GPU"], row["pixels"]) == ("DiffusionNFT", "24 GB", 512)
-    assert row["run here"] == "no"
-    assert rows["quickstart"]["GPU"] == "none" and rows["quickstart"]["run here"] == "yes"
+    assert (row["method"], row["GPU"], row["ran"]) == ("DiffusionNFT", "24 GB", "no")
+    assert rows["quickstart"]["GPU"] == "none" and rows["quickstart"]["ran"] == "yes"
+    assert rows["quickstart"]["trained rewards"] == "geneval"
     _, some, _ = run(capsys, "recipes", "FLUX", "gdro", "--json")
     assert [json.loads(line)["recipe"] for line in some.splitlines()] == ["flux.1-dev-gdro-80gb"]
     assert run(capsys, "recipes", "nonesuch")[0] == 1
+
+
+def test_names_fit_a_screen_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run(capsys, "recipes")[1]
+    assert "DiffusionNFT " in out and all(name in out for name in preset_names())
 
 
 def test_answers_become_a_recipe_that_says_what_it_is_and_is_not_overwritten(tmp_path, capsys):

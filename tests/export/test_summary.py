@@ -5,7 +5,8 @@ from typing import get_args
 import torch
 
 from flowrl.config import Config
-from flowrl.export.summary import METHODS, OBJECTIVES, legend, method, precisions, reward_curves
+from flowrl.config.methods import OBJECTIVES, TREES, method_name
+from flowrl.export.summary import legend, precisions, reward_curves
 from flowrl.functional.contrasts import Contrast
 from flowrl.sampling.rank_audit import AuditEvent, AuditLog, audit_ranks
 from flowrl.training.evaluate import EvaluationComparison
@@ -19,8 +20,11 @@ def test_the_method_is_named_by_tree_objective_and_choice_of_candidates(tiny_con
     # Policy gradients are told by their tree and others by their objective.
     tree = {"kind": "dance_grpo"}
     plain = tiny_config(rollout={"tree": tree})
-    assert method(plain) == METHODS["dance_grpo"] == "DanceGRPO"
-    assert method(tiny_config(rollout={"tree": tree}, objective={"kind": "nft"})) == "DiffusionNFT"
+    assert method_name(plain) == TREES["dance_grpo"] == "DanceGRPO"
+    assert (
+        method_name(tiny_config(rollout={"tree": tree}, objective={"kind": "nft"}))
+        == "DiffusionNFT"
+    )
     # The name says how candidates are chosen.
     for explore, told in [
         ({"candidates": 9}, "4 of 9 candidates (Sol-RL)"),
@@ -32,7 +36,7 @@ def test_the_method_is_named_by_tree_objective_and_choice_of_candidates(tiny_con
         ),
     ]:
         explored = exploring(tiny_config, **explore)
-        assert method(explored) == f"DiffusionNFT on {told}"
+        assert method_name(explored) == f"DiffusionNFT on {told}"
 
 
 def exploring(tiny_config, pipeline=None, **explore):
