@@ -1,12 +1,11 @@
-"""The server of `flowrl ui`: a page, and what it asks for, as JSON and PNG.
+"""The server of `flowrl ui`: a page, and its data as JSON and PNG.
 
-The page itself holds nothing of a run and needs no token; all below `/api` asks for it, as
+The page itself holds nothing of a run and needs no token. Everything below `/api` needs it, as
 `Authorization: Bearer TOKEN`, which no other site can make a browser send. The page has it from
-the fragment of its address, which browsers do not send either. Requests for another host's name are
-refused, so that no name that leads to this machine opens it to a foreign page, and the page may
-load from this server alone.
+the fragment of its address, which browsers do not send either. `flowrl.utils.serving.Guard` checks
+Host, Origin and token, and the page may load from this server alone.
 
-A page asks again and again; an answer that would be the same is 304 without a body.
+The page polls; an answer that has not changed is 304 without a body.
 """
 
 import json
@@ -21,7 +20,7 @@ from flowrl.errors import UserError
 from flowrl.utils.digests import digest
 from flowrl.utils.serving import Access, Guard, json_body
 from flowrl.web.jobs import Jobs
-from flowrl.web.metrics_log import MetricsLog, chosen_first, held_out_first
+from flowrl.web.metrics_log import chosen_first, held_out_first
 from flowrl.web.runs import RunFiles, RunFolders, recipe_differences
 
 if TYPE_CHECKING:
@@ -56,7 +55,6 @@ HEADERS = {
 MAX_BODY = 64 * 2**10  # bytes
 MOST_POINTS = 2000  # of a curve in an answer
 MOST_CURVES = 400  # runs times metrics in an answer
-BUDGET = 8 * 2**20  # bytes of metrics that one answer reads; the page asks again for the rest
 
 
 def make_app(root: Path, *, token: str, hosts: Sequence[str]) -> "FastAPI":
@@ -64,7 +62,7 @@ def make_app(root: Path, *, token: str, hosts: Sequence[str]) -> "FastAPI":
 
     Args:
         token: that every request below /api carries.
-        hosts: names and addresses, without ports, under which the page may be asked for.
+        hosts: names and addresses, without ports, that requests may name as Host.
     """
     from fastapi import FastAPI
 
@@ -100,7 +98,7 @@ def json_answer(content: Any, status: int = 200) -> "Response":
     return Response(body, status, media_type="application/json")
 
 
-def unless_known(request: "Request", stamp: Any, make: Callable[[], Any]) -> "Response":
+def unless_current(request: "Request", stamp: Any, make: Callable[[], Any]) -> "Response":
     """Answer with what `make` returns, or 304 when the client has the answer of this stamp.
 
     stamp: anything that changes with the answer, with the same `repr` while it does not.
@@ -133,49 +131,35 @@ def _add_tables(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
     from starlette.responses import Response
 
     def summary(run: RunFiles) -> dict[str, Any]:
-        return run.summary() | {"asked": jobs.asked(run)}
+        return run.summary() | {"stopping": jobs.stopping(run)}
 
     @app.get("/api/runs")
     def runs(request: Request) -> Response:
-        found = folders.runs()
-        stamp = [(run.stamp(), jobs.asked(run)) for run in found]
-        return unless_known(request, stamp, lambda: {"runs": [summary(run) for run in found]})
+        listed = folders.runs()
+        stamp = [(run.stamp(), jobs.stopping(run)) for run in listed]
+        return unless_current(request, stamp, lambda: {"runs": [summary(run) for run in listed]})
 
     @app.get("/api/run")
     def run(request: Request, run: str) -> Response:
         chosen, log = folders.run(run), folders.log(run)
-        whole = log.read(BUDGET)
-        stamp = (chosen.stamp(), log.version, whole, jobs.asked(chosen))
-        return unless_known(
-            request, stamp, lambda: summary(chosen) | chosen.details(log) | {"whole": whole}
-        )
+        log.read()
+        stamp = (chosen.stamp(), log.version, jobs.stopping(chosen))
+        return unless_current(request, stamp, lambda: summary(chosen) | chosen.details(log))
 
     @app.get("/api/recipe")
     def recipe(run: str, other: str | None = None) -> Response:
         chosen = folders.run(run)
-        found: dict[str, Any] = {"text": chosen.recipe_text()}
+        content: dict[str, Any] = {"text": chosen.recipe_text()}
         if other is not None:
             pair = (chosen, folders.run(other))
-            found["differences"] = recipe_differences(*pair)
-            found["without"] = [one.name for one in pair if not one.recipe()]
-        return json_answer(found)
+            content["differences"] = recipe_differences(*pair)
+            content["without"] = [one.name for one in pair if not one.recipe()]
+        return json_answer(content)
 
     @app.get("/api/jobs")
-    def told(request: Request) -> Response:
-        content = {"presets": preset_names(), "jobs": jobs.told()}
-        return unless_known(request, content, lambda: content)
-
-
-def read_all(logs: Sequence[MetricsLog]) -> bool:
-    """Read on in each of the logs, BUDGET bytes in all; return whether nothing is left to read."""
-    left, whole = BUDGET, True
-    for log in logs:
-        if left <= 0:
-            return False
-        before = log.offset
-        whole = log.read(left) and whole
-        left -= max(0, log.offset - before)
-    return whole
+    def list_jobs(request: Request) -> Response:
+        content = {"presets": preset_names(), "jobs": jobs.rows()}
+        return unless_current(request, content, lambda: content)
 
 
 def _add_curves(app: "FastAPI", folders: RunFolders) -> None:
@@ -190,17 +174,17 @@ def _add_curves(app: "FastAPI", folders: RunFolders) -> None:
         if len(names) * max(1, len(metrics)) > MOST_CURVES:
             raise UserError(f"at most {MOST_CURVES} curves at a time")
         logs = {name: folders.log(name) for name in names}
-        whole = read_all(list(logs.values()))
+        for log in logs.values():
+            log.read()
         most = min(max(points, 2), MOST_POINTS)
 
         def content() -> dict[str, Any]:
-            known = held_out_first({name for log in logs.values() for name in list(log.series)})
-            drawn = {name: log.points(metrics, most) for name, log in logs.items()}
-            chosen = chosen_first(known)
-            return {"whole": whole, "names": known, "chosen": chosen, "runs": drawn}
+            logged = held_out_first({name for log in logs.values() for name in log.names})
+            curves = {name: log.points(metrics, most) for name, log in logs.items()}
+            return {"names": logged, "chosen": chosen_first(logged), "runs": curves}
 
         stamp = [(name, log.version) for name, log in logs.items()]
-        return unless_known(request, (stamp, whole), content)
+        return unless_current(request, stamp, content)
 
 
 def _add_images(app: "FastAPI", folders: RunFolders) -> None:
@@ -220,8 +204,8 @@ def _add_images(app: "FastAPI", folders: RunFolders) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """The body of a request to do something; each action has its fields."""
+class Order:
+    """The body of a request to do something; each action reads its fields."""
 
     run: str = ""
     job: str = ""
@@ -236,26 +220,26 @@ def _add_actions(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    wishes = TypeAdapter(Wish)
+    orders = TypeAdapter(Order)
 
-    def stop(wish: Wish) -> dict[str, Any]:
-        if wish.job:
-            jobs.end(wish.job)
+    def stop(order: Order) -> dict[str, Any]:
+        if order.job:
+            jobs.end(order.job)
         else:
-            jobs.stop(folders.run(wish.run))
+            jobs.stop(folders.run(order.run))
         return {}
 
-    actions: dict[str, Callable[[Wish], dict[str, Any]]] = {
+    actions: dict[str, Callable[[Order], dict[str, Any]]] = {
         "stop": stop,
-        "resume": lambda wish: jobs.resume(folders.run(wish.run)).told(),
-        "plan": lambda wish: jobs.plan(wish.recipe, wish.changes).told(),
-        "start": lambda wish: jobs.start(wish.job, wish.folder).told(),
+        "resume": lambda order: jobs.resume(folders.run(order.run)).row(),
+        "plan": lambda order: jobs.plan(order.recipe, order.changes).row(),
+        "start": lambda order: jobs.start(order.job, order.folder).row(),
     }
     for name, act in actions.items():
 
         async def action(request: Request, act: Any = act) -> Response:
-            wish = wishes.validate_python(await json_body(request))
-            return json_answer(await run_in_threadpool(act, wish))
+            order = orders.validate_python(await json_body(request))
+            return json_answer(await run_in_threadpool(act, order))
 
         app.add_route(f"/api/{name}", action, methods=["POST"])
 
@@ -273,10 +257,10 @@ def _add_errors(app: "FastAPI") -> None:
 
     kinds: Mapping[type[Exception], tuple[int, Callable[[Any], str]]] = {
         UserError: (409, str),
-        KeyError: (404, lambda _: "there is no such run here"),
-        FileNotFoundError: (404, lambda _: "this file is missing or cannot be read"),
-        RequestValidationError: (422, lambda _: "this is not a request of the page"),
-        ValidationError: (422, lambda _: "this is not a request of the page"),
+        KeyError: (404, lambda _: "no such run"),
+        FileNotFoundError: (404, lambda _: "the file is missing or cannot be read"),
+        RequestValidationError: (422, lambda _: "not a request of the page"),
+        ValidationError: (422, lambda _: "not a request of the page"),
         Exception: (500, lambda error: f"{type(error).__name__} in the server"),
     }
     for kind, (status, sentence) in kinds.items():

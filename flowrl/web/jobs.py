@@ -1,7 +1,7 @@
-"""Stopping runs, and child processes that plan, start and resume them.
+"""Stop runs, and plan, start and resume them in child processes.
 
-A run is asked to stop as Ctrl-C asks it: it ends its iteration and saves. Children are `flowrl`
-commands in sessions of their own, which go on when the page's server ends.
+A run is stopped as by Ctrl-C: it completes its iteration and saves. Children are `flowrl` commands
+in sessions of their own, which continue when the page's server ends.
 """
 
 import json
@@ -24,9 +24,9 @@ from flowrl.training.owner import owner_of
 from flowrl.web.runs import RunFiles, is_run
 
 LOGS = ".ui-logs"  # beside the runs
-MOST_JOBS = 50  # that are remembered
+MOST_JOBS = 50  # in memory
 MOST_CHANGES = 100
-SHOWN = 20_000  # bytes of what a child said last
+SHOWN = 20_000  # bytes of the end of a child's output
 CHANGE = re.compile(r"[A-Za-z_][\w.\[\]-]*=[^\0]*", re.DOTALL)
 FOLDER = re.compile(r"\w[\w.+-]{0,99}")
 
@@ -35,29 +35,29 @@ Kind = Literal["plan", "start", "resume"]
 
 @dataclass(slots=True, kw_only=True)
 class PageJob:
-    """A child process, and what it says."""
+    """A child process and its output."""
 
     name: str
     kind: Kind
     title: str
     words: tuple[str, ...]  # after `flowrl`
     log: Path
-    recipe: str = ""  # of a plan: what may be started once it is done
+    recipe: str = ""  # of a plan, which may be started once it has succeeded
     changes: tuple[str, ...] = ()
     began: float = field(default_factory=time.time)
     process: subprocess.Popen[bytes] | None = None
 
-    def told(self) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """Return it for the page. exit: None while it runs."""
         assert self.process is not None
         return {
             "job": self.name, "kind": self.kind, "title": self.title, "began": self.began,
-            "pid": self.process.pid, "exit": self.process.poll(), "says": self.says(),
+            "pid": self.process.pid, "exit": self.process.poll(), "output": self.output(),
             "command": " ".join(("flowrl", *self.words)),
         }  # fmt: skip
 
-    def says(self) -> str:
-        """Return the end of what it printed; of a line that was drawn again, its last state."""
+    def output(self) -> str:
+        """Return the end of its output; of a line that was overwritten, the last state."""
         try:
             with open(self.log, "rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - SHOWN))
@@ -68,37 +68,37 @@ class PageJob:
 
 
 class Jobs:
-    """Starts children and remembers them; safe to use from several threads."""
+    """Starts children and lists them; several threads may use it."""
 
     def __init__(self, root: Path):
         """root: the folder of runs, or a run's own, whose neighbours new ones become."""
         self.root = root.resolve().parent if is_run(root) else root.resolve()
         self._jobs: dict[str, PageJob] = {}
-        self._asked: dict[tuple[int, float], str] = {}  # processes that were asked to stop
+        self._stopping: set[tuple[int, float]] = set()  # (pid, start) of processes sent a signal
         self._lock = threading.Lock()
 
-    def told(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """Return all jobs for the page, the newest first."""
         with self._lock:
-            return [job.told() for job in reversed(self._jobs.values())]
+            return [job.row() for job in reversed(self._jobs.values())]
 
     def running(self) -> int:
-        """Return how many runs go on that were started or resumed here."""
+        """Return how many runs still train that were started or resumed here."""
         with self._lock:
             jobs = [job for job in self._jobs.values() if job.kind != "plan"]
         return sum(job.process is not None and job.process.poll() is None for job in jobs)
 
     # --- stop -----------------------------------------------------------------------------------
 
-    def asked(self, run: RunFiles) -> bool:
-        """Return whether the run's process was asked to stop and has not ended yet."""
+    def stopping(self, run: RunFiles) -> bool:
+        """Return whether the run's process was sent a signal and has not ended yet."""
         owner = owner_of(run.path)
-        return owner is not None and (owner.pid, owner.began) in self._asked
+        return owner is not None and (owner.pid, owner.began) in self._stopping
 
     def stop(self, run: RunFiles) -> None:
-        """Ask a run to end its iteration, save and stop; a second time does nothing.
+        """Send a run the signal to complete its iteration, save and stop, once.
 
-        Raises UserError when nothing trains there, or nothing that a signal reaches.
+        Raises UserError when no process of this machine trains there.
         """
         owner = owner_of(run.path)
         process = None if owner is None else owner.process(run.path)
@@ -106,29 +106,29 @@ class Jobs:
             raise UserError(f"no process of this machine trains in {run.name}")
         _need_signals()
         with self._lock:
-            if (owner.pid, owner.began) in self._asked:
+            if (owner.pid, owner.began) in self._stopping:
                 return  # a second signal would end it at once, in the middle of an iteration
             process.send_signal(signal.SIGTERM)
-            self._asked[owner.pid, owner.began] = run.name
+            self._stopping.add((owner.pid, owner.began))
 
     def end(self, name: str) -> None:
-        """Ask a job to stop, such as a run that still loads. Raises KeyError for an unknown one."""
+        """Stop a job, such as a run that still loads. Raises KeyError for an unknown one."""
         with self._lock:
             job = self._jobs[name]
             assert job.process is not None
             key = (job.process.pid, job.began)
-            if job.process.poll() is None and key not in self._asked:
+            if job.process.poll() is None and key not in self._stopping:
                 _need_signals()
                 job.process.send_signal(signal.SIGTERM)
-                self._asked[key] = job.title
+                self._stopping.add(key)
 
     # --- children -------------------------------------------------------------------------------
 
     def plan(self, recipe: str, changes: Sequence[str]) -> PageJob:
         """Begin `flowrl plan`. Raises UserError for words that are no recipe and no changes."""
-        found = checked_recipe(recipe)
-        given = checked_changes(changes)
-        return self._begin("plan", recipe, ("plan", found, *given), recipe=found, changes=given)
+        source, overrides = checked_recipe(recipe), checked_changes(changes)
+        words = ("plan", source, *overrides)
+        return self._begin("plan", recipe, words, recipe=source, changes=overrides)
 
     def start(self, name: str, folder: str) -> PageJob:
         """Begin to train what a plan was made for, in a folder below RUNS.
@@ -149,15 +149,15 @@ class Jobs:
         return self._begin("start", folder, words)
 
     def resume(self, run: RunFiles) -> PageJob:
-        """Go on with a run from its newest whole checkpoint, under the recipe it has saved.
+        """Resume a run from its newest intact checkpoint, with the recipe it has saved.
 
-        Raises UserError for a run that trains, or that has nothing to go on from.
+        Raises UserError for a run that trains, or has no checkpoint.
         """
         state = run.state()
         if state.name in ("running", "elsewhere"):
             raise UserError(f"{run.name} {state.detail or 'is running'}")
         if not run.checkpoints():
-            raise UserError(f"{run.name} has no checkpoint to go on from")
+            raise UserError(f"{run.name} has no checkpoint to resume from")
         with self._lock:
             busy = [j for j in self._jobs.values() if j.kind == "resume" and j.title == run.name]
         if any(job.process is not None and job.process.poll() is None for job in busy):
@@ -181,9 +181,8 @@ class Jobs:
             name=name, kind=kind, title=title, words=words, log=path, recipe=recipe, changes=changes
         )
         with open(path, "wb") as log, self._lock:
-            # One GPU or CPU process, whatever launched the server; and in a session of its own (on
-            # Windows, which has none, in a group of its own), so that Ctrl-C of the server does not
-            # reach it.
+            # A session of its own (on Windows a process group), so that Ctrl-C of the server does
+            # not reach it; and one process, whatever launched the server.
             job.process = subprocess.Popen(
                 [sys.executable, "-m", "flowrl", *words], stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, env=_environment(), start_new_session=True,
@@ -200,9 +199,9 @@ class Jobs:
 
 
 def _environment() -> dict[str, str]:
-    left_out = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    return kept | {"PYTHONUNBUFFERED": "1"}
+    launcher = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    inherited = {name: value for name, value in os.environ.items() if name not in launcher}
+    return inherited | {"PYTHONUNBUFFERED": "1"}
 
 
 def _need_signals() -> None:
@@ -223,12 +222,12 @@ def checked_recipe(recipe: str) -> str:
 
 def checked_changes(changes: Sequence[str]) -> tuple[str, ...]:
     """Return changes KEY=VALUE of a recipe. Raises UserError for flags and other words."""
-    found = tuple(text.strip() for text in changes if text.strip())
-    wrong = next((text for text in found if not CHANGE.fullmatch(text)), None)
+    texts = tuple(text.strip() for text in changes if text.strip())
+    wrong = next((text for text in texts if not CHANGE.fullmatch(text)), None)
     if wrong is not None:
         raise UserError(f"{wrong[:100]!r} is no change of an option, as in optim.lr=1e-4")
-    if len(found) > MOST_CHANGES:
-        raise UserError(f"got {len(found)} changes, expected at most {MOST_CHANGES}")
-    if any(text.startswith(("run.output_dir=", "output_dir=")) for text in found):
-        raise UserError("leave run.output_dir out: the folder has a field of its own")
-    return found
+    if len(texts) > MOST_CHANGES:
+        raise UserError(f"got {len(texts)} changes, expected at most {MOST_CHANGES}")
+    if any(text.startswith(("run.output_dir=", "output_dir=")) for text in texts):
+        raise UserError("leave run.output_dir out: enter the folder in its own field")
+    return texts

@@ -1,7 +1,7 @@
-"""What run folders hold, read for people: lists, states, images, recipes. Nothing here loads torch.
+"""Read run folders for people: lists, states, images, recipes. Nothing here loads torch.
 
-Folders may be damaged, half-written or somebody else's: whatever cannot be read is left out. Files
-are named by this program alone, from numbers, and links that lead out of a run are not followed.
+Folders may be damaged, half-written or somebody else's: whatever cannot be read is left out. File
+names are made here, from numbers, and links that lead out of a run are not followed.
 """
 
 import io
@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,12 +29,13 @@ from flowrl.utils.untrusted import (
     is_readable,
     open_regular,
     parse_json,
+    read_bytes,
     read_tail,
 )
-from flowrl.web.metrics_log import Glance, MetricsLog, held_out_first
+from flowrl.web.metrics_log import GLANCE, MetricsLog, held_out_first
 
 CONFIG, METRICS, AUDITS = "config.yaml", "metrics.jsonl", "audits.jsonl"
-OWN = {  # folders of a run, in which no other run is looked for
+RUN_PARTS = {  # folders of a run, in which no other run is looked for
     "checkpoints", "evaluations", "set-aside", "gallery", "samples", "tensorboard", "stores",
     "card",
 }  # fmt: skip
@@ -66,11 +68,11 @@ class RunFiles:
 
     name: str  # its path below RUNS, with slashes
     path: Path
-    glance: Glance = field(init=False)
+    glance: MetricsLog = field(init=False)
     _ledger: tuple[Any, list[Event]] = field(init=False, default=(None, []))
 
     def __post_init__(self) -> None:
-        self.glance = Glance(self.path / METRICS)
+        self.glance = MetricsLog(self.path / METRICS, GLANCE)
 
     def stamp(self) -> tuple[Any, ...]:
         """Return what changes whenever something that people see here changes."""
@@ -79,18 +81,20 @@ class RunFiles:
         alive = owner is not None and owner.process(self.path) is not None
         return (self.name, alive, *(_stamp(self.path / name) for name in names))
 
+    # --- state and recipe -----------------------------------------------------------------------
+
     def events(self) -> list[Event]:
         """Return the ledger, oldest first; empty for a run without."""
         path = self.path / LEDGER
-        now = _stamp(path)
-        if self._ledger[0] != now:
-            try:
-                fits = now[1] <= MOST_LEDGER and is_readable(path, inside=self.path)
-                known = Ledger(self.path).events() if fits else []
-                found = [event for event in known if isinstance(event["event"], str)]
-            except (OSError, RefusedFile):
-                found = []
-            self._ledger = now, found
+        stamp = _stamp(path)
+        if self._ledger[0] != stamp:
+            events: list[Event] = []
+            if stamp[1] <= MOST_LEDGER and is_readable(path, inside=self.path):
+                try:
+                    events = [e for e in Ledger(self.path).events() if isinstance(e["event"], str)]
+                except (OSError, RefusedFile):
+                    events = []
+            self._ledger = stamp, events
         return self._ledger[1]
 
     def last(self, *names: str) -> Event:
@@ -103,30 +107,38 @@ class RunFiles:
             return RunState(name="running", pid=owner.pid)
         last = self.last("start", "resume", "stop")
         if last.get("event") == "stop":
-            detail = _text(last.get("detail", ""))
-            if last.get("complete"):
-                why = {"time": "its time was over (run.max_minutes)", "hacking": detail}
-                return RunState(name="finished", detail=why.get(str(last.get("reason")), ""))
-            if last.get("reason") == "interrupted":
-                return RunState(name="stopped", detail="asked to stop; it can go on")
-            return RunState(name="failed", detail=detail)
+            return self._stopped(last)
         if owner is not None and not owner.is_here:
-            where = _text(owner.host, 80)
-            return RunState(name="elsewhere", detail=f"trains on {where}, or was killed there")
+            host = _text(owner.host, 80)
+            return RunState(name="elsewhere", detail=f"trains on {host}, or was killed there")
         if not last:
             done = (self.path / "README.md").exists()
             return RunState(name="finished" if done else "unknown", detail="it has no ledger")
-        return RunState(name="killed", detail="its process ended without a word; it can go on")
+        return RunState(name="killed", detail="the process was killed; it can be resumed")
+
+    def _stopped(self, event: Event) -> RunState:
+        detail, reason = _text(event.get("detail", "")), event.get("reason")
+        if reason == "time":
+            total = _whole(_at(self.recipe(), "run", "iterations"))
+            done = f"{_whole(event.get('step'))} of {total} iterations"
+            advice = f"continue: flowrl train --resume {self.path} run.max_minutes=null"
+            detail = f"stopped by run.max_minutes after {done}; {advice}"
+            return RunState(name="stopped", detail=detail)
+        if event.get("complete"):
+            return RunState(name="finished", detail=detail)
+        if reason == "interrupted":
+            return RunState(name="stopped", detail="interrupted; it can be resumed")
+        return RunState(name="failed", detail=detail)
 
     def recipe(self) -> dict[str, Any]:
         """Return every option in force, nested; empty where none can be read."""
-        found = self.last("start", "resume").get("recipe")
-        if found is None:
+        recipe = self.last("start", "resume").get("recipe")
+        if recipe is None:
             try:
-                found = load_yaml(self.recipe_text(), CONFIG)
+                recipe = load_yaml(self.recipe_text(), CONFIG)
             except (UserError, RecursionError):
-                found = None
-        return found if isinstance(found, dict) else {}
+                recipe = None
+        return recipe if isinstance(recipe, dict) else {}
 
     def recipe_text(self) -> str:
         try:
@@ -137,146 +149,157 @@ class RunFiles:
 
     def summary(self) -> dict[str, Any]:
         """Return a line of the list of runs."""
-        self.glance.look()
-        state, recipe, seen = self.state(), self.recipe(), self.glance
-        steps = [*self.checkpoints()[-1:], seen.step or 0]
+        self.glance.read()
+        state, recipe, ends = self.state(), self.recipe(), self.glance.ends()
         return {
             "run": self.name,
             "state": state.name,
             "detail": state.detail,
-            "step": max(steps),
+            "step": max(*self.checkpoints()[-1:], ends["step"], 0),
             "iterations": _whole(_at(recipe, "run", "iterations")),
             "objective": _text(_at(recipe, "objective", "kind"), 80),
             "pipeline": _text(_at(recipe, "pipeline", "path"), 200),
-            "reward": seen.latest.get("reward/mean"),
-            "base": seen.base,
-            "held_out": seen.held_out,
-            "held_out_step": seen.held_out_step,
+            "reward": ends["latest"].get("reward/mean"),
+            "base": ends["base"],
+            "held_out": ends["held_out"],
+            "held_out_step": ends["held_out_step"],
             "updated": _time(self.path / METRICS) or _time(self.path / LEDGER),
         }
 
     def details(self, log: MetricsLog) -> dict[str, Any]:
         """Return everything of a run but its curves and images."""
-        summaries = log.summaries()
-        names = held_out_first(summaries)
+        means = log.means()
         return self.summary() | {
-            "metrics": [[name, summaries[name]] for name in names],
+            "metrics": [[name, means[name]] for name in held_out_first(means)],
             "damaged": log.damaged,
             "samples": self.samples(),
             "evaluations": self.evaluations(),
             "checkpoints": self.checkpoints(),
-            "events": self.told_events(),
+            "events": self.journal(),
             "audits": self.audits(),
         }
 
     # --- images ---------------------------------------------------------------------------------
 
     def samples(self) -> list[int]:
-        """Return the iterations of which a grid of training images is there."""
+        """Return the iterations that have a grid of training images."""
         return _steps(self.path / "samples", ".png")
 
     def evaluations(self) -> list[int]:
         return _steps(self.path / "evaluations", ".safetensors")
 
     def checkpoints(self) -> list[int]:
-        """Return the iterations after which the run can go on."""
-        found = _steps(self.path / "checkpoints", "")
+        """Return the iterations after which the run can be resumed."""
         folder = self.path / "checkpoints"
-        return [s for s in found if (folder / f"step-{s:06d}" / "state.safetensors").is_file()]
+        return [
+            step for step in _steps(folder, "")
+            if (folder / f"step-{step:06d}" / "state.safetensors").is_file()
+        ]  # fmt: skip
 
     def sample(self, step: int) -> bytes:
         """Return the PNG of a grid. Raises FileNotFoundError where there is none to show."""
-        path = self._inside(f"samples/step-{step:06d}.png")
-        if path.stat().st_size > MOST_IMAGE:
-            raise FileNotFoundError
-        data = path.read_bytes()
+        try:
+            path = self.path / f"samples/step-{step:06d}.png"
+            data = read_bytes(path, inside=self.path, limit=MOST_IMAGE)
+        except (OSError, RefusedFile) as error:
+            raise FileNotFoundError from error
         if not data.startswith(PNG):
             raise FileNotFoundError
         return data
 
     def held_out(self, step: int) -> dict[str, Any]:
-        """Return prompts and scores of the held-out images that an evaluation kept.
+        """Return prompts and scores of an evaluation's images.
 
         Raises FileNotFoundError where there is none that can be read.
         """
-        with _opened(self._inside(f"evaluations/step-{step:06d}.safetensors")) as (file, said):
-            count = file.get_slice(said["images"]["__tensor__"]).get_shape()[0]
-            count = min(count, MOST_ROWS, len(said["prompts"]))
-            scores = file.get_slice(said["scores"]["__tensor__"])[:count].tolist()
-            names = [_text(name, 80) for name in said["names"]]
-            prompts = [_text(prompt) for prompt in said["prompts"][:count]]
-        return {"prompts": prompts, "names": names, "scores": [_known(row) for row in scores]}
+        with self._evaluation(step) as (file, content):
+            count = file.get_slice(content["images"]["__tensor__"]).get_shape()[0]
+            count = min(count, MOST_ROWS, len(content["prompts"]))
+            scores = file.get_slice(content["scores"]["__tensor__"])[:count].tolist()
+            return {
+                "prompts": [_text(prompt) for prompt in content["prompts"][:count]],
+                "names": [_text(name, 80) for name in content["names"]],
+                "scores": [[_finite(score) for score in row] for row in scores],
+            }
 
     def held_out_image(self, step: int, row: int) -> bytes:
         """Return one of them as a PNG. Raises FileNotFoundError where there is none."""
         from PIL import Image
 
-        with _opened(self._inside(f"evaluations/step-{step:06d}.safetensors")) as (file, said):
-            images = file.get_slice(said["images"]["__tensor__"])
+        with self._evaluation(step) as (file, content):
+            images = file.get_slice(content["images"]["__tensor__"])
             count, channels, height, width = images.get_shape()
             if not 0 <= row < count or channels != 3 or height * width > MOST_IMAGE // 3:
                 raise FileNotFoundError
             pixels = images[row : row + 1][0].transpose(1, 2, 0)
-            if pixels.dtype != "uint8":
-                raise FileNotFoundError
             buffer = io.BytesIO()
             Image.fromarray(pixels).save(buffer, "PNG")
         return buffer.getvalue()
 
-    def _inside(self, name: str) -> Path:
-        """Return a file of this run. Raises FileNotFoundError for one that a link leads away to."""
+    @contextmanager
+    def _evaluation(self, step: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Open an evaluation: (file, content). What cannot be read raises FileNotFoundError."""
+        from safetensors import safe_open
+
+        path = self.path / f"evaluations/step-{step:06d}.safetensors"
+        if not is_readable(path, inside=self.path):
+            raise FileNotFoundError(str(path))
         try:
-            path = (self.path / name).resolve(strict=True)
-        except (OSError, RuntimeError) as error:  # a loop of links
-            raise FileNotFoundError(name) from error
-        if not path.is_relative_to(self.path.resolve()) or not path.is_file():
-            raise FileNotFoundError(name)
-        return path
+            with safe_open(path, framework="np") as file:
+                content = parse_json((file.metadata() or {})["state"], str(path))
+                if not all(isinstance(content[name], list) for name in ("prompts", "names")):
+                    raise TypeError
+                yield file, content
+        except Exception as error:  # a damaged file may be wrong in any way
+            raise FileNotFoundError(str(path)) from error
 
     # --- tables ---------------------------------------------------------------------------------
 
-    def told_events(self) -> list[dict[str, Any]]:
+    def journal(self) -> list[dict[str, Any]]:
         """Return the latest events of the ledger without recipes and digests, newest first."""
-        found = []
+        rows = []
         for event in reversed(self.events()[-MOST_ROWS:]):
-            changed = event.get("changed") or {}
-            parts = [f"{n}: {_json(v, 200)}" for n, v in changed.items()] if changed else []
-            told = [event.get("reason"), event.get("detail"), event.get("to"), *parts]
-            found.append(
+            changed = event.get("changed")
+            changed = changed if isinstance(changed, dict) else {}
+            parts = [event.get("reason"), event.get("detail"), event.get("to")]
+            parts += [f"{name}: {_json(value, 200)}" for name, value in changed.items()]
+            rows.append(
                 {
                     "event": _text(event["event"], 40),
                     "time": _text(event.get("time"), 40),
                     "step": _whole(event.get("step")),
-                    "detail": _text("; ".join(str(t) for t in told if t)),
+                    "detail": _text("; ".join(str(part) for part in parts if part)),
                 }
             )
-        return found
+        return rows
 
     def audits(self) -> list[dict[str, Any]]:
         """Return the latest audits of cheap candidates, newest first."""
         try:
             data = read_tail(self.path / AUDITS, inside=self.path, limit=MOST_AUDITS)
-            lines = data.splitlines()
         except (OSError, RefusedFile):
             return []
-        found = []
-        for line in lines[-MOST_ROWS:]:
+        rows = []
+        for line in data.splitlines()[-MOST_ROWS:]:
             try:
                 audit = parse_json(line, AUDITS)
-                told = {name: _text(audit[name], 400) for name in ("precision", "action", "text")}
-                found.append(told | {"iteration": _whole(audit["iteration"])})
+                row = {name: _text(audit[name], 400) for name in ("precision", "action", "text")}
+                rows.append(row | {"iteration": _whole(audit["iteration"])})
             except (UserError, KeyError, TypeError):
                 continue
-        return found[::-1]
+        return rows[::-1]
 
 
 def recipe_differences(one: RunFiles, other: RunFiles) -> list[dict[str, str]]:
     """Return the options in which the recipes of two runs differ."""
-    found = differences(one.recipe(), other.recipe())
+    changed = differences(one.recipe(), other.recipe())
     return [
         {"option": _text(name, 200), "one": _json(a), "other": _json(b)}
-        for name, (a, b) in found.items()
+        for name, (a, b) in changed.items()
     ][:MOST_ROWS]
+
+
+# --- folders -------------------------------------------------------------------------------------
 
 
 class RunFolders:
@@ -293,24 +316,21 @@ class RunFolders:
         """Return all runs, those that changed last first."""
         with self._lock:
             if time.monotonic() - self._scanned > SCAN_S:
-                found = {name: path for name, path in self._find()}
                 self._runs = {
                     name: self._runs.get(name) or RunFiles(name, path)
-                    for name, path in found.items()
+                    for name, path in self._find()
                 }
                 self._scanned = time.monotonic()
-            known = list(self._runs.values())
-        return sorted(known, key=lambda run: _time(run.path / METRICS) or 0.0, reverse=True)
+            runs = list(self._runs.values())
+        return sorted(runs, key=lambda run: _time(run.path / METRICS) or 0.0, reverse=True)
 
     def run(self, name: str) -> RunFiles:
         """Return the run of a name. Raises KeyError: no name leads to a folder that is no run."""
-        found = self._runs.get(name)
-        if found is None:
-            found = {run.name: run for run in self.runs()}[name]
-        return found
+        run = self._runs.get(name)
+        return run if run is not None else {run.name: run for run in self.runs()}[name]
 
     def log(self, name: str) -> MetricsLog:
-        """Return what is known of a run's metrics. Raises KeyError as `run` does."""
+        """Return the metrics of a run. Raises KeyError as `run` does."""
         run = self.run(name)
         with self._lock:
             log = self._logs.pop(name, None) or MetricsLog(run.path / METRICS)
@@ -338,11 +358,11 @@ def is_run(path: Path) -> bool:
 
 def _folders(folder: Path) -> list[Path]:
     try:
-        with os.scandir(folder) as found:
-            names = [e.name for e in found if e.is_dir(follow_symlinks=False)]
+        with os.scandir(folder) as entries:
+            names = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
     except OSError:
         return []
-    return [folder / name for name in sorted(names) if name not in OWN and name[0] != "."]
+    return [folder / name for name in sorted(names) if name not in RUN_PARTS and name[0] != "."]
 
 
 def _steps(folder: Path, ending: str) -> list[int]:
@@ -351,33 +371,11 @@ def _steps(folder: Path, ending: str) -> list[int]:
         names = os.listdir(folder)
     except OSError:
         return []
-    found = (STEP.fullmatch(n.removesuffix(ending)) for n in names if n.endswith(ending))
-    return sorted(int(match[1]) for match in found if match)
+    matches = (STEP.fullmatch(n.removesuffix(ending)) for n in names if n.endswith(ending))
+    return sorted(int(match[1]) for match in matches if match)
 
 
-class _opened:
-    """Open an evaluation: (file, what it says). Everything unreadable is a FileNotFoundError."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __enter__(self) -> tuple[Any, dict[str, Any]]:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            self._file = safe_open(self.path, framework="np").__enter__()
-            said = parse_json((self._file.metadata() or {})["state"], str(self.path))
-            assert isinstance(said["prompts"], list) and isinstance(said["names"], list)
-            return self._file, said
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AssertionError,
-                UserError) as error:  # fmt: skip
-            raise FileNotFoundError(str(self.path)) from error
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
-        self._file.__exit__(None, None, None)
-        if kind is not None and not issubclass(kind, FileNotFoundError):
-            if issubclass(kind, Exception):
-                raise FileNotFoundError(str(self.path)) from error
+# --- values of strangers -------------------------------------------------------------------------
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
@@ -405,8 +403,8 @@ def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and abs(value) < 2**53 else None
 
 
-def _known(row: list[Any]) -> list[float | None]:
-    return [v if isinstance(v, float) and abs(v) < float("inf") else None for v in row]
+def _finite(value: Any) -> float | None:
+    return value if isinstance(value, float) and abs(value) < float("inf") else None
 
 
 def _text(value: Any, most: int = MOST_TEXT) -> str:

@@ -1,4 +1,4 @@
-// Asks the server, with the token, and remembers what it answered to save asking twice.
+// Requests with the token; answers are cached, so that what has not changed is not sent again.
 
 export const TOKEN = "flowrl-token"; // in the storage of this tab
 let answers = new Map(); // by path: {tag, data}, of the view that is shown
@@ -10,7 +10,7 @@ export class Refusal extends Error {
   }
 }
 
-function asked(path, options = {}) {
+function request(path, options = {}) {
   const headers = { Authorization: `Bearer ${sessionStorage.getItem(TOKEN) ?? ""}`, ...options.headers };
   return fetch(path, { ...options, headers, cache: "no-store" });
 }
@@ -23,9 +23,9 @@ async function refusalOf(answer) {
 
 // Returns what the server has now; `changed` is false when it is what was returned before.
 export async function get(path, signal) {
-  const known = answers.get(path);
-  const answer = await asked(path, { signal, headers: known ? { "If-None-Match": known.tag } : {} });
-  if (answer.status === 304) return { data: known.data, changed: false };
+  const cached = answers.get(path);
+  const answer = await request(path, { signal, headers: cached ? { "If-None-Match": cached.tag } : {} });
+  if (answer.status === 304) return { data: cached.data, changed: false };
   if (!answer.ok) throw await refusalOf(answer);
   const data = await answer.json();
   const tag = answer.headers.get("ETag");
@@ -39,14 +39,14 @@ export async function get(path, signal) {
 
 export async function send(path, content) {
   const headers = { "Content-Type": "application/json" };
-  const answer = await asked(path, { method: "POST", headers, body: JSON.stringify(content) });
+  const answer = await request(path, { method: "POST", headers, body: JSON.stringify(content) });
   if (!answer.ok) throw await refusalOf(answer);
   return answer.json();
 }
 
 // Returns the address of an image within this page, null when the server has none to show.
 export async function image(path, signal) {
-  const answer = await asked(path, { signal });
+  const answer = await request(path, { signal });
   if (answer.status === 404) return null;
   if (!answer.ok) throw await refusalOf(answer);
   return URL.createObjectURL(await answer.blob());

@@ -40,7 +40,7 @@ export class Chart {
     this.figure.remove();
   }
 
-  // series: {label, index (of its colour), x, y, low, high}; low and high where values were joined.
+  // series: {label, index (of its colour), x, y}.
   show(series, smooth) {
     this.series = series.filter((one) => one.x.length);
     this.smooth = smooth;
@@ -51,10 +51,10 @@ export class Chart {
   inWords() {
     if (!this.series.length) return "No values yet.";
     return this.series.map((one) => {
-      const known = one.y.map((y, i) => [y, one.x[i]]).filter(([y]) => y !== null);
-      if (!known.length) return `${one.label}: no value`;
-      const values = known.map(([y]) => y);
-      const [first, last] = [known[0], known[known.length - 1]];
+      const points = one.y.map((y, i) => [y, one.x[i]]).filter(([y]) => y !== null);
+      if (!points.length) return `${one.label}: no value`;
+      const values = points.map(([y]) => y);
+      const [first, last] = [points[0], points[points.length - 1]];
       return `${one.label}: ${format(first[0])} at ${first[1]}, ${format(last[0])} at ${last[1]}, ` +
         `lowest ${format(Math.min(...values))}, highest ${format(Math.max(...values))}`;
     }).join(". ");
@@ -98,18 +98,16 @@ export class Chart {
   read() {
     if (!this.series.length) return "no values yet";
     const several = this.series.length > 1;
-    const found = this.series.map((one) => {
+    const values = this.series.map((one) => {
       let at = one.x.length - 1;
       if (this.cursor !== null) {
         at = one.x.findIndex((x) => x >= this.cursor);
         if (at < 0) return null;
       }
-      const spread = one.low && one.low[at] !== null && one.low[at] !== one.high[at]
-        ? ` (${format(one.low[at])} to ${format(one.high[at])})` : "";
-      return [one, `${several ? `${one.label} ` : ""}${format(one.y[at])}${several ? "" : spread}`, one.x[at]];
+      return [one, `${several ? `${one.label} ` : ""}${format(one.y[at])}`, one.x[at]];
     }).filter(Boolean);
-    const step = this.cursor === null && several ? "latest" : `at ${this.cursor ?? found[0][2]}`;
-    return [step, found];
+    const step = this.cursor === null && several ? "latest" : `at ${this.cursor ?? values[0][2]}`;
+    return [step, values];
   }
 
   showReading() {
@@ -119,9 +117,9 @@ export class Chart {
       this.reading.textContent = read;
       return;
     }
-    const [step, found] = read;
+    const [step, values] = read;
     this.reading.append(`${step}: `);
-    for (const [one, text] of found) {
+    for (const [one, text] of values) {
       const value = document.createElement("span");
       value.className = `value c${one.index % COLORS}`;
       value.textContent = text;
@@ -168,18 +166,13 @@ export class Chart {
   }
 
   ranges() {
-    const ys = [], edges = [];
+    const ys = [];
     let x0 = Infinity, x1 = -Infinity;
     for (const one of this.series) {
       for (const y of one.y) if (y !== null) ys.push(y);
-      for (const y of one.low ?? []) if (y !== null) edges.push(y);
-      for (const y of one.high ?? []) if (y !== null) edges.push(y);
       x0 = Math.min(x0, one.x[0]);
       x1 = Math.max(x1, one.x[one.x.length - 1]);
     }
-    // A single wild value inside of a joined point must not flatten the rest.
-    edges.sort((a, b) => a - b);
-    if (edges.length) ys.push(edges[Math.floor(edges.length * 0.02)], edges[Math.floor(edges.length * 0.98)]);
     let y0 = ys.reduce((a, b) => Math.min(a, b), Infinity);
     let y1 = ys.reduce((a, b) => Math.max(a, b), -Infinity);
     if (!ys.length) [y0, y1] = [0, 1];
@@ -225,11 +218,6 @@ export class Chart {
 
   curve(pen, one, color) {
     const dash = DASHES[Math.floor(one.index / COLORS) % DASHES.length];
-    if (one.low && this.series.length === 1) {
-      pen.globalAlpha = 0.16;
-      pen.fillStyle = color;
-      this.band(pen, one);
-    }
     pen.strokeStyle = pen.fillStyle = color;
     pen.setLineDash(dash);
     const window_ = this.smooth && one.y.length > 80 ? Math.round(one.y.length / 30) : 1;
@@ -263,21 +251,6 @@ export class Chart {
     }
     pen.stroke();
   }
-
-  band(pen, one) {
-    let start = 0;
-    while (start < one.x.length) {
-      if (one.low[start] === null) { start += 1; continue; }
-      let end = start;
-      while (end + 1 < one.x.length && one.low[end + 1] !== null) end += 1;
-      pen.beginPath();
-      for (let i = start; i <= end; i += 1) pen.lineTo(this.x(one.x[i]), this.y(one.high[i]));
-      for (let i = end; i >= start; i -= 1) pen.lineTo(this.x(one.x[i]), this.y(one.low[i]));
-      pen.fill();
-      start = end + 1;
-    }
-    pen.globalAlpha = 1;
-  }
 }
 
 // The mean of up to `size` values around each, missing ones left out.
@@ -299,9 +272,9 @@ export function ticks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough) ?? rough;
-  const found = [];
-  for (let i = Math.ceil(low / step); i * step <= high && found.length < 50; i += 1) {
-    found.push(Number((i * step).toPrecision(12)));
+  const marks = [];
+  for (let i = Math.ceil(low / step); i * step <= high && marks.length < 50; i += 1) {
+    marks.push(Number((i * step).toPrecision(12)));
   }
-  return found;
+  return marks;
 }

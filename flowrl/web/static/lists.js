@@ -24,13 +24,13 @@ class RunRow {
       el("td", { class: "pick" }, this.check),
       el("th", { scope: "row" }, el("a", { href: runLink(name) }, name)),
       this.state, this.steps, this.held, this.reward, this.changed);
-    this.said = "";
+    this.shown = "";
   }
 
   show(run) {
     const now = JSON.stringify(run) + ago(run.updated);
-    if (now === this.said) return;
-    this.said = now;
+    if (now === this.shown) return;
+    this.shown = now;
     this.state.replaceChildren(stateBadge(run));
     this.steps.textContent = run.iterations ? `${run.step} of ${run.iterations}` : String(run.step);
     this.held.replaceChildren(...heldOut(run));
@@ -51,7 +51,7 @@ export function listView() {
       el("thead", {}, el("tr", {}, ["", "Run", "State", "Iterations", "Held-out", "Reward", "Changed"]
         .map((name) => el("th", { scope: "col" }, name || el("span", { class: "hidden" }, "Compare"))))),
       body)));
-  const empty = el("p", {}, "Looking for runs...");
+  const empty = el("p", {}, "Reading the folder...");
   const heading = el("h1", {}, "Runs");
 
   function hide() {
@@ -82,7 +82,7 @@ export function listView() {
     for (const run of data.runs) rows.get(run.run).show(run);
     place.hidden = !data.runs.length;
     empty.hidden = data.runs.length > 0;
-    setText(empty, "There are no runs in this folder yet. Train a recipe, or start one on the page Start.");
+    setText(empty, "This folder has no runs yet. Train one with flowrl train quickstart, or on the page Start.");
   }
 
   return { title: "Runs", root: el("div", {}, heading, empty, place), update };
@@ -91,7 +91,7 @@ export function listView() {
 // --- comparison
 
 export function compareView(query) {
-  const asked = query.getAll("run");
+  const chosen = query.getAll("run");
   const root = el("div", {}, el("h1", {}, "Compare runs"));
   const legend = el("ul", { class: "legend", "aria-label": "Runs" });
   const values = el("div", {});
@@ -122,20 +122,20 @@ export function compareView(query) {
 
   async function update(signal) {
     const { data, changed } = await get("/api/runs", signal);
-    const runs = asked.length
-      ? asked.map((name) => data.runs.find((run) => run.run === name)).filter(Boolean)
+    const runs = chosen.length
+      ? chosen.map((name) => data.runs.find((run) => run.run === name)).filter(Boolean)
       : data.runs.slice(0, MOST_COMPARED);
     if (!runs.length) {
-      setText(root.querySelector("h1"), "Compare runs: there are none here");
+      setText(root.querySelector("h1"), "Compare runs: this folder has none");
       return null;
     }
     if (!curves) build(runs);
-    if (changed) values.replaceChildren(table("On held-out prompts, before training and last",
+    if (changed) values.replaceChildren(table("Mean scores of held-out prompts: before training, and last",
       ["Run", "State", "Iteration", "Scores"],
       runs.map((run) => [run.run, stateBadge(run), String(run.held_out_step ?? ""), el("div", {}, heldOut(run, 8))])));
     const before = wake;
-    const whole = curves.take((await get(curves.path(), signal)).data);
-    return whole && before === wake ? null : 0;
+    const current = curves.take((await get(curves.path(), signal)).data);
+    return current && before === wake ? null : 0;
   }
 
   return { title: "Compare", root, update, leave: () => curves?.leave() };
@@ -159,12 +159,12 @@ export function startView() {
   const changes = el("textarea", { rows: 4, spellcheck: "false", placeholder: "optim.lr=5e-4" });
   const form = el("form", { class: "start", onsubmit: plan },
     el("label", {}, "Recipe: a preset, or a YAML file on the server's machine", recipe), presets,
-    el("label", {}, "Changes, KEY=VALUE, one a line", changes),
+    el("label", {}, "Changes of options, one KEY=VALUE per line", changes),
     el("button", { type: "submit" }, "Plan"));
   const list = el("div", { class: "jobs" });
   const cards = new Map();
   const root = el("div", {}, el("h1", {}, "Start a recipe"),
-    el("p", {}, "A recipe is planned first: what it costs and whether it fits. Then it can be started ",
+    el("p", {}, "First plan a recipe: time, memory and cost. Then you can start it ",
       "on this machine, in one process."),
     form, el("h2", {}, "Commands of this page"), list);
   const none = el("p", { class: "muted" }, "None yet.");
@@ -180,9 +180,9 @@ export function startView() {
     const { data } = await get("/api/jobs", signal);
     if (!presets.children.length) presets.append(...data.presets.map((name) => el("option", { value: name })));
     none.hidden = data.jobs.length > 0;
-    const known = new Set(data.jobs.map((job) => job.job));
+    const current = new Set(data.jobs.map((job) => job.job));
     for (const [name, card] of cards) {
-      if (!known.has(name)) { card.root.remove(); cards.delete(name); }
+      if (!current.has(name)) { card.root.remove(); cards.delete(name); }
     }
     for (const job of [...data.jobs].reverse()) {
       if (!cards.has(job.job)) {
@@ -200,7 +200,7 @@ class JobCard {
   constructor(job) {
     this.name = job.job;
     this.state = el("span", { class: "state" });
-    this.says = el("pre", { tabindex: 0, "aria-label": `Output of ${job.kind} ${job.title}` });
+    this.output = el("pre", { tabindex: 0, "aria-label": `Output of ${job.kind} ${job.title}` });
     this.folder = el("input", { required: true, autocomplete: "off", pattern: "[A-Za-z0-9_][A-Za-z0-9_.+\\-]{0,99}" });
     this.folder.value = (job.title.split(/[\\/]/).pop() ?? "").replace(/\.ya?ml$/, "");
     this.form = el("form", { class: "bar", hidden: true, onsubmit: (event) => this.start(event) },
@@ -209,7 +209,7 @@ class JobCard {
     this.kind = job.kind;
     this.root = el("section", { class: "card", "aria-label": `${job.kind} ${job.title}` },
       el("h3", {}, `${job.kind} ${job.title} `, this.state),
-      el("p", {}, el("code", {}, job.command)), this.says, this.form,
+      el("p", {}, el("code", {}, job.command)), this.output, this.form,
       el("div", { class: "bar" }, this.end));
   }
 
@@ -217,19 +217,19 @@ class JobCard {
     const failed = job.exit !== null && job.exit !== 0;
     setText(this.state, job.exit === null ? "running" : failed ? `failed (${job.exit})` : "done");
     this.state.className = `state ${job.exit === null ? "running" : failed ? "failed" : "finished"}`;
-    setText(this.says, job.says);
-    this.says.hidden = !job.says;
+    setText(this.output, job.output);
+    this.output.hidden = !job.output;
     this.form.hidden = !(this.kind === "plan" && job.exit === 0);
     this.end.hidden = job.exit !== null;
   }
 
   async start(event) {
     event.preventDefault();
-    const wish = { job: this.name, folder: this.folder.value.trim() };
-    await attempt(() => send("/api/start", wish), "Started: it appears among the runs once it has loaded.");
+    const order = { job: this.name, folder: this.folder.value.trim() };
+    await attempt(() => send("/api/start", order), "Started. It is listed under Runs once the model is loaded.");
   }
 
   async stop() {
-    await attempt(() => send("/api/stop", { job: this.name }), "Asked to stop.");
+    await attempt(() => send("/api/stop", { job: this.name }), "Stopping.");
   }
 }

@@ -121,9 +121,9 @@ function askForToken() {
 }
 
 function takeToken() {
-  const given = location.hash.match(/^#token=(.+)$/);
-  if (!given) return;
-  sessionStorage.setItem(TOKEN, decodeURIComponent(given[1]));
+  const fragment = location.hash.match(/^#token=(.+)$/);
+  if (!fragment) return;
+  sessionStorage.setItem(TOKEN, decodeURIComponent(fragment[1]));
   history.replaceState(null, "", "#/"); // so that nobody reads it over a shoulder
 }
 

@@ -3,9 +3,9 @@
 import { image } from "/ask.js";
 import { Chart, format } from "/chart.js";
 
-export function el(tag, given = {}, ...children) {
+export function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(given)) {
+  for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else if (value === true) made.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
@@ -18,7 +18,7 @@ export function tell(text) {
   document.getElementById("status").textContent = text;
 }
 
-// Does what a button asks for; what the server refuses is told.
+// Does what a button is for, and shows what the server refuses.
 export async function attempt(work, done) {
   try {
     const answer = await work();
@@ -57,7 +57,7 @@ export function ago(seconds) {
 }
 
 export function stateBadge(run) {
-  const stopping = run.asked && run.state === "running";
+  const stopping = run.stopping && run.state === "running";
   return el("span", { class: `state ${run.state}` }, stopping ? "stopping" : run.state);
 }
 
@@ -75,8 +75,8 @@ export function heldOut(run, most = 3) {
   const names = Object.keys(run.held_out).filter((name) => name.split("/").length === 2);
   return names.slice(0, most).map((name) => {
     const [base, last] = [lookup(run.base, name), run.held_out[name]];
-    const known = typeof base === "number" && typeof last === "number";
-    const change = known && run.held_out_step > 0 ? ` (${signed(last - base)})` : "";
+    const both = typeof base === "number" && typeof last === "number";
+    const change = both && run.held_out_step > 0 ? ` (${signed(last - base)})` : "";
     const text = run.held_out_step > 0 ? `${format(base)} to ${format(last)}${change}` : format(base);
     return el("div", {}, el("span", { class: "muted" }, `${name.slice(5)} `), text);
   });
@@ -98,10 +98,9 @@ export class Curves {
     this.list = el("div", { class: "names", role: "group", "aria-label": "Metrics" });
     this.smooth = el("input", { type: "checkbox", checked: true, onchange: () => this.redraw() });
     this.place = el("div", { class: "charts" });
-    this.note = el("p", { class: "muted", hidden: true });
     this.summary = el("summary", {}, "Choose metrics");
     this.root = el("div", {},
-      el("div", { class: "bar" }, el("label", { class: "check" }, this.smooth, "Smooth"), this.note),
+      el("div", { class: "bar" }, el("label", { class: "check" }, this.smooth, "Smooth")),
       this.place,
       el("details", { class: "chooser" }, this.summary,
         el("label", {}, "Filter", this.filter), this.list));
@@ -115,9 +114,9 @@ export class Curves {
     return `/api/curves?${query}`;
   }
 
-  // Shows what the server has; returns whether it has read all that there is.
+  // Shows what the server has; returns whether the chosen curves are among it.
   take(data) {
-    if (data === this.last) return data.whole;
+    if (data === this.last) return true;
     if (data.names.join("\n") !== this.names.join("\n")) {
       this.names = data.names;
       this.listNames();
@@ -128,10 +127,8 @@ export class Curves {
       return false; // their curves come with the next answer
     }
     this.last = data;
-    setText(this.note, data.whole ? "" : "reading...");
-    this.note.hidden = data.whole;
     this.redraw();
-    return data.whole;
+    return true;
   }
 
   redraw() {
@@ -149,8 +146,8 @@ export class Curves {
       }
       if (!this.last) continue;
       const series = this.runs.map((run, index) => {
-        const found = lookup(lookup(this.last.runs, run), name);
-        return found ? { label: run, index, ...found } : null;
+        const curve = lookup(lookup(this.last.runs, run), name);
+        return curve ? { label: run, index, ...curve } : null;
       }).filter(Boolean);
       this.charts.get(name).show(series, this.smooth.checked && !name.startsWith("eval/"));
     }
@@ -158,9 +155,9 @@ export class Curves {
 
   listNames() {
     const wanted = this.filter.value.trim().toLowerCase();
-    const found = this.names.filter((name) => name.toLowerCase().includes(wanted));
+    const listed = this.names.filter((name) => name.toLowerCase().includes(wanted));
     const focused = document.activeElement?.value;
-    this.list.replaceChildren(...found.slice(0, 300).map((name) => el("label", { class: "check" },
+    this.list.replaceChildren(...listed.slice(0, 300).map((name) => el("label", { class: "check" },
       el("input", {
         type: "checkbox", value: name, checked: this.chosen.includes(name),
         onchange: (event) => this.choose(name, event.target.checked),
@@ -187,7 +184,7 @@ export class Curves {
 // --- images
 
 export class Picture {
-  // An image of the server; a sentence in its place where the server has none.
+  // An image of the server; the words "no image" where the server has none.
   constructor(alternative) {
     this.image = el("img", { alt: alternative, hidden: true });
     this.missing = el("span", { class: "missing", hidden: true }, "no image");
@@ -206,7 +203,7 @@ export class Picture {
     } catch {
       if (signal?.aborted) return;
     }
-    if (path !== this.path) { // another was asked for meanwhile
+    if (path !== this.path) { // another image is shown by now
       if (address) URL.revokeObjectURL(address);
       return;
     }

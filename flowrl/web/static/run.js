@@ -1,4 +1,4 @@
-// One run: how it stands, its curves, images, what to worry about, its recipe and its journal.
+// One run: state, curves, images, missing scores, audits, recipe and journal.
 
 import { get, send } from "/ask.js";
 import { format } from "/chart.js";
@@ -18,9 +18,9 @@ export function runView(query) {
 
   async function update(signal) {
     const details = await get(`/api/run?${new URLSearchParams({ run: name })}`, signal);
-    const whole = await curves.update(signal);
+    const current = await curves.update(signal);
     for (const part of parts) part.show?.(details.data, details.changed, signal);
-    return whole ? null : 0; // at once where there is more to read
+    return current ? null : 0; // at once where other curves were chosen
   }
 
   return { title: name, root, update, leave: () => parts.forEach((part) => part.leave?.()) };
@@ -42,7 +42,7 @@ class Head {
 
   async ask(what) {
     const done = what === "stop"
-      ? "Asked to stop: it ends its iteration and saves." : "Resuming: its output is on the page Start.";
+      ? "Stopping: it completes its iteration and saves." : "Resuming: its output is on the page Start.";
     const answer = await attempt(() => send(`/api/${what}`, { run: this.name }), done);
     if (answer) this[what].disabled = true;
   }
@@ -55,12 +55,12 @@ class Head {
     this.state.replaceChildren(stateBadge(run));
     this.progress.value = run.iterations ? Math.min(1, run.step / run.iterations) : 0;
     this.progress.hidden = !run.iterations;
-    setText(this.detail, run.damaged ? `${run.detail} ${run.damaged} lines of its metrics are damaged.` : run.detail);
+    setText(this.detail, run.damaged ? `${run.detail} ${run.damaged} lines of metrics.jsonl are damaged.` : run.detail);
     this.detail.className = `detail ${run.state}`;
     this.held.replaceChildren(...heldOut(run, 8));
     const running = run.state === "running";
     this.stop.hidden = !running;
-    this.stop.disabled = run.asked;
+    this.stop.disabled = run.stopping;
     const rest = ["stopped", "failed", "killed"].includes(run.state) && run.checkpoints.length > 0;
     if (this.resume.hidden && rest) this.resume.disabled = false;
     this.resume.hidden = !rest;
@@ -90,7 +90,7 @@ class HeldOutImages {
     this.grid = el("div", { class: "pairs" });
     this.more = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => this.all() }, "Show all");
     this.root = el("section", { hidden: true }, el("h2", {}, "Held-out images"),
-      el("p", { class: "muted" }, "The same prompts and noises: the base on the left, the run on the right."),
+      el("p", { class: "muted" }, "The same prompts and noise: base model on the left, this run on the right."),
       this.slider.root, this.grid, this.more);
     this.pairs = [];
     this.limit = FIRST_IMAGES;
@@ -113,20 +113,20 @@ class HeldOutImages {
   async load(step) {
     if (step === this.loaded) return;
     this.loaded = step;
-    let found;
+    let images;
     try {
-      found = (await get(this.path("", step), this.stop.signal)).data;
+      images = (await get(this.path("", step), this.stop.signal)).data;
     } catch {
-      found = { prompts: [], names: [], scores: [] };
-      this.grid.replaceChildren(el("p", { class: "missing" }, "The images of this evaluation are missing."));
+      images = { prompts: [], names: [], scores: [] };
+      this.grid.replaceChildren(el("p", { class: "missing" }, "The images of this evaluation cannot be read."));
       this.pairs = [];
     }
-    if (step !== this.loaded) return; // the slider went on
-    this.showPairs(step, found);
+    if (step !== this.loaded) return; // the slider has moved on
+    this.showPairs(step, images);
   }
 
-  showPairs(step, found) {
-    const count = Math.min(this.limit, found.prompts.length);
+  showPairs(step, images) {
+    const count = Math.min(this.limit, images.prompts.length);
     while (this.pairs.length < count) {
       const pair = { base: new Picture(""), now: new Picture(""), prompt: el("p", { class: "prompt" }), scores: el("p", { class: "muted" }) };
       pair.root = el("figure", { class: "pair" }, pair.base.root, pair.now.root,
@@ -137,15 +137,15 @@ class HeldOutImages {
     }
     for (const pair of this.pairs.splice(count)) { pair.root.remove(); pair.base.leave(); pair.now.leave(); }
     this.pairs.forEach((pair, row) => {
-      setText(pair.prompt, found.prompts[row]);
-      const scores = found.scores[row] ?? [];
-      setText(pair.scores, found.names.map((name, i) => `${name} ${format(scores[i])}`).join(", "));
-      const short = found.prompts[row].slice(0, 120);
+      setText(pair.prompt, images.prompts[row]);
+      const scores = images.scores[row] ?? [];
+      setText(pair.scores, images.names.map((name, i) => `${name} ${format(scores[i])}`).join(", "));
+      const short = images.prompts[row].slice(0, 120);
       pair.base.show(this.path("/image", this.base, row), `Base: ${short}`, this.stop.signal);
       pair.now.show(this.path("/image", step, row), `After ${step}: ${short}`, this.stop.signal);
     });
-    this.more.hidden = found.prompts.length <= this.limit;
-    setText(this.more, `Show all ${found.prompts.length}`);
+    this.more.hidden = images.prompts.length <= this.limit;
+    setText(this.more, `Show all ${images.prompts.length}`);
   }
 
   all() {
@@ -187,40 +187,34 @@ class Samples {
   }
 }
 
-// A section whose content is made anew when what it shows has changed.
+// A section with a table, which is hidden while the table has no rows.
 class Section {
   constructor(title) {
     this.place = el("div", {});
-    this.root = el("section", {}, el("h2", {}, title), this.place);
+    this.root = el("section", { hidden: true }, el("h2", {}, title), this.place);
   }
 
-  show(run, changed) {
-    if (!changed && this.place.childElementCount) return;
-    const content = this.content(run);
-    const now = JSON.stringify(content.key);
-    if (now === this.key) return;
-    this.key = now;
-    this.place.replaceChildren(content.make());
+  show(run) {
+    const rows = this.rows(run);
+    const now = JSON.stringify(rows);
+    if (now === this.shown) return;
+    this.shown = now;
+    this.root.hidden = !rows.length;
+    this.place.replaceChildren(this.content(rows));
   }
 }
 
-const sentence = (text) => el("p", { class: "muted" }, text);
-
 class Failures extends Section {
-  constructor() { super("Rewards that gave no score"); }
+  constructor() { super("Missing scores"); }
 
-  content(run) {
-    const words = { "reward/invalid": "left out of training", "reward/stand_in": "with a stand-in" };
-    const rows = run.metrics
+  rows(run) {
+    const words = { "reward/invalid": "left out of training", "reward/stand_in": "replaced by a stand-in" };
+    return run.metrics
       .filter(([name, its]) => (name.startsWith("reward/missing/") || Object.hasOwn(words, name)) && its.mean > 0)
-      .map(([name, its]) => [words[name] ?? name.slice("reward/missing/".length), share(its.mean), share(its.last)]);
-    return {
-      key: rows,
-      make: () => rows.length
-        ? table("Share of images", ["Reward", "Whole run", "Last iteration"], rows)
-        : sentence("Every image got every score that applies to it."),
-    };
+      .map(([name, its]) => [Object.hasOwn(words, name) ? words[name] : name.slice("reward/missing/".length), share(its.mean), share(its.last)]);
   }
+
+  content(rows) { return table("Share of images without a score", ["Reward", "Whole run", "Last iteration"], rows); }
 }
 
 const share = (value) => (value === null ? "n/a" : `${(100 * value).toPrecision(3)} %`);
@@ -228,15 +222,11 @@ const share = (value) => (value === null ? "n/a" : `${(100 * value).toPrecision(
 class Audits extends Section {
   constructor() { super("Audits of cheap candidates"); }
 
-  content(run) {
-    const rows = run.audits.map((audit) => [String(audit.iteration), audit.precision, audit.action, audit.text]);
-    return {
-      key: rows,
-      make: () => rows.length
-        ? table("Newest first", ["Iteration", "Precision", "Decision", "Why"], rows)
-        : sentence("None: this run explores no cheap candidates, or was not audited yet."),
-    };
+  rows(run) {
+    return run.audits.map((audit) => [String(audit.iteration), audit.precision, audit.action, audit.text]);
   }
+
+  content(rows) { return table("Newest first", ["Iteration", "Precision", "Decision", "Reason"], rows); }
 }
 
 class Recipe {
@@ -245,8 +235,9 @@ class Recipe {
     this.text = el("pre", { tabindex: 0, "aria-label": "Recipe" });
     this.other = el("select", { onchange: () => this.compare() });
     this.difference = el("div", {});
+    this.choice = el("label", { class: "inline", hidden: true }, "Compare with", this.other);
     this.root = el("section", {}, el("h2", {}, "Recipe"),
-      el("label", { class: "inline" }, "Difference from", this.other), this.difference,
+      this.choice, this.difference,
       el("details", { ontoggle: () => this.load() }, el("summary", {}, "Every option"), this.text));
     this.names = null;
   }
@@ -256,7 +247,8 @@ class Recipe {
     this.names = [];
     const { data } = await get("/api/runs");
     this.names = data.runs.map((run) => run.run).filter((name) => name !== this.name);
-    this.other.append(el("option", { value: "" }, this.names.length ? "choose a run" : "no other run"),
+    this.choice.hidden = !this.names.length;
+    this.other.append(el("option", { value: "" }, "choose a run"),
       ...this.names.map((name) => el("option", { value: name }, name)));
   }
 
@@ -269,7 +261,7 @@ class Recipe {
     if (this.text.textContent) return;
     await attempt(async () => {
       const { data } = await get(`/api/recipe?${new URLSearchParams({ run: this.name })}`);
-      this.text.textContent = data.text || "It has saved no recipe.";
+      this.text.textContent = data.text || "The run has saved no recipe.";
     });
   }
 }
@@ -277,15 +269,14 @@ class Recipe {
 class Journal extends Section {
   constructor() { super("Journal"); }
 
-  content(run) {
-    const rows = run.events.map((event) => [
+  rows(run) {
+    return run.events.map((event) => [
       event.time.replace("T", " ").replace("+00:00", ""), event.event, event.step === null ? "" : String(event.step), event.detail,
     ]);
-    return {
-      key: rows,
-      make: () => rows.length
-        ? el("details", { open: rows.length < 12 }, el("summary", {}, `${rows.length} events`), table("Newest first, in UTC", ["Time", "Event", "Iteration", "Detail"], rows))
-        : sentence("It has no ledger."),
-    };
+  }
+
+  content(rows) {
+    return el("details", { open: rows.length < 12 }, el("summary", {}, `${rows.length} events`),
+      table("Newest first, in UTC", ["Time", "Event", "Iteration", "Detail"], rows));
   }
 }
