@@ -19,13 +19,13 @@ Host = Annotated[str, typer.Option(help="Address to listen at.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
 TokenVariable = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Variable with the token to ask for; else a new one."),
+    typer.Option(metavar="NAME", help="Environment variable with the token; default: a new token."),
 ]
 AllowedHosts = Annotated[
     list[str] | None,
     typer.Option(
         "--allow-host", metavar="NAME",
-        help="Another name of this machine that browsers may ask for; may be repeated.",
+        help="Another name of this machine, accepted as Host; may be repeated.",
     ),
 ]  # fmt: skip
 OpenBrowser = Annotated[
@@ -53,10 +53,10 @@ def ui(
 ) -> None:
     """Show runs in the browser: curves as they grow, images, recipes; compare, stop, resume, start.
 
-    Prints an address with a token: whoever has it sees the runs and can start programs here, so
-    keep it. Listens to this machine alone; --host with another address needs --token-env, and
-    0.0.0.0 is all addresses of this machine. On a server, forward the port: ssh -L
-    8401:127.0.0.1:8401 SERVER. Stop with Ctrl-C; runs go on.
+    Prints an address with a token. Whoever has it sees the runs and can start programs here: keep
+    it secret. Listens to this machine alone; --host with another address needs --token-env, and
+    0.0.0.0 means all addresses of this machine. On a server, forward the port: ssh -L
+    8401:127.0.0.1:8401 SERVER. Ctrl-C ends the page; runs continue.
 
     Examples:
 
@@ -75,11 +75,11 @@ def ui(
         open_browser, allow_host or (),
     )  # fmt: skip
     if left := app.state.jobs.running():
-        print(f"Started here and going on: {left} of the runs.")
+        print(f"{left} runs that were started here continue.")
 
 
 def page_token(host: str, variable: str | None) -> str:
-    """Return the token of --token-env, or a new one where only this machine is let in."""
+    """Return the token of --token-env, or a new one where only this machine can connect."""
     from flowrl.utils.serving import read_token
 
     return read_token(host, variable) or secrets.token_urlsafe(24)
@@ -93,7 +93,7 @@ def serve_page(
 
     Args:
         make_app: makes the application from the names that clients may send as Host.
-        what: the page shows, for the printed line.
+        what: content of the page, for the printed line.
         allowed: more of these names.
     """
     from urllib.parse import quote
@@ -121,7 +121,7 @@ def open_page(address: str) -> "Iterator[None]":
     """Open an address in this machine's browser, while the block runs.
 
     Every user of a machine can read the browser's command line, and the address has the token. So
-    the browser is given a file that leads there, which its owner alone can read.
+    the browser opens a file that redirects there, which only its owner can read.
     """
     import html
     import tempfile
@@ -133,7 +133,7 @@ def open_page(address: str) -> "Iterator[None]":
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(LEADING.format(address=html.escape(address)))
         if not webbrowser.open(path.as_uri()):
-            print("No browser was found here: open that address in one.", flush=True)
+            print("No browser is installed here: open the address in one.", flush=True)
         yield
     finally:
         path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from flowrl.utils.untrusted import RefusedFile, open_regular
 LIMIT = 2000  # iterations of a run in memory
 MOST_NAMES = 1000  # metrics of a run; further ones are left out
 HEAD = 2**16  # bytes at the beginning, where the base's evaluation is
-TAIL = 2**24  # bytes, for curves
+TAIL = 2**23  # bytes, for curves
 GLANCE = 2**19  # bytes, for a list of runs
 MAX_STEP = 2**53
 
@@ -103,16 +103,15 @@ class MetricsLog:
         evaluated = {step for step, values in self._rows.items() if any(map(_held_out, values))}
         if len(evaluated) > LIMIT // 2:
             evaluated = set()
-        while len(self._rows) > LIMIT or self._every > 1:
-            if len(self._rows) > LIMIT:
-                self._every *= 2
-            last = max(self._rows)
+        last = max(self._rows, default=0)
+        while True:
             self._rows = {
                 step: values for step, values in self._rows.items()
                 if step % self._every == 0 or step == last or step in evaluated
             }  # fmt: skip
             if len(self._rows) <= LIMIT:
                 return
+            self._every *= 2
 
     # --- what was read --------------------------------------------------------------------------
 

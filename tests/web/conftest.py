@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +16,6 @@ import pytest
 import torch
 from PIL import Image
 
-from flowrl.bench.ui import chromium, find_chromium
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.ledger import Ledger
 from flowrl.utils.journal import seal_line
@@ -106,8 +107,15 @@ def serve(serve_app: Callable[[Any], Any]) -> Callable[[Path], Any]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A headless Chromium of the system; names resolve to nothing in it."""
-    pytest.importorskip("playwright.sync_api", reason="needs playwright: .[test]")
-    if find_chromium() is None:
+    driver = pytest.importorskip("playwright.sync_api", reason="needs playwright: .[test]")
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
         pytest.skip("needs Chromium, as Debian's package chromium")
-    with chromium() as browser:
+    arguments = ["--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"]
+    arguments.append("--disable-dev-shm-usage")  # which containers give little room
+    if getattr(os, "geteuid", lambda: 1)() == 0:
+        arguments.append("--no-sandbox")  # Chromium has none for root
+    with driver.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
         yield browser
+        browser.close()

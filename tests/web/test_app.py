@@ -4,7 +4,6 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from flowrl.bench.ui import write_run
 from flowrl.utils.journal import seal_line
 from flowrl.web.app import POLICY, STATIC, make_app
 
@@ -68,7 +67,7 @@ def test_run_curves_recipe_and_images_are_answered(client):
     assert {r["run"] for r in ask(client, "/api/runs").json()["runs"]} == {"run", "other"}
     run = ask(client, "/api/run?run=run").json()
     assert [name for name, _ in run["metrics"]] == ["eval/brightness", "reward/mean", "loss"]
-    assert run["samples"] == [4] and run["evaluations"] == [0, 4] and run["whole"]
+    assert run["samples"] == [4] and run["evaluations"] == [0, 4]
     curves = ask(client, "/api/curves?run=run&run=other&metric=loss&metric=none").json()
     assert curves["names"][0] == curves["chosen"][0] == "eval/brightness"
     assert curves["runs"]["run"] == {"loss": {"x": [1, 2, 3, 4], "y": [0.5] * 4}}
@@ -94,25 +93,22 @@ def test_what_has_not_changed_is_not_sent_again(client, tmp_path):
         assert now.status_code == (304 if path == "/api/jobs" else 200), path
 
 
-def test_a_long_file_is_read_over_several_answers(client, tmp_path, monkeypatch):
-    monkeypatch.setattr("flowrl.web.app.BUDGET", 1)
-    monkeypatch.setattr("flowrl.web.metrics_log.PIECE", 200)
-    found = [ask(client, "/api/curves?run=run&metric=reward/mean").json() for _ in range(6)]
-    assert [one["whole"] for one in found] == sorted(one["whole"] for one in found)
-    assert not found[0]["whole"] and found[-1]["whole"]
-    assert found[-1]["runs"]["run"]["reward/mean"]["x"] == [1, 2, 3, 4]
+def test_an_answer_has_at_most_as_many_points_as_the_page_wants(client, tmp_path):
+    with open(tmp_path / "runs" / "run" / "metrics.jsonl", "a") as file:
+        for step in range(5, 1000):
+            file.write(seal_line({"step": step, "loss": 0.25}).decode() + "\n")
+    answer = ask(client, "/api/curves?run=run&metric=loss&points=50").json()
+    steps = answer["runs"]["run"]["loss"]["x"]
+    assert 25 <= len(steps) <= 50 and steps[-1] == 999
 
 
-def test_an_answer_has_as_many_bytes_for_a_long_run_as_for_a_short_one(client, tmp_path):
-    write_run(tmp_path / "runs" / "short", 500, 5, 0)
-    write_run(tmp_path / "runs" / "long", 6000, 5, 0)
-    sizes = {}
-    for name in ("short", "long"):
-        answer = ask(client, f"/api/curves?run={name}&metric=reward/mean&metric=loss&points=200")
-        assert answer.json()["whole"]
-        assert len(answer.json()["runs"][name]["reward/mean"]["x"]) <= 200
-        sizes[name] = len(answer.content)
-    assert sizes["long"] < 1.5 * sizes["short"]
+def test_names_that_every_javascript_object_has_are_metrics_like_others(client, tmp_path):
+    names = ["constructor", "__proto__", "toString"]
+    with open(tmp_path / "runs" / "run" / "metrics.jsonl", "a") as file:
+        file.write(seal_line({"step": 5} | {name: 0.5 for name in names}).decode() + "\n")
+    answer = ask(client, "/api/curves", params={"run": "run", "metric": names})
+    assert set(names) <= set(answer.json()["names"])
+    assert set(answer.json()["runs"]["run"]) == set(names)
 
 
 def test_questions_that_make_no_sense_are_refused_in_one_sentence(client):

@@ -35,6 +35,11 @@ def test_the_state_is_what_ledger_and_process_say(make_folder):
             assert run.state().name == "running" and run.state().pid == os.getpid()
         assert run.state().name == name
     assert run_of(make_folder("again", stop=ends["failed"])).state().detail == "ValueError: no"
+    late = {"reason": "time", "complete": True, "detail": ""}
+    run = run_of(make_folder("late", stop=late))
+    assert run.state().name == "stopped"
+    assert "run.max_minutes after 4 of 8" in run.state().detail
+    assert f"--resume {run.path}" in run.state().detail
 
 
 def test_a_process_that_has_ended_or_another_with_its_number_owns_nothing(make_folder):
@@ -62,8 +67,7 @@ def test_a_summary_has_base_and_last_held_out_scores(make_folder):
 def test_held_out_images_and_samples_are_those_of_the_files(make_folder):
     run = run_of(make_folder(prompts=("a red circle", "two stars")))
     assert run.samples() == [4] and run.evaluations() == [0, 4] and run.checkpoints() == [4]
-    told = run.held_out(4)
-    assert told == {
+    assert run.held_out(4) == {
         "prompts": ["a red circle", "two stars"], "names": ["brightness"], "scores": [[0.5], [0.5]],
     }  # fmt: skip
     assert run.held_out_image(4, 1)[:4] == b"\x89PNG" == run.sample(4)[:4]
@@ -90,7 +94,7 @@ def test_damaged_files_are_missing_files(make_folder):
     for name in ("ledger.jsonl", "config.yaml", "audits.jsonl", "metrics.jsonl"):
         (run.path / name).write_bytes(b'{"event": [1]}\n\xff\xfe[[[[{')
     log = MetricsLog(run.path / "metrics.jsonl")
-    log.read(1)
+    log.read()
     assert run.details(log)["state"] == "unknown"
     json.dumps(run.details(log), allow_nan=False)
 
@@ -134,15 +138,15 @@ def test_audits_are_told_newest_first_and_what_is_none_is_left_out(make_folder):
     audit = {"precision": "nvfp4", "action": "keep", "text": "rho 0.8", "steps": 4}
     lines = [json.dumps(audit | {"iteration": i}) for i in (3, 6)]
     (run.path / "audits.jsonl").write_text("\n".join([lines[0], "{", "[]", '{"a": 1}', lines[1]]))
-    told = {"precision": "nvfp4", "action": "keep", "text": "rho 0.8"}
-    assert run.audits() == [told | {"iteration": 6}, told | {"iteration": 3}]
+    row = {"precision": "nvfp4", "action": "keep", "text": "rho 0.8"}
+    assert run.audits() == [row | {"iteration": 6}, row | {"iteration": 3}]
 
 
 def test_long_texts_are_cut(make_folder):
     run = run_of(make_folder(prompts=("x" * 10**6,), stop={"reason": "error", "complete": False,
                                                            "detail": "y" * 10**6}))  # fmt: skip
     assert len(run.held_out(4)["prompts"][0]) < 2100 and len(run.state().detail) < 2100
-    assert all(len(json.dumps(event)) < 5000 for event in run.told_events())
+    assert all(len(json.dumps(event)) < 5000 for event in run.journal())
 
 
 def test_pipes_and_links_out_of_a_run_stop_nothing_and_show_nothing(make_folder, tmp_path):
@@ -159,7 +163,8 @@ def test_pipes_and_links_out_of_a_run_stop_nothing_and_show_nothing(make_folder,
                 (folder / name).symlink_to(secret)
         run = run_of(folder)
         log = MetricsLog(folder / "metrics.jsonl")
-        assert log.read(10**6) and not log.series
+        log.read()
+        assert not log.names
         text = json.dumps([run.stamp(), run.summary(), run.details(log), run.recipe_text()])
         assert "secret" not in text
 

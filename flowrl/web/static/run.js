@@ -77,6 +77,7 @@ class CurvesOfRun {
   async update(signal) {
     const before = this.wake;
     const { data } = await get(this.curves.path(), signal);
+    this.root.hidden = !data.names.length;
     return this.curves.take(data) && before === this.wake;
   }
 
