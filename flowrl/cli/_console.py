@@ -31,22 +31,22 @@ Lora = Annotated[
     str | None,
     typer.Option(
         metavar="RUN|FILE|HUB",
-        help="Add this LoRA: a folder or file of any make, or OWNER/NAME/SUBFOLDER@REVISION.",
+        help="LoRA to add: a run folder, a file, or OWNER/NAME/SUBFOLDER@REVISION on the Hub.",
     ),
 ]
 LoraAlpha = Annotated[
-    float | None, typer.Option(help="Alpha of a LoRA whose file does not say it; else its rank.")
+    float | None, typer.Option(help="Alpha of a LoRA whose file has none. Default: its rank.")
 ]
 
 
 def print_table(rows: Sequence[Row], *, as_json: bool = False, whole: str = "") -> None:
     """Print a line for each row, columns in the order of first appearance; or JSON lines.
 
-    whole: a column whose cells are never broken, for names that are copied from it.
+    whole: the column whose cells are never broken, for names that people copy.
     """
     if as_json:
         for row in rows:
-            print(json.dumps({name: _known(value) for name, value in row.items()}, default=str))
+            print(json.dumps({name: _finite(value) for name, value in row.items()}, default=str))
         return
     columns = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -84,18 +84,18 @@ def print_scores(
     print_table(rows, as_json=as_json)
     for line in missing:
         typer.echo(line, err=True)
-    if all(_known(row[name]) is None for row in scored for name in rewards):
+    if all(_finite(row[name]) is None for row in scored for name in rewards):
         typer.echo("No image got a score.", err=True)
         raise typer.Exit(1)
 
 
-def _known(value: object) -> object:
+def _finite(value: object) -> object:
     """Return the value, None for a missing score: JSON has no NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _cell(value: object) -> str:
-    value = _known(value)
+    value = _finite(value)
     if value is None:
         return "n/a"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -117,9 +117,9 @@ def stop_unless_fine(
 ) -> None:
     """Raise UserError `wrong` if a state has a "problem", else `absent`, if any, for "missing"."""
     for state, sentence in (("problem", wrong), ("missing", absent)):
-        found = [name for name, its in states.items() if state in its]
-        if found and sentence is not None:
-            raise UserError(f"{sentence}: {', '.join(found)}.")
+        names = [name for name, values in states.items() if state in values]
+        if names and sentence is not None:
+            raise UserError(f"{sentence}: {', '.join(names)}.")
 
 
 def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[dict | None]:
@@ -131,13 +131,13 @@ def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[di
 
     if texts and len(texts) != len(rewards):
         raise UserError(f"--args was given {len(texts)} times for {len(rewards)} rewards.")
-    found = [load_yaml(text, "--args") for text in texts or ()]
-    for text, its in zip(texts or (), found, strict=True):
-        if not isinstance(its, dict | None):
+    arguments = [load_yaml(text, "--args") for text in texts or ()]
+    for text, value in zip(texts or (), arguments, strict=True):
+        if not isinstance(value, dict | None):
             raise UserError(
                 f"--args is {text!r}, expected names and values as in '{{mode: strict}}'."
             )
-    return found or [None] * len(rewards)
+    return arguments or [None] * len(rewards)
 
 
 def token_of(variable: str | None) -> str | None:

@@ -125,26 +125,26 @@ def _ranges() -> "dict[str, Requirement]":
 def _packages() -> Iterator[CheckResult]:
     ranges = _ranges()
     for package, use in NEEDED.items():
-        found, wanted = _installed(package), ranges.get(package)
-        wrong = f"not installed: {use}" if found is None else ""
-        if found and wanted and not wanted.specifier.contains(found, prereleases=True):
-            wrong = f"{found}, expected {wanted.specifier}"
+        version, wanted = _installed(package), ranges.get(package)
+        wrong = f"not installed: {use}" if version is None else ""
+        if version and wanted and not wanted.specifier.contains(version, prereleases=True):
+            wrong = f"{version}, expected {wanted.specifier}"
         yield CheckResult(
             topic=package,
             state="problem" if wrong else "ok",
-            detail=wrong or str(found),
+            detail=wrong or str(version),
             remedy=f'pip install "{wanted or package}"' if wrong else "",
         )
 
 
 def _optional() -> Iterator[CheckResult]:
     for package, (extra, use) in OPTIONAL.items():
-        found = _installed(package)
+        version = _installed(package)
         yield CheckResult(
             topic=package,
-            state="ok" if found else "missing",
-            detail=found or f"optional: {use}",
-            remedy="" if found else f'From a clone of the project: pip install ".[{extra}]"',
+            state="ok" if version else "missing",
+            detail=version or f"optional: {use}",
+            remedy="" if version else f'From a clone of the project: pip install ".[{extra}]"',
         )
 
 

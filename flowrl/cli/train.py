@@ -26,7 +26,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RECIPE|KEY=VALUE",
-        help="A preset's name or a YAML file, then changes to it.",
+        help="Preset or YAML file, followed by options to change.",
         show_default=False,
         autocompletion=complete_recipe,
     ),
@@ -49,48 +49,47 @@ def train(
         str | None,
         typer.Option(
             metavar="auto|latest|PATH",
-            help="Continue the run in the folder from its newest checkpoint, or from this one. "
-            "auto, the default, continues an unfinished run of the same recipe, and trains another "
-            "recipe in the next number (runs/quickstart-2).",
+            help="Checkpoint to resume from. auto, the default, resumes an unfinished run of the "
+            "same recipe, and starts another recipe in a new folder (runs/quickstart-2).",
         ),
     ] = None,
     accept_changes: Annotated[
         bool,
         typer.Option(
             "--accept-changes",
-            help="With --resume: go on although options differ that decide what is learned.",
+            help="With --resume: resume although options that affect results have changed.",
         ),
     ] = False,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print every option with its value, and stop.")
+        bool, typer.Option("--print-config", help="Print every option with its value and exit.")
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Rehearse the recipe on the tiny pipeline of its family, in a minute on a CPU.",
+            help="Run the whole recipe on a small random pipeline, in about a minute on a CPU.",
         ),
     ] = False,
     encode_only: Annotated[
         bool,
         typer.Option(
             "--encode-only",
-            help="Encode the recipe's prompts into memory.prompt_cache, and stop: on any machine, "
-            "with the text encoders alone.",
+            help="Encode the prompts into memory.prompt_cache and exit; loads only the text "
+            "encoders.",
         ),
     ] = False,
     gpus: Annotated[
         str | None,
         typer.Option(
             metavar="auto|N",
-            help="Train on all GPUs of this machine (auto) or on so many, a process each. Without "
-            "a GPU, N processes share the CPU.",
+            help="Number of GPUs of this machine to train on, one process each; auto is all. "
+            "Without a GPU, N processes share the CPU.",
         ),
     ] = None,
 ) -> None:
     """Align a pipeline to a reward.
 
-    The run folder it leaves loads as it is: pipe.load_lora_weights("runs/quickstart").
+    The run folder is a LoRA that diffusers loads: pipe.load_lora_weights("runs/quickstart").
 
     Examples:
 
@@ -112,9 +111,8 @@ def train(
 
       flowrl train flux.1-dev-grpo-80gb --gpus auto
 
-    `flowrl explain KEY` says what an option means.
-
-    Names from diffusers' training scripts (--learning_rate, --rank, --seed, ...) are understood.
+    `flowrl explain KEY` explains an option. Option names of diffusers' training scripts
+    (--learning_rate, --rank, --seed, ...) work, too.
     """
     from flowrl.config import config_yaml, load_config
     from flowrl.config.arguments import sort_arguments
@@ -147,9 +145,9 @@ def train(
 
 
 def print_what_next(config: "Config", trained: "TrainedRun") -> None:
-    """Print where everything lies, and the two commands that most people want next."""
-    found = {"LoRA": trained.lora, "gallery": trained.gallery, "model card": trained.card}
-    for name, path in found.items():
+    """Print the paths of the results, and the next two commands."""
+    paths = {"LoRA": trained.lora, "gallery": trained.gallery, "model card": trained.card}
+    for name, path in paths.items():
         if path is not None:
             typer.echo(f"{name:<11}{path}")
     if trained.lora is not None:
@@ -161,7 +159,7 @@ def print_what_next(config: "Config", trained: "TrainedRun") -> None:
 def _started(
     gpus: str, config: "Config", words: Sequence[str], resume: str | None, accept_changes: bool
 ) -> bool:
-    """Train in processes of their own and end as they do; return False if one will do: this one."""
+    """Train in new processes and exit with their code; return False if one process is enough."""
     from flowrl.utils.launching import check_no_launcher, count_processes, run_processes
 
     check_no_launcher("--gpus")
@@ -189,7 +187,7 @@ def _recipe_to_train(
 
 
 def _rehearse(config: "Config", resume: str | None) -> None:
-    """Run a small copy of a recipe in a temporary folder."""
+    """Run a small copy of the recipe in a temporary folder, which is removed."""
     import tempfile
 
     from flowrl.api import align
@@ -201,11 +199,11 @@ def _rehearse(config: "Config", resume: str | None) -> None:
         small = rehearse(config, folder)
         rows = [{"option": o, "recipe": real, "here": here} for o, real, here in small.replaced]
         print_table(rows)
-        typer.echo("\nEverything else is the recipe's own.")
+        typer.echo("\nAll other options are those of the recipe.")
         align(small.config)
     typer.echo(
         f"The loop works: {small.config.run.iterations} iterations with "
-        f"{config.objective.kind} on {config.rollout.tree.kind} trees. Nothing was kept."
+        f"{config.objective.kind} on {config.rollout.tree.kind} trees. Nothing was saved."
     )
 
 
@@ -228,18 +226,18 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="RUN|FILE|HUB",
-            help="A LoRA of any make, as a folder, a file or OWNER/NAME; may be repeated.",
+            help="LoRA to evaluate: a run folder, a file or OWNER/NAME; may be repeated.",
         ),
     ] = None,
     lora_alpha: LoraAlpha = None,
     output_dir: Annotated[
         Path | None,
         typer.Option(
-            "--output-dir", "-o", help="Folder of the leaderboard, its images and scores."
+            "--output-dir", "-o", help="Folder for the leaderboard, its images and scores."
         ),
     ] = None,
     per_prompt: Annotated[
-        int, typer.Option(min=1, help="Leaderboard: images of each prompt; diversity needs 2.")
+        int, typer.Option(min=1, help="Leaderboard: images per prompt; diversity needs at least 2.")
     ] = 2,
     as_deployed: Annotated[
         bool,
@@ -252,9 +250,9 @@ def evaluate(
 ) -> None:
     """Score a pipeline, with or without LoRAs, on a recipe's held-out prompts.
 
-    With -o, or several LoRAs, base and all LoRAs are compared on the same prompts and noises, pair
-    by pair, with Holm's correction: leaderboard as HTML, PNG and csv. Images and scores stay in the
-    folder: an interrupted call goes on, and further LoRAs meet the base as it was drawn.
+    With -o or several LoRAs, a leaderboard (HTML, PNG, csv) compares the base and all LoRAs in
+    pairs, on the same prompts and noises, with Holm's correction. Images and scores stay in the
+    folder: the same command resumes, and LoRAs can be added later.
 
     Examples:
 
@@ -271,15 +269,15 @@ def evaluate(
     from flowrl.config import load_config
 
     request = recipe_request(words, "flowrl evaluate quickstart")
-    asked = ["evaluation.as_deployed=true"] if as_deployed else []
-    config = load_config(request.recipe, [*request.overrides, *asked])
-    given = lora or []
-    if output_dir is not None or len(given) > 1:
-        _compare(config, given, output_dir, lora_alpha, per_prompt, as_json)
+    deployed = ["evaluation.as_deployed=true"] if as_deployed else []
+    config = load_config(request.recipe, [*request.overrides, *deployed])
+    loras = lora or []
+    if output_dir is not None or len(loras) > 1:
+        _compare(config, loras, output_dir, lora_alpha, per_prompt, as_json)
         return
     from flowrl.api import evaluate as evaluate_pipeline
 
-    rows = evaluate_pipeline(config, lora=given[0] if given else None, lora_alpha=lora_alpha)
+    rows = evaluate_pipeline(config, lora=loras[0] if loras else None, lora_alpha=lora_alpha)
     if rows:  # of several processes the first one has them
         print_table(rows, as_json=as_json)
 
@@ -300,40 +298,5 @@ def _compare(
     contest = hold_contest(config, loras, folder, per_prompt=per_prompt, lora_alpha=lora_alpha)
     typer.echo(write_leaderboard(contest, folder))
     print_table(ranking(contest), as_json=as_json)
-    for line in (line for own in contest.contestants for line in own.missing):
+    for line in (line for contestant in contest.contestants for line in contestant.missing):
         typer.echo(line, err=True)
-
-
-# --- scripts/train_*.py, on each process that accelerate starts --------------------------------
-
-FLAGS = ("--dry-run", "--print-config", "--accept-changes")  # of `flowrl train`
-
-
-def launch(words: Sequence[str], *, family: str, recipe: str) -> None:
-    """Run `flowrl train` for one family of pipelines, with `recipe` where the words name none.
-
-    Raises UserError for a recipe of another family.
-    """
-    from flowrl.config import load_config
-    from flowrl.config.arguments import sort_arguments
-
-    rest = [word for word in words if word.replace("_", "-") not in FLAGS]
-    flags = {word.replace("_", "-") for word in words if word not in rest}
-    request = sort_arguments(rest)
-    if not request.recipe and request.resume in (None, "auto", "latest"):
-        rest, request = [recipe, *rest], sort_arguments([recipe, *rest])
-    config = load_config(request.recipe or saved_recipe(request.resume), request.overrides)
-    found = config.pipeline.backbone
-    if found != family:
-        script = "flowrl train" if ":" in found else f"scripts/train_{found}.py"
-        raise UserError(
-            f"{request.recipe or request.resume} is a recipe for {found}, but this script trains "
-            f"{family}: take {script}, or a recipe such as {recipe}"
-        )
-    given = {flag: flag in flags for flag in FLAGS}
-    train(
-        rest,
-        dry_run=given["--dry-run"],
-        print_config=given["--print-config"],
-        accept_changes=given["--accept-changes"],
-    )

@@ -61,9 +61,8 @@ def test_the_head_of_a_recipe_tells_what_it_is_and_how_to_run_it():
         assert bool(many) == (gpus == "8 GPUs")
         assert all(words[1:4] == ["launch", "--num_processes", "8"] for words in many)
     for name in [path.stem for path in FILES]:
-        script = f"scripts/train_{load_config(name).pipeline.backbone}.py"
-        assert (ROOT / script).is_file()
-        starts = (["flowrl", "train"], ["accelerate", "launch", "--num_processes", "8", script])
+        module = ["accelerate", "launch", "--num_processes", "8", "-m", "flowrl", "train"]
+        starts = (["flowrl", "train"], module)
         (words,) = [
             words[len(start) :]
             for words in commands(name)

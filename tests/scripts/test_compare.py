@@ -20,6 +20,7 @@ from flowrl.tiny.world import all_prompts, split_prompts
 from flowrl.training.evaluate import Evaluation, evaluation_file
 from flowrl.training.tracking import FILE as METRICS
 from flowrl.utils.files import write_text
+from flowrl.utils.journal import append_line
 from scripts.compare import __main__ as program
 from scripts.compare import intervals, report, runs
 from scripts.compare import page as pages
@@ -300,35 +301,6 @@ def read_page(*path: str) -> str:
     return " ".join(GALLERY.parent.joinpath(*path).read_text(encoding="utf-8").split())
 
 
-def test_docs_say_of_trees_what_their_page_says():
-    results = Results.read(load_page("trees"), GALLERY / "trees")
-    tree, control = "BranchGRPO-Mix", "Flow-GRPO-Fast, the tree's steps"
-    table = differences_table(results, "Flow-GRPO")
-    row = cells(table, tree)
-    last, highest = (
-        next(cell for name, cell in row.items() if re.match(f"reaches the {what}.*wall", name))
-        for what in ("last", "highest")
-    )
-    above, halved, window, rest = (
-        cells(found, method)["above at equal wall time"].partition(" (at")[0]
-        for found, method in (
-            (table, tree),
-            (differences_table(results, "Flow-GRPO, half the rate"), tree),
-            (table, control),
-            (differences_table(results, control), tree),
-        )
-    )
-    assert len(results.lines[tree]) == len(results.lines["Flow-GRPO"]) == 5
-    assert int(last.removesuffix("%")) <= 60 and "[0." in above  # the interval is above 0
-    for path in (("README.md",), ("gallery", "README.md"), ("docs", "trees.md")):
-        text = read_page(*path)
-        assert f"{highest.replace('%', ' %')} of its wall time" in text, path
-        assert above in text and halved in text, path
-    text = read_page("docs", "trees.md")
-    assert f"its last, which is lower, after {last.replace('%', ' %')}" in text
-    assert window in text and rest in text
-
-
 def test_docs_say_of_two_stages_what_their_page_says():
     page = load_page("solrl")
     results = Results.read(page, GALLERY / "solrl")
@@ -576,7 +548,7 @@ def test_a_run_is_given_the_evaluated_base_of_another_with_the_same_options(tmp_
     for each in (same, other):
         runs.borrow_base(each, [first, same, other])
     assert not evaluation_file(other.folder, 0).exists()
-    write_text(same.folder / METRICS, '{"step": 3, "tree/forwards": 7, "eval/judge": 0.6}\n')
+    append_line(same.folder / METRICS, {"step": 3, "tree/forwards": 7, "eval/judge": 0.6})
     base, last = lines_of(same.folder, "a", 0)
     assert (base.iteration, base.forwards, base.scores) == (0, 0, {"judge": 0.5})
     assert (last.iteration, last.forwards, last.scores) == (3, 7, {"judge": 0.6})
