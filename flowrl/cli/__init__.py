@@ -111,7 +111,7 @@ def report_errors(program: Callable[[], object], *, debug: bool) -> None:
     Notes on the error, such as what was saved, follow. A traceback only with `debug`.
     """
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("flowrl").setLevel(logging.INFO)
+    logging.getLogger("flowrl").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
         with at_once():
             # Flushed here, where a closed pipe can still be reported; not after an error, which is

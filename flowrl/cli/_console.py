@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated
 
@@ -138,13 +137,6 @@ def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[di
                 f"--args is {text!r}, expected names and values as in '{{mode: strict}}'."
             )
     return arguments or [None] * len(rewards)
-
-
-def token_of(variable: str | None) -> str | None:
-    """Return the value of --token-env's variable. Raises UserError when it is not set."""
-    if variable is not None and not os.environ.get(variable):
-        raise UserError(f"--token-env names {variable}, and the environment has no such variable.")
-    return os.environ[variable] if variable else None
 
 
 def print_error(message: str, hint: str = "") -> None:

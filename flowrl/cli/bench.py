@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli._console import AsJson, Device, arguments_of, print_table
+from flowrl.cli._console import AsJson, Device, print_table
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -26,8 +26,6 @@ def bench() -> None:
       flowrl bench padding quickstart
 
       flowrl bench tree
-
-      flowrl bench reward ocr
 
       flowrl bench solrl
 
@@ -123,48 +121,6 @@ def tree(
         device=device,
     )  # fmt: skip
     print_table(rows, as_json=as_json)
-
-
-@app.command()
-def reward(
-    name: Annotated[str, typer.Argument(help="Built-in name or module:attribute.")] = "ocr",
-    images: Annotated[int, typer.Option(min=1, help="Images of one round.")] = 48,
-    workers: Annotated[
-        list[int] | None, typer.Option(min=1, help="Processes; may be repeated. Default 1 and 2.")
-    ] = None,
-    size: Annotated[
-        list[int] | None,
-        typer.Option(min=8, help="Pixels a side; may be repeated. Default 64, 128 and 256."),
-    ] = None,
-    args: Annotated[
-        str | None, typer.Option(metavar="YAML", help="Its arguments, as in '{mode: strict}'.")
-    ] = None,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Images of one question.")] = 16,
-    repeats: Repeats = 3,
-    as_json: AsJson = False,
-) -> None:
-    """What asking a reward costs: direct, in a thread, in pools, on a server with each codec.
-
-    Ratios are of wall clock and of CPU time, all processes together, to a direct call. Below: how
-    much of a reward that waits rollout.staleness=1 hides behind learning.
-
-    Examples:
-
-      flowrl bench reward ocr
-
-      flowrl bench reward compressibility --size 512
-    """
-    from flowrl.bench.reward import bench_overlap, bench_reward
-
-    rows = bench_reward(
-        name=name, args=arguments_of([name], [args] if args else None)[0], images=images,
-        sizes=tuple(size or (64, 128, 256)), workers=tuple(workers or (1, 2)),
-        micro_batch=micro_batch, repeats=repeats,
-    )  # fmt: skip
-    print_table(rows, as_json=as_json)
-    if not as_json:
-        typer.echo("")
-    print_table(bench_overlap(repeats=repeats), as_json=as_json)
 
 
 @app.command()

@@ -1,8 +1,6 @@
 """`flowrl reward-check` and `reward-serve`: try rewards, and serve them over HTTP."""
 
-import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -15,15 +13,11 @@ from flowrl.cli._console import (
     print_checks,
     print_table,
     stop_unless_fine,
-    token_of,
 )
 from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
-    import socket
-
     from flowrl.scoring.check import RewardCheck
-    from flowrl.scoring.protocol import Codec
     from flowrl.scoring.spec import RewardSpec
 
 
@@ -43,21 +37,16 @@ def reward_check(
     token_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Variable with the server's token.")
     ] = None,
-    deadline: Annotated[
-        float, typer.Option(min=1, help="Seconds for each answer of the server.")
-    ] = 60.0,
     prompts: Annotated[
         str | None,
-        typer.Option(
-            metavar="SOURCE", help="Yours: which can it judge? Without fixtures: tried on."
-        ),
+        typer.Option(metavar="SOURCE", help="Check which of your prompts the reward can score."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Try rewards on images of known order: the right word must score above the wrong one.
 
-    Scores must be finite, within the reward's bounds, and the same for an image by itself and among
-    others. Also measures the time of one image, and images per second. Training does the same,
+    Scores must be finite, within the reward's bounds, and the same for an image alone and in a
+    batch. Also measures the time of one image, and images per second. Training does the same,
     without the times, before its first step.
 
     ok works, !! does not, ?? gave all images the same score, -- cannot run here: a package,
@@ -76,25 +65,29 @@ def reward_check(
 
       flowrl reward-check --all
     """
-    chosen = _chosen(names or [], everything=everything, given=bool(args or server))
+    chosen = _chosen(names or [], everything=everything, single=bool(args or server))
+    from flowrl.config.rewards import HTTPOptions
     from flowrl.prompts.records import load_prompts
     from flowrl.scoring.check import check_named
 
-    given = arguments_of(chosen, [args] if args is not None else None)
-    token = token_of(token_env)
+    arguments = arguments_of(chosen, [args] if args is not None else None)
+    try:
+        remote = HTTPOptions(urls=server, token_env=token_env) if server else None
+    except ValueError as error:
+        raise UserError(
+            f"--server {' '.join(server or ())} is no address: use http://HOST:PORT"
+        ) from error
     records = load_prompts(prompts) if prompts else []
     states = {}
-    for name, options in zip(chosen, given, strict=True):
-        checked = check_named(
-            name, options, urls=server or (), token=token, deadline=deadline, prompts=records
-        )
+    for name, options in zip(chosen, arguments, strict=True):
+        checked = check_named(name, options, server=remote, prompts=records)
         states[name] = {result.state for result in checked.results}
         if as_json:
             print_table([_row(name, checked, result) for result in checked.results], as_json=True)
         else:
-            first, *others = checked.results
-            print_checks([_with_times(checked, first), *others], max(map(len, chosen)))
-    absent = "These rewards could not be asked, the lines marked -- say why"
+            first, *more = checked.results
+            print_checks([_with_times(checked, first), *more], max(map(len, chosen)))
+    absent = "These rewards could not be tried, the lines marked -- say why"
     stop_unless_fine(
         states,
         wrong="These rewards do not work, the lines marked !! say why",
@@ -102,7 +95,7 @@ def reward_check(
     )
 
 
-def _chosen(names: list[str], *, everything: bool, given: bool) -> list[str]:
+def _chosen(names: list[str], *, everything: bool, single: bool) -> list[str]:
     from flowrl.scoring.spec import BUILT_IN
 
     if everything == bool(names):
@@ -110,7 +103,7 @@ def _chosen(names: list[str], *, everything: bool, given: bool) -> list[str]:
             "Give the names of rewards, or --all for every built-in one: "
             f"{', '.join(BUILT_IN)}; your own is module:attribute."
         )
-    if given and len(names) != 1:
+    if single and len(names) != 1:
         raise UserError("--args and --server are of one reward: give one name with them.")
     return names or list(BUILT_IN)
 
@@ -132,10 +125,10 @@ def _with_times(checked: "RewardCheck", result: CheckResult) -> CheckResult:
     return replace(result, detail=result.detail + times + version)
 
 
-SERVER_PACKAGES = ("fastapi", "uvicorn", "python-multipart")
+SERVER_PACKAGES = ("starlette", "uvicorn")
 
 
-def reward_serve(  # noqa: PLR0913
+def reward_serve(
     names: Annotated[
         list[str],
         typer.Argument(metavar="NAME", help="Built-in, or your own as module:attribute."),
@@ -147,10 +140,9 @@ def reward_serve(  # noqa: PLR0913
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8400,
     token_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Variable with the token to ask for.")
+        str | None, typer.Option(metavar="NAME", help="Variable with the token to require.")
     ] = None,
-    max_body: Annotated[int, typer.Option(min=1, metavar="MB", help="Largest request.")] = 64,
-    max_batch: Annotated[int, typer.Option(min=1, help="Most images in a request.")] = 64,
+    max_body: Annotated[int, typer.Option(min=1, metavar="MB", help="Largest request.")] = 80,
     workers: Annotated[
         int,
         typer.Option(
@@ -163,41 +155,13 @@ def reward_serve(  # noqa: PLR0913
         typer.Option(metavar="0-7", help="GPUs for the processes; without --workers one for each."),
     ] = None,
     timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1,
-            help="Seconds for one question to a process, then it is replaced.",
-            show_default="60",
-        ),
-    ] = None,
-    micro_batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most images in one question to a process.", show_default="8"),
-    ] = None,
-    codec: Annotated[
-        list[str] | None,
-        typer.Option(help="Accept only these: png, webp-lossless, raw-zlib, raw, or jpeg (lossy)."),
-    ] = None,
-    max_pixels: Annotated[
-        int, typer.Option(min=1, help="Most pixels of all images of a request together.")
-    ] = 4096 * 4096,
-    max_pending_bytes: Annotated[
-        int, typer.Option(min=1, metavar="MB", help="Of all requests that wait together.")
-    ] = 256,
-    max_connections: Annotated[
-        int, typer.Option(min=1, help="Connections of one address at a time.")
-    ] = 64,
-    batch_wait: Annotated[
-        float,
-        typer.Option(
-            min=0, metavar="MS", help="How long a request waits for others to be scored with it."
-        ),
-    ] = 0.0,
+        float, typer.Option(min=0.1, help="Seconds for one call of a process.")
+    ] = 60.0,
 ) -> None:
     """Serve rewards over HTTP, to runs with executor: {kind: http, urls: [...]}.
 
-    Each that has fixtures is loaded and scores one before the address is printed.
-    Listens to this machine alone; --host with another address needs --token-env. Stop with Ctrl-C.
+    Each that has fixtures is loaded and scores one before the address is printed. Listens on this
+    machine alone; --host with another address needs --token-env. Stop with Ctrl-C.
 
     Examples:
 
@@ -209,68 +173,39 @@ def reward_serve(  # noqa: PLR0913
 
       flowrl reward-serve my_rewards:sharpness --host rewards.example.com --token-env REWARD_TOKEN
     """
-    token = _token(host, token_env)
-    codecs = _codecs(codec)
     gpus = None if devices is None else _gpu_numbers(devices)
     workers = workers or len(gpus or ())
-    if not workers and (timeout or micro_batch):
-        raise UserError("--timeout and --micro-batch are for processes: give --workers as well.")
-    given = arguments_of(names, args)
+    arguments = arguments_of(names, args)
     _need([*SERVER_PACKAGES, "pebble"] if workers else SERVER_PACKAGES)
     from flowrl.scoring.server import make_app, warm_up
+    from flowrl.utils.serving import bind, listen, make_server, read_token, server_names, url_host
 
-    pool = {"workers": workers, "timeout": timeout or 60.0, "micro_batch": micro_batch or 8}
-    with bound(host, port) as listening:
+    token = read_token(host, token_env)
+    with bind(host, port) as listening:
+        address, bound_port = listening.getsockname()[:2]
+        reachable, hosts = server_names(host, address)
+        places = _shared_gpus(len(names), workers, gpus)
         specs = [
-            _spec(name, its, **pool, gpus=own)
-            for name, its, own in zip(
-                names, given, _shared_gpus(len(names), workers, gpus), strict=True
-            )
+            _spec(name, options, workers=workers, timeout=timeout, gpus=numbers)
+            for name, options, numbers in zip(names, arguments, places, strict=True)
         ]
         try:
             app = make_app(
-                specs, token=token, max_body=max_body * 2**20, max_batch=max_batch, codecs=codecs,
-                max_pixels=max_pixels, max_pending_bytes=max_pending_bytes * 2**20,
-                batch_wait=batch_wait / 1000,
-            )  # fmt: skip
+                specs, hosts=None if token else hosts, token=token, max_body=max_body * 2**20
+            )
             late = [spec.name for spec in specs if not warm_up(spec)]
             listen(listening)
         except BaseException:
             for spec in specs:
                 spec.get_executor().close()
             raise
-        try:
-            _serve(app, listening, host, names, late, max_connections)
-        finally:  # the application has closed the rewards
-            if not_closed := app.state.service.not_closed:
-                print(f"left behind, for they do not end: {', '.join(not_closed)}", file=sys.stderr)
-                os._exit(1)
-
-
-def bound(host: str, port: int) -> "socket.socket":
-    """Bind an address that clients reach after `listen`. Raises UserError when it is not free."""
-    import socket
-
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        if os.name == "posix":  # elsewhere it would let two servers listen
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if made.family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind((host, port))
-    except OSError as error:
-        made.close()
-        raise UserError(f"Cannot listen at {host} port {port}: {error}.") from error
-    return made
-
-
-def listen(listening: "socket.socket") -> None:
-    """Let clients in. Raises UserError when another server was faster."""
-    try:
-        listening.listen()
-    except OSError as error:
-        host, port = listening.getsockname()[:2]
-        raise UserError(f"Cannot listen at {host} port {port}: {error}.") from error
+        # Flushed: programs that read this through a pipe wait for it.
+        print(
+            f"serving {', '.join(names)} at http://{url_host(reachable)}:{bound_port}", flush=True
+        )
+        if late:
+            print(f"not tried yet, loads at the first request: {', '.join(late)}", flush=True)
+        make_server(app, shutdown_timeout=5).run(sockets=[listening])
 
 
 def _need(packages: Sequence[str]) -> None:
@@ -288,32 +223,6 @@ def _need(packages: Sequence[str]) -> None:
         raise UserError(
             f"flowrl reward-serve needs {', '.join(absent)} ({why}): pip install {' '.join(absent)}"
         )
-
-
-def _token(host: str, variable: str | None) -> str | None:
-    if variable is None and not is_loopback(host):
-        raise UserError(
-            f"--host {host} lets other machines in: name the variable with a token that they must "
-            "send, as in --token-env REWARD_TOKEN."
-        )
-    return token_of(variable)
-
-
-def is_loopback(host: str) -> bool:
-    import ipaddress
-
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _codecs(chosen: Sequence[str] | None) -> "list[Codec]":
-    from flowrl.scoring.protocol import CODECS, LOSSLESS
-
-    if unknown := set(chosen or ()) - set(CODECS):
-        raise UserError(f"--codec is one of {', '.join(CODECS)}, not {', '.join(sorted(unknown))}.")
-    return [codec for codec in CODECS if codec in (chosen or LOSSLESS)]
 
 
 def _shared_gpus(rewards: int, workers: int, gpus: Sequence[int] | None = None) -> list[list[int]]:
@@ -337,51 +246,28 @@ def _gpu_numbers(text: str) -> list[int]:
     numbers: list[int] = []
     for part in text.replace(" ", "").split(","):
         match = re.fullmatch(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", part)
-        own = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
-        if not own:
+        part_numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not part_numbers:
             raise UserError(f"--devices is {text!r}, expected numbers of GPUs, as in 0-7 or 0,2,5.")
-        numbers += own
+        numbers += part_numbers
     return numbers
 
 
 def _spec(
-    name: str,
-    args: dict | None,
-    *,
-    workers: int,
-    timeout: float,
-    micro_batch: int,
-    gpus: Sequence[int],
+    name: str, args: dict | None, *, workers: int, timeout: float, gpus: list[int]
 ) -> "RewardSpec":
     """Return a reward in a thread of this process, or in `workers` processes on `gpus`."""
+    from flowrl.config.rewards import InlineOptions, PoolOptions
     from flowrl.scoring.executors.base import InlineExecutor
     from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward
 
     spec = RewardSpec(name=name, reward=load_reward(name, args))
     if not workers:
-        return replace(spec, executor=InlineExecutor(spec.reward, spec.name, background=True))
+        background = InlineOptions(background=True)
+        return replace(spec, executor=InlineExecutor(spec.reward, name, background))
     from flowrl.scoring.executors.pool import PoolExecutor
 
-    executor = PoolExecutor(
-        BUILT_IN.get(spec.name, spec.name), args, spec.name, workers=workers, timeout=timeout,
-        micro_batch=None if spec.whole_groups else micro_batch, gpus=gpus,
-    )  # fmt: skip
-    return replace(spec, executor=executor)
-
-
-def _serve(
-    app, listening: "socket.socket", host: str, names: list[str], late: list[str], connections: int
-) -> None:
-    import uvicorn
-
-    from flowrl.scoring.admission import guarded_http
-
-    shown = f"[{host}]" if ":" in host else host
-    # Flushed: programs that read this through a pipe wait for it.
-    print(f"serving {', '.join(names)} at http://{shown}:{listening.getsockname()[1]}", flush=True)
-    if late:
-        print(f"not tried yet, loads at the first question: {', '.join(late)}", flush=True)
-    config = uvicorn.Config(
-        app, log_level="warning", timeout_graceful_shutdown=5, http=guarded_http(connections)
-    )
-    uvicorn.Server(config).run(sockets=[listening])
+    pool = PoolOptions(workers=workers, timeout=timeout, gpus=gpus)
+    if spec.whole_groups:
+        pool = pool.model_copy(update={"micro_batch": None})
+    return replace(spec, executor=PoolExecutor(BUILT_IN.get(name, name), args, name, pool))

@@ -1,7 +1,6 @@
 """The options of rewards: what is scored, what becomes of scores, and who computes them."""
 
 import functools
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -120,7 +119,7 @@ class InlineOptions(Options):
     ) -> "Executor":
         from flowrl.scoring.executors.base import InlineExecutor
 
-        return InlineExecutor(reward, name, **self.arguments(), gpu=gpu)
+        return InlineExecutor(reward, name, self, gpu=gpu)
 
 
 class PoolOptions(Options):
@@ -145,10 +144,10 @@ class PoolOptions(Options):
     ) -> "Executor":
         from flowrl.scoring.executors.pool import PoolExecutor
 
-        arguments = self.arguments()
-        if self.gpus is None:
-            arguments["gpus"] = [] if gpu is None else [gpu]
-        return PoolExecutor(options.name, options.args, name, **arguments)
+        pool = self
+        if self.gpus is None and gpu is not None:
+            pool = self.model_copy(update={"gpus": [gpu]})
+        return PoolExecutor(options.name, options.args, name, pool)
 
 
 class HTTPOptions(Options):
@@ -163,11 +162,6 @@ class HTTPOptions(Options):
     )
     micro_batch: Count | None = option(16, MICRO_BATCH)
     in_flight: Count = option(4, "Requests at the same time.")
-    codec: Literal["auto", "png", "webp-lossless", "raw-zlib", "raw", "jpeg"] = option(
-        "auto",
-        "How images travel; auto is raw to servers of this machine and webp-lossless to others. "
-        "All but jpeg arrive as they were; jpeg is smaller, and changes them and their scores.",
-    )
     token_env: Text | None = option(
         None, "Name of the environment variable that holds the servers' token; null sends none."
     )
@@ -191,15 +185,7 @@ class HTTPOptions(Options):
         """Return the executor, which is the reward too. Raises UserError for a missing token."""
         from flowrl.scoring.executors.http import HTTPExecutor
 
-        arguments = self.arguments()
-        variable = arguments.pop("token_env")
-        if variable is not None and not os.environ.get(variable):
-            raise UserError(
-                f"executor.token_env is {variable!r}, but the environment has no such variable, or "
-                "an empty one: set it to the servers' token, or token_env to null"
-            )
-        token = None if variable is None else os.environ[variable]
-        return HTTPExecutor(name, **arguments, token=token)
+        return HTTPExecutor(name, self)
 
 
 class RewardOptions(Options):

@@ -7,19 +7,18 @@ images twice: all together, then in reverse order and other batches. A result is
 
 import importlib
 import math
-import random
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.config.rewards import HTTPOptions
 from flowrl.errors import CheckResult, UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.executors.base import Answer, Executor, Reward, RewardFailure
@@ -27,7 +26,6 @@ from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import BUILT_IN, ArgumentsRefused, RewardSpec, load_reward, trained
 
 CALLS = 5  # with one image, for the median
-DEADLINE = 60.0  # seconds: a server that loads its model first takes a while
 SIZE = (128, 128)  # height and width of plain images, unless a run has others
 PROMPTS = 4  # of those a reward applies to, at most
 GENERIC = (
@@ -90,7 +88,7 @@ def check_before_training(
 ) -> list[CheckResult]:
     """Check every reward that applies to one of the prompts, on a few images each.
 
-    Random number generators are restored. size: height and width of plain images. Raises
+    size: height and width of plain images. Raises
     RewardFailure for a trained reward that is wrong or missing; results have held-out ones.
     """
     learned = {spec.name for spec in trained(specs)}
@@ -114,30 +112,29 @@ def check_named(
     name: str,
     args: Mapping[str, Any] | None = None,
     *,
-    urls: Sequence[str] = (),
-    token: str | None = None,
-    deadline: float = DEADLINE,
+    server: HTTPOptions | None = None,
     prompts: Sequence[PromptRecord] = (),
 ) -> RewardCheck:
-    """Check the reward of that name, here or on the servers at `urls`; raises nothing.
+    """Check the reward of that name, in this process or on a server; raises nothing.
 
     The version and required metadata of a server's reward must be those of the local one, if that
-    can be made. deadline: seconds for each answer of the servers.
+    can be loaded.
     """
     here = None
     try:
         here = load_reward(name, args)
     except UserError as error:
-        if not urls:
+        if server is None:
             return RewardCheck(results=(_load_failure(name, args, error),))
     unfit = [] if here is None else list(_unfit(RewardSpec(name=name, reward=here), prompts))
-    if not urls and here is not None:
+    if server is None and here is not None:
         checked = check_reward(RewardSpec(name=name, reward=here), prompts, calls=CALLS)
         return replace(checked, results=(*checked.results, *unfit))
     from flowrl.scoring.executors.http import HTTPExecutor
 
+    assert server is not None
     try:
-        remote = HTTPExecutor(name, urls, token=token, deadline=deadline)
+        remote = HTTPExecutor(name, server)
     except UserError as error:
         return RewardCheck(results=(failure_result(name, error),))
     with closing(remote):
@@ -190,11 +187,10 @@ def check_reward(
     """
     try:
         version = str(getattr(spec.reward, "version", ""))  # a server may not say it
-        with _untouched_randomness():
-            trials = trials_of(spec, spec.reward if like is None else like, prompts, size)
-            if not trials:
-                return RewardCheck(results=(_inapplicable(spec),), version=version)
-            first, again, latency = _score_twice(spec, trials, calls)
+        trials = trials_of(spec, spec.reward if like is None else like, prompts, size)
+        if not trials:
+            return RewardCheck(results=(_inapplicable(spec),), version=version)
+        first, again, latency = _score_twice(spec, trials, calls)
         wrong = [*_differences(spec, like), *_problems(spec, trials, first, again)]
         return RewardCheck(
             results=tuple(wrong) or (_passed(spec, trials, first, again),),
@@ -289,19 +285,6 @@ class _Round:
 
     def known(self) -> list[float]:
         return [score for score in self.scores.values() if math.isfinite(score)]
-
-
-@contextmanager
-def _untouched_randomness() -> Iterator[None]:
-    """Restore the global generators of Python, NumPy and torch."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
 
 
 def _score_twice(spec: RewardSpec, trials: list[Trial], calls: int) -> tuple[_Round, _Round, float]:

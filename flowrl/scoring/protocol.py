@@ -1,64 +1,57 @@
-"""Protocol of reward servers (docs/reward-servers.md): encoded images and JSON, never pickles."""
+"""Protocol of reward servers (docs/reward-servers.md): JSON, with images in base64."""
 
+import base64
+import binascii
 import io
 import math
 import struct
-import zlib
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    field_validator,
-    model_serializer,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 PROTOCOL = 1
-MAX_PIXELS = 4096 * 4096  # of all images in one request: 16 of 1024 x 1024
-Codec = Literal["png", "webp-lossless", "raw-zlib", "raw", "jpeg"]
+Codec = Literal["png", "webp-lossless", "raw"]  # all lossless
 CODECS: tuple[Codec, ...] = get_args(Codec)
-LOSSLESS: tuple[Codec, ...] = tuple(codec for codec in CODECS if codec != "jpeg")
 
-TOKEN_RULE = "must be of visible ASCII characters, without spaces: it travels in an HTTP header"
-
-_SIZE = struct.Struct("<II")  # height and width before the pixels of raw and raw-zlib
-_SAVED: dict[str, dict[str, Any]] = {
+_SIZE = struct.Struct("<II")  # height and width before the pixels of raw
+_FILES: dict[str, dict[str, Any]] = {
     "png": {"format": "PNG", "compress_level": 1},
     # The fastest setting is as small as the next ones on grainy images.
     "webp-lossless": {"format": "WEBP", "lossless": True, "method": 0, "quality": 20},
-    "jpeg": {"format": "JPEG", "quality": 95, "subsampling": 0},
 }
 
 
+# --- images ---------------------------------------------------------------------------------------
+
+
 def encode(image: np.ndarray, codec: Codec) -> bytes:
-    """Encode an image (H, W, 3) uint8 RGB; every codec but jpeg gives the same pixels back."""
-    if codec in ("raw", "raw-zlib"):
-        pixels = image.tobytes()
-        return _SIZE.pack(*image.shape[:2]) + (
-            pixels if codec == "raw" else zlib.compress(pixels, 1)
-        )
+    """Encode an image (H, W, 3) uint8 RGB without loss."""
+    if codec == "raw":
+        return _SIZE.pack(*image.shape[:2]) + image.tobytes()
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, **_SAVED[codec])
+    Image.fromarray(image).save(buffer, **_FILES[codec])
     return buffer.getvalue()
 
 
-def decode(data: bytes, codec: Codec, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+def decode(data: bytes, codec: Codec, *, max_pixels: int) -> np.ndarray:
     """Decode an image, (H, W, 3) uint8 RGB.
 
     Raises ValueError for anything else, and for more than `max_pixels` before they are unpacked.
     """
-    if codec in ("raw", "raw-zlib"):
-        return _decode_raw(data, codec, max_pixels)
-    from PIL import Image, UnidentifiedImageError
+    if codec == "raw":
+        if len(data) < _SIZE.size:
+            raise ValueError(f"has {len(data)} bytes; raw begins with {_SIZE.size} for its size")
+        height, width = _SIZE.unpack_from(data)
+        _check_size(height, width, max_pixels)
+        if len(data) != _SIZE.size + height * width * 3:
+            raise ValueError(f"has not the bytes of {height} x {width} RGB pixels")
+        return np.frombuffer(data, np.uint8, offset=_SIZE.size).reshape(height, width, 3)
+    from PIL import Image
 
-    kind = _SAVED[codec]["format"]
+    kind = _FILES[codec]["format"]
     try:
         with Image.open(io.BytesIO(data), formats=[kind]) as image:
             _check_size(image.height, image.width, max_pixels)
@@ -67,29 +60,8 @@ def decode(data: bytes, codec: Codec, *, max_pixels: int = MAX_PIXELS) -> np.nda
             return np.array(image)
     except ValueError:
         raise
-    except Exception as error:  # Pillow has no common class for what it finds in broken files
-        detail = "" if isinstance(error, UnidentifiedImageError) else f": {error}"
-        raise ValueError(f"is no readable {kind}{detail}") from error
-
-
-def _decode_raw(data: bytes, codec: Codec, max_pixels: int) -> np.ndarray:
-    if len(data) < _SIZE.size:
-        raise ValueError(f"has {len(data)} bytes; {codec} starts with {_SIZE.size} for its size")
-    height, width = _SIZE.unpack_from(data)
-    _check_size(height, width, max_pixels)
-    wanted = height * width * 3
-    if codec == "raw":
-        if len(data) != _SIZE.size + wanted:
-            raise ValueError(f"does not hold the {wanted} bytes of {height} x {width} RGB pixels")
-        return np.frombuffer(data, np.uint8, offset=_SIZE.size).reshape(height, width, 3)
-    stream = zlib.decompressobj()
-    try:
-        pixels = stream.decompress(data[_SIZE.size :], wanted + 1)
-    except zlib.error as error:
-        raise ValueError(f"is no readable raw-zlib: {error}") from error
-    if len(pixels) != wanted or not stream.eof:
-        raise ValueError(f"does not hold the {wanted} bytes of {height} x {width} RGB pixels")
-    return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
+    except Exception as error:  # Pillow has no common class for broken files
+        raise ValueError(f"is no readable {kind}: {error}") from error
 
 
 def _check_size(height: int, width: int, max_pixels: int) -> None:
@@ -97,9 +69,7 @@ def _check_size(height: int, width: int, max_pixels: int) -> None:
         raise ValueError(f"has {height} x {width} pixels; expected 1 to {max_pixels} in all")
 
 
-def is_sendable(token: str) -> bool:
-    """Return whether the token keeps TOKEN_RULE."""
-    return all("!" <= character <= "~" for character in token)
+# --- messages -------------------------------------------------------------------------------------
 
 
 class _StrictModel(BaseModel):
@@ -114,7 +84,14 @@ class Item(_StrictModel):
     id: str
     prompt: str
     metadata: dict[str, Any] = {}
-    image: str | None = None  # base64, in the JSON form only
+    image: str  # base64
+
+    def image_bytes(self) -> bytes:
+        """Return the encoded image. Raises ValueError for text that is no base64."""
+        try:
+            return base64.b64decode(self.image, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"is no base64: {error}") from None
 
 
 class ScoreRequest(_StrictModel):
@@ -134,30 +111,24 @@ class ScoreRequest(_StrictModel):
         return items
 
 
-class _WithComponents(BaseModel):
-    """Says nothing of components where there are none, as servers before them."""
-
-    @model_serializer(mode="wrap")
-    def _sparse(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {k: v for k, v in write(self).items() if v or k != "components"}
-
-
 def _finite(score: float | None) -> float | None:
     return score if score is not None and math.isfinite(score) else None
 
 
-class Result(_WithComponents):
-    """One image's score, or why there is none. What is not finite is written as null."""
+Score = Annotated[float | None, Field(strict=True), AfterValidator(_finite)]
+
+
+class Result(BaseModel):
+    """One image's score, or why there is none. NaN and infinity are written as null."""
 
     id: str
-    score: Annotated[float | None, Field(strict=True), AfterValidator(_finite)] = None
+    score: Score = None
     error: str | None = None
-    # Of the reward's components, if it has some; `score` is the first of them.
-    components: dict[str, Annotated[float | None, Field(strict=True), AfterValidator(_finite)]] = {}
+    components: dict[str, Score] = {}  # where a reward has several scores; `score` is the first
 
 
 class Response(BaseModel):
-    """The answer of POST /v1/score, in the order of the items."""
+    """The answer to POST /v1/score, in the order of the items."""
 
     protocol: Literal[1]
     reward: str
@@ -166,8 +137,8 @@ class Response(BaseModel):
     results: list[Result]
 
 
-class RewardInfo(_WithComponents):
-    """What a server says of one reward; see the attributes in `flowrl_rewards`."""
+class RewardInfo(BaseModel):
+    """Attributes of one reward; see `flowrl_rewards`."""
 
     name: str
     version: str = ""
@@ -176,21 +147,19 @@ class RewardInfo(_WithComponents):
     required_metadata: list[str] = []
     deterministic: bool = True
     components: list[str] = []
-    differentiable: Literal[False] = False
 
 
 class Info(BaseModel):
-    """The answer of GET /v1/info."""
+    """The answer to GET /v1/info."""
 
     protocol: Literal[1]
     rewards: list[RewardInfo]
     codecs: list[str] = ["png"]
-    forms: list[str] = ["json"]
-    max_batch: Annotated[int, Field(ge=1)] = 16  # items in a request
+    max_batch: Annotated[int, Field(ge=1)] = 16  # items of a request
     max_body: Annotated[int, Field(ge=1)] = 64 * 2**20  # bytes of a request
     max_pixels: Annotated[int, Field(ge=1)] = 2**26  # of all images of a request
 
-    def limit(self, height: int, width: int) -> int:
+    def max_images(self, height: int, width: int) -> int:
         """Return the most images of that size in a request, at least 1."""
         return max(1, min(self.max_batch, self.max_pixels // (height * width)))
 

@@ -5,7 +5,6 @@ A reward is a callable (images, prompts, metadata) -> scores, as `flowrl_rewards
 
 import difflib
 import functools
-import importlib
 import inspect
 import itertools
 import re
@@ -13,8 +12,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from typing import Any, Literal, cast
 
 import torch
@@ -23,7 +20,7 @@ from torch import Tensor
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.executors.base import ComponentExecutor, Executor, InlineExecutor, Reward
-from flowrl.utils.imports import load_callable, search_working_directory
+from flowrl.utils.imports import load_callable
 
 BUILT_IN = {
     "geneval": "flowrl_rewards.geneval:GenEval",
@@ -181,7 +178,7 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
         UserError: when there is none, and for any error of its module or class.
         ArgumentsRefused: when args do not fit.
     """
-    target = _renamed(BUILT_IN.get(name, name))
+    target = BUILT_IN.get(name, name)
     if ":" not in target:
         near = difflib.get_close_matches(name, BUILT_IN, 1, 0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -216,27 +213,6 @@ def _shown(args: Any) -> Any:
         name: "***" if secret.search(str(name)) and isinstance(value, str) else _shown(value)
         for name, value in args.items()
     }
-
-
-def _renamed(target: str) -> str:
-    """Return `flowrl_rewards.x:Y` for the `rewards.x:Y` of older recipes, unless a module or folder
-    `rewards` of the user's has an `x`."""
-    module = ".".join(target.partition(":")[0].split(".")[:2])
-    if not module.startswith("rewards.") or find_spec(f"flowrl_{module}") is None:
-        return target
-    search_working_directory()
-    try:
-        package = importlib.import_module("rewards")
-    except ModuleNotFoundError as error:
-        return f"flowrl_{target}" if error.name == "rewards" else target
-    except Exception:  # of the user's own package: who loads it reports that
-        return target
-    ours = importlib.import_module("flowrl_rewards").__path__
-    folders = [folder for folder in getattr(package, "__path__", ()) if folder not in ours]
-    if getattr(package, "__file__", None) is None:  # plain folders, of which a clone's is not meant
-        package.__path__ = folders
-    own = PathFinder.find_spec(module, folders)
-    return target if own is not None else f"flowrl_{target}"
 
 
 def _one_line(error: Exception) -> str:

@@ -9,8 +9,10 @@ leads to this machine, as in DNS rebinding), from another Origin, or without its
 import asyncio
 import hmac
 import ipaddress
+import math
 import os
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 CONNECTIONS = 64  # of one address
 HEADER_TIMEOUT_S = 10.0  # from a connection's or request's first byte to its last header
 KEEP_ALIVE_S = 5  # an idle connection is closed
-LINGER_S = 2.0  # a refused client may read its answer
+LINGER_S = 10.0  # a refused client may read its answer
+PATIENCE_S = 1.0  # of a connection that has sent nothing yet, when others want its place
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TOKEN_RULE = "must be of visible ASCII characters, without spaces: it travels in an HTTP header"
 
@@ -275,8 +278,8 @@ def limited_protocol(
 class ConnectionLimits:
     """The open connections of each address.
 
-    One beyond the limit ends the oldest connection of its address whose headers are not complete.
-    Where all are being answered, the new one gets a 503.
+    One beyond the limit ends the oldest connection of its address that has waited for headers for
+    more than `PATIENCE_S`. Where there is none, the new one gets a 503.
     """
 
     def __init__(self, per_address: int, header_timeout: float):
@@ -288,7 +291,8 @@ class ConnectionLimits:
         """Return whether a connection may stay."""
         admitted = self._open.setdefault(address, OrderedDict())
         if len(admitted) >= self.per_address:
-            half_open = next((one for one in admitted if one.reads_headers), None)
+            old = time.monotonic() - PATIENCE_S
+            half_open = next((one for one in admitted if one.reads_headers_since < old), None)
             if half_open is None:
                 return False
             admitted.pop(half_open)
@@ -310,6 +314,7 @@ class _LimitedProtocol:
     transport: Any
     cycle: Any  # the request that is answered, or was last
     _timer: asyncio.TimerHandle | None = None
+    _since = math.inf
     _address = ""
     _refused = False
 
@@ -337,6 +342,11 @@ class _LimitedProtocol:
     def reads_headers(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def reads_headers_since(self) -> float:
+        """When it began to wait for headers, of time.monotonic(); infinity while it does not."""
+        return self._since if self.reads_headers else math.inf
+
     def _refuse(self, transport: Any) -> None:
         """Answer 503. A close at once would reset the connection before the client reads it."""
         self._refused = True
@@ -358,6 +368,7 @@ class _LimitedProtocol:
         if not self.reads_headers:
             self._stop_timer()
         elif self._timer is None:
+            self._since = time.monotonic()
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self.limits.header_timeout, self._give_up)
 

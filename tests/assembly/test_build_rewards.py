@@ -8,11 +8,12 @@ import torch
 
 from flowrl.assembly.learner import build_rewards
 from flowrl.config import parse_config
+from flowrl.config.rewards import PoolOptions
 from flowrl.errors import UserError
 from flowrl.scoring.combine import rank
-from flowrl.scoring.executors import http as remote
 from flowrl.scoring.executors import pool
 from flowrl.scoring.executors.base import InlineExecutor
+from flowrl.scoring.executors.http import HTTPExecutor
 from flowrl.scoring.spec import RewardSpec
 
 SCORES, GROUP = torch.tensor([-4.0, 0.0, 4.0]), torch.zeros(3).long()
@@ -45,7 +46,7 @@ def test_a_plain_entry_is_a_reward_of_that_name_computed_here():
     spec = build(weight=-2.0)
     assert (spec.name, spec.weight, spec.held_out) == ("brightness", -2.0, False)
     assert isinstance(spec.executor, InlineExecutor) and spec.executor.reward is spec.reward
-    assert spec.executor.micro_batch is None and spec.transform is None
+    assert spec.executor.options.micro_batch is None and spec.transform is None
     assert spec.on_failure == "mask" and dict(spec.applies_to) == {}
 
 
@@ -71,7 +72,7 @@ def test_what_else_an_entry_says_reaches_the_reward():
     )
     assert spec.applies("p", {"tag": "ocr"}) and not spec.applies("p", {"tag": "counting"})
     assert spec.on_failure == 0.5
-    assert isinstance(spec.executor, InlineExecutor) and spec.executor.micro_batch == 4
+    assert isinstance(spec.executor, InlineExecutor) and spec.executor.options.micro_batch == 4
     images = torch.rand(6, 3, 4, 4)
     answer = spec.executor.submit(images, ["p"] * 6, [{}] * 6).result(10)
     spec.executor.close()
@@ -82,7 +83,7 @@ def test_rewards_that_compare_groups_are_never_asked_in_parts():
     inline = {"kind": "inline", "micro_batch": 4}
     spec = build(name=f"{__name__}:Rivals", args={"factor": 3.0}, executor=inline)
     assert spec.name == "rivals" and spec.whole_groups
-    assert isinstance(spec.executor, InlineExecutor) and spec.executor.micro_batch is None
+    assert isinstance(spec.executor, InlineExecutor) and spec.executor.options.micro_batch is None
 
 
 class Recorded:
@@ -110,8 +111,7 @@ def made(monkeypatch):
         found.append(Recorded(*args, **options))
         return found[-1]
 
-    for module, real in ((pool, pool.PoolExecutor), (remote, remote.HTTPExecutor)):
-        monkeypatch.setattr(module, real.__name__, functools.partial(record, real))
+    monkeypatch.setattr(pool, "PoolExecutor", functools.partial(record, pool.PoolExecutor))
     return found
 
 
@@ -120,27 +120,21 @@ def test_a_pool_gets_the_rewards_import_path_and_its_options(made):
     spec = build(name="geneval", args={"mode": "strict"}, executor=how)
     first = made[0]
     assert spec.executor is first and spec.name == "geneval_strict"
-    assert first.args == ("geneval", {"mode": "strict"}, "geneval_strict")
-    options = {"workers": 3, "timeout": 5.0, "micro_batch": 2, "max_tasks": 50}
-    assert first.options == options | {"gpus": []}
+    assert first.args[:3] == ("geneval", {"mode": "strict"}, "geneval_strict")
+    assert first.args[3] == PoolOptions(workers=3, timeout=5.0, micro_batch=2, max_tasks=50)
     build(name=f"{__name__}:Rivals", executor=how)
-    assert made[1].args == (f"{__name__}:Rivals", {}, "rivals")
-    assert made[1].options["micro_batch"] is None
+    assert made[1].args[:3] == (f"{__name__}:Rivals", {}, "rivals")
+    assert made[1].args[3].micro_batch is None
 
 
 REMOTE = {"kind": "http", "urls": ["http://127.0.0.1:1"], "token_env": "REWARD_TOKEN"}
 
 
-def test_a_server_is_reward_and_executor_and_gets_the_token_of_the_environment(made, monkeypatch):
+def test_a_server_is_reward_and_executor_and_gets_the_token_of_the_environment(monkeypatch):
     monkeypatch.setenv("REWARD_TOKEN", "secret")
-    spec = build(name="far", executor=REMOTE | {"deadline": 60, "codec": "jpeg"})
-    assert spec.executor is spec.reward is made[0] and spec.name == "far"
-    assert made[0].args == ("far",)
-    assert made[0].options == {
-        "urls": ["http://127.0.0.1:1"],
-        "timeout": 30.0, "deadline": 60.0, "micro_batch": 16, "in_flight": 4, "codec": "jpeg",
-        "token": "secret",
-    }  # fmt: skip
+    spec = build(name="far", executor=REMOTE | {"deadline": 60})
+    assert isinstance(spec.executor, HTTPExecutor) and spec.executor is spec.reward
+    assert spec.name == "far" and spec.executor.options.deadline == 60
 
 
 def test_a_token_that_is_not_there_is_asked_for_and_what_was_begun_ends(made, monkeypatch):

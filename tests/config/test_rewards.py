@@ -1,6 +1,5 @@
 """The options of rewards, as a recipe gives them."""
 
-from typing import get_args
 
 import pytest
 
@@ -18,7 +17,6 @@ from flowrl.config.rewards import (
 from flowrl.config.rewards import RewardOptions as Section
 from flowrl.config.yaml12 import load_yaml
 from flowrl.errors import UserError
-from flowrl.scoring.protocol import Codec
 
 SMALLEST = {"prompts": {"train": "prompts.txt"}, "rewards": [{"name": "ocr"}]}
 
@@ -43,8 +41,6 @@ def test_options_of_rewards_read_back():
     ]
     assert isinstance(reward.executor, PoolOptions) and reward.executor.workers == 4
     assert reward.on_failure == 0
-    field = HTTPOptions.model_fields["codec"]
-    assert set(get_args(field.annotation)) == {"auto", *get_args(Codec)}
     for option in ["transform", "transform.scale", "executor.urls", "on_failure"]:
         assert explain(f"rewards.0.{option}")
 
@@ -62,7 +58,7 @@ WHOLE = [
     {
         "name": "e",
         "transform": {"kind": "rank"},
-        "executor": {"kind": "http", "urls": ["http://127.0.0.1:8000"], "codec": "webp-lossless"},
+        "executor": {"kind": "http", "urls": ["http://127.0.0.1:8000"]},
     },
 ]
 
@@ -86,10 +82,6 @@ def test_wrong_options_of_rewards_are_named():
         (
             "executor={kind: http, urls: ['http://127.0.0.1'], timeout: 200}",
             "timeout is 200 and deadline 120, but a request",
-        ),
-        (
-            "executor={kind: http, urls: ['http://127.0.0.1'], codec: gif}",
-            "codec is 'gif': expected 'auto'",
         ),
         ("executor={kind: inline, micro_batch: 0}", "executor.micro_batch is 0: expected a number"),
         ("applies_to={tag: ocr}", "rewards.0.applies_to is 'ocr': expected a list"),

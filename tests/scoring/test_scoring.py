@@ -4,6 +4,7 @@ import time
 import pytest
 import torch
 
+from flowrl.config.rewards import InlineOptions
 from flowrl.errors import UserError
 from flowrl.scoring import scorer as scoring
 from flowrl.scoring.executors.base import InlineExecutor, RewardFailure
@@ -158,7 +159,7 @@ def test_a_wait_is_told_now_and_then(monkeypatch, caplog):
         time.sleep(0.2)
         return [1.0] * len(images)
 
-    executor = InlineExecutor(late, "late", background=True)
+    executor = InlineExecutor(late, "late", InlineOptions(background=True))
     score([RewardSpec(name="late", reward=late, executor=executor)], GREY, PROMPTS, PLAIN)
     executor.close()
     assert "waiting for reward 'late' for 0 s, 4 scores pending" in caplog.text

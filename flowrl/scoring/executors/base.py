@@ -1,6 +1,7 @@
 """Interface of executors, which take images and answer later, and the one in this process."""
 
 import functools
+import logging
 import math
 import queue
 import threading
@@ -14,9 +15,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from flowrl.config.rewards import InlineOptions
 from flowrl.errors import UserError
+from flowrl.scoring.executors.user_code import contained_settings, describe_error
 
 Reward = Callable[[Tensor, list[str], list[dict]], Any]  # see the docstring of `flowrl_rewards`
+LOG = logging.getLogger(__name__)
 
 
 class RewardFailure(UserError):
@@ -153,13 +157,15 @@ def ask(
 ) -> Answer:
     """Call a reward in this process; an exception becomes the reason of its missing scores.
 
+    Its traceback is logged for --debug. Settings of the process that it changes are restored.
+
     Raises:
         RewardFailure: for a missing package and an answer of the wrong form.
         torch.cuda.OutOfMemoryError: as the reward does.
     """
     began = time.perf_counter()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), contained_settings(name):
             # Copies, since a reward may change them in place.
             raw = reward(images.clone(), list(prompts), [dict(m) for m in metadata])
     except ImportError as error:
@@ -169,8 +175,8 @@ def ask(
     except (Exception, SystemExit) as error:
         if getattr(error, "ends_run", False):
             raise RewardFailure(f"reward {name!r} ends the run: {error}") from None
-        reason = f"{type(error).__name__}: {error}"
-        return failed(len(images), reason, time.perf_counter() - began)
+        LOG.debug("reward %r failed", name, exc_info=True)
+        return failed(len(images), describe_error(error), time.perf_counter() - began)
     try:
         answer = read_answer(raw, len(images))
     except ValueError as error:
@@ -264,6 +270,7 @@ class _Background:
                 future.set_result(work())
             except Exception as error:
                 future.set_exception(error)
+            del item, future, work  # which hold images
 
 
 class InlineExecutor:
@@ -273,29 +280,24 @@ class InlineExecutor:
     reward compares whole groups.
 
     Args:
-        micro_batch: most images of one call; None is all.
-        background: call it at once in a thread of its own, for rewards that wait for a network.
-        offload: keep its networks on the CPU while nothing is asked of it.
-        gpu: number of the GPU that is current in this thread; None leaves it to torch.
+        gpu: number of the GPU that is current in its thread; None leaves it to torch.
     """
 
     def __init__(
         self,
         reward: Reward,
         name: str,
-        *,
-        micro_batch: int | None = None,
-        background: bool = False,
-        offload: bool = False,
+        options: InlineOptions | None = None,
         gpu: int | None = None,
     ):
-        self.reward, self.name, self.micro_batch = reward, name, micro_batch
-        self.offload, self._waiting = offload, 0
-        self._thread = _Background(f"reward {name}", gpu) if background else None
+        options = options or InlineOptions()
+        self.reward, self.name, self.options = reward, name, options
+        self._micro_batch, self._pending = options.micro_batch, 0
+        self._thread = _Background(f"reward {name}", gpu) if options.background else None
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         work = functools.partial(self._ask, images, prompts, metadata)
-        self._waiting += 1
+        self._pending += 1
         return self._thread.submit(work) if self._thread is not None else _Later(work)
 
     def close(self) -> None:
@@ -308,8 +310,8 @@ class InlineExecutor:
         try:
             parts = self._ask_parts(images, prompts, metadata)
         finally:
-            self._waiting -= 1
-            if self.offload and not self._waiting:
+            self._pending -= 1
+            if self.options.offload and not self._pending:
                 park(self.reward)
         return joined(parts, time.perf_counter() - began)
 
@@ -317,13 +319,13 @@ class InlineExecutor:
         parts: list[Answer] = []
         start = 0
         while start < len(images):
-            rows = slice(start, start + (self.micro_batch or len(images)))
+            rows = slice(start, start + (self._micro_batch or len(images)))
             size = len(images[rows])
             try:
                 part = ask(self.reward, self.name, images[rows], prompts[rows], metadata[rows])
             except torch.cuda.OutOfMemoryError as error:
                 if size > 1 and getattr(self.reward, "scope", "sample") != "group":
-                    self.micro_batch = size // 2
+                    self._micro_batch = size // 2
                     continue
                 part = failed(size, f"the device's memory does not suffice for {size}: {error}")
             parts.append(part)

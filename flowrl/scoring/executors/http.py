@@ -1,9 +1,9 @@
 """Call rewards on HTTP servers: `flowrl reward-serve`, or others of docs/reward-servers.md.
 
-`HTTPExecutor` splits images into requests; its `Client` sends them to the servers in turn. Failed
-requests are retried with growing pauses. A server that failed `OPENS_AFTER` times in a row is not
-used for some seconds, and then only after it answered /healthz. An answer is there within
-`deadline` seconds whatever the servers do: an image without a score has a reason.
+`HTTPExecutor` splits images into requests. Each goes to the server with the fewest open ones; a
+server that fails rests, for longer the longer it has failed, and the request is retried until the
+deadline. An answer arrives within `deadline` seconds whatever the servers do: an image without a
+score has a reason.
 """
 
 import asyncio
@@ -12,25 +12,27 @@ import functools
 import ipaddress
 import json
 import math
+import os
+import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from threading import Lock
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import httpx
 import numpy as np
-import tenacity
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.from_thread import start_blocking_portal
 from pydantic import ValidationError
 from torch import Tensor
 
+from flowrl.config.rewards import HTTPOptions
 from flowrl.errors import UserError
 from flowrl.scoring.executors.base import (
     Answer,
@@ -42,9 +44,7 @@ from flowrl.scoring.executors.base import (
     to_levels,
 )
 from flowrl.scoring.protocol import (
-    CODECS,
     PROTOCOL,
-    TOKEN_RULE,
     Codec,
     Info,
     Refusal,
@@ -52,16 +52,13 @@ from flowrl.scoring.protocol import (
     RewardInfo,
     encode,
     error_message,
-    is_sendable,
 )
+from flowrl.utils.serving import check_token
 
-CONNECT = 5.0  # seconds
-OPENS_AFTER = 3  # failures in a row
-BACKOFF = tenacity.wait_exponential(multiplier=0.1, max=5.0) + tenacity.wait_random(0.0, 0.1)
-LONGEST_REST = 30.0  # seconds without requests to a server that asks to wait
-LONGEST_PAUSE = 600.0  # seconds without requests after all servers were silent
+CONNECT_S = 5.0
+FIRST_REST_S, LONGEST_REST_S = 0.1, 600.0  # of a server that fails
+LONGEST_RETRY_AFTER_S = 60.0  # whatever a server asks for
 MAX_ANSWER = 16 * 2**20  # bytes
-TRY_AGAIN = {408, 429}  # and 5xx: only these answers are retried
 REMEDIES = {
     401: "; name the variable with its token in executor.token_env",
     404: "; look at executor.urls",
@@ -71,82 +68,37 @@ REMEDIES = {
 T = TypeVar("T")
 
 
-def is_loopback(url: str) -> bool:
-    """Return whether a server runs on this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class HTTPExecutor:
-    """The reward `name` of the servers at `urls`, as executor and as reward.
+    """The reward `name` of the servers at `options.urls`, as executor and as reward.
 
-    version, bounds, scope, required_metadata and deterministic are fetched at first use, and raise
+    Its attributes version, bounds, scope and so on are fetched at first use, and raise
     RewardFailure when no server answers in time.
 
-    Args:
-        timeout: seconds without a byte, after which a request is retried.
-        deadline: seconds for all tries of one `submit`, its time in the queue included.
-        micro_batch: most images of a request; None never splits, as groups never are.
-        in_flight: most requests at the same time.
-        codec: how images travel; auto is raw to servers of this machine and webp-lossless to
-            others, if they take it.
-        token: the servers' bearer token.
-
     Raises:
-        UserError: for invalid addresses, limits, codecs and tokens.
+        UserError: for a token that is missing or that no HTTP header can hold.
     """
 
     differentiable = False
-    version = property(lambda self: self._info().version)
-    bounds = property(lambda self: self._info().bounds)
-    scope = property(lambda self: self._info().scope)
-    required_metadata = property(lambda self: tuple(self._info().required_metadata))
-    deterministic = property(lambda self: self._info().deterministic)
-    components = property(lambda self: tuple(self._info().components))
+    version = property(lambda self: self._fetch_info().version)
+    bounds = property(lambda self: self._fetch_info().bounds)
+    scope = property(lambda self: self._fetch_info().scope)
+    required_metadata = property(lambda self: tuple(self._fetch_info().required_metadata))
+    deterministic = property(lambda self: self._fetch_info().deterministic)
+    components = property(lambda self: tuple(self._fetch_info().components))
 
-    def __init__(
-        self,
-        name: str,
-        urls: Sequence[str],
-        *,
-        timeout: float = 30.0,
-        deadline: float = 120.0,
-        micro_batch: int | None = 16,
-        in_flight: int = 4,
-        codec: Codec | Literal["auto"] = "auto",
-        token: str | None = None,
-    ):
-        if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
-            raise UserError(f"reward {name!r}: got urls {list(urls)}; expected http://HOST:PORT")
-        if codec not in ("auto", *CODECS):
-            known = ", ".join(("auto", *CODECS))
-            raise UserError(f"reward {name!r}: codec is one of {known}, not {codec!r}")
-        limits = {"timeout": timeout, "deadline": deadline, "in_flight": in_flight}
-        for option, value in (limits | {"micro_batch": micro_batch}).items():
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(
-                    f"reward {name!r}: {option} is {value}, expected a finite number more than 0"
-                )
-        if token and not is_sendable(token):
-            raise UserError(f"reward {name!r}: its token {TOKEN_RULE}")
-        self.name, self.deadline, self.micro_batch = name, deadline, micro_batch
-        self._make_client = functools.partial(
-            Client, name, list(urls), **limits, codec=codec, token=token
-        )
-        self._opening = Lock()
+    def __init__(self, name: str, options: HTTPOptions):
+        self.name, self.options = name, options
+        self._token = _read_token(options.token_env)
+        self._lock = Lock()
         self._session: _Session | None = None
-        self._known: RewardInfo | None = None
-        self._pause = _Pause(deadline)
+        self._info: RewardInfo | None = None
 
     def __call__(
         self, images: Tensor, prompts: list[str], metadata: list[dict]
     ) -> tuple[Tensor | dict[str, Tensor], dict[int, str]]:
         answer = self.submit(images, prompts, metadata).result()
-        named = {name: part.scores for name, part in answer.components.items()}
-        return named or answer.scores, dict(answer.reasons)
+        parts = {name: part.scores for name, part in answer.components.items()}
+        return parts or answer.scores, dict(answer.reasons)
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         if not all_finite(images):
@@ -157,100 +109,53 @@ class HTTPExecutor:
         pixels = np.empty((len(levels), *levels.shape[2:], 3), np.uint8)
         for channel in range(3):  # a third of the time of one transposed copy
             pixels[..., channel] = levels[:, channel]
-        session = self._opened()
-        return session.start(self._answer, session.client, pixels, prompts, metadata)
+        session = self._open()
+        return session.start(session.client.score, pixels, prompts, metadata)
 
     def close(self) -> None:
-        """End all threads; what was not answered is cancelled."""
-        with self._opening:
+        """End the thread and its connections; what was not answered is cancelled."""
+        with self._lock:
             session, self._session = self._session, None
         if session is not None:
             session.close()
 
-    def _opened(self) -> "_Session":
-        """Return the threads and connections, which begin at first use."""
-        with self._opening:
-            self._session = self._session or _Session(self._make_client())
+    def _open(self) -> "_Session":
+        with self._lock:
+            if self._session is None:
+                self._session = _Session(_Client(self.name, self.options, self._token))
             return self._session
 
-    def _info(self) -> RewardInfo:
-        if self._known is None:
-            session = self._opened()
-            if left := self._pause.left():
-                reason = self._pause_reason(session.client, left)
-                raise RewardFailure(f"reward {self.name!r}: {reason}")
-            began = time.monotonic()
-            work = session.start(session.client.fetch_info, began + self.deadline)
+    def _fetch_info(self) -> RewardInfo:
+        if self._info is None:
+            session = self._open()
             try:
-                self._known = work.result()
-            except (Again, TimeoutError) as error:
-                self._pause.note(heard=False, began=began)
-                reason = session.client.too_late()
-                raise RewardFailure(f"reward {self.name!r}: {reason}") from error
-        return self._known
+                self._info = session.start(session.client.fetch_info).result()
+            except TimeoutError as error:
+                raise RewardFailure(f"reward {self.name!r}: {error}") from error
+        return self._info
 
-    def _pause_reason(self, client: "Client", left: float) -> str:
-        return (
-            f"not asked, since no server answered within {self.deadline:g} s before; the next try "
-            f"is in {left:.0f} s: {client.troubles()}"
+
+def _read_token(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    token = os.environ.get(variable)
+    if not token:
+        raise UserError(
+            f"executor.token_env is {variable!r}, but the environment has no such variable: set it "
+            "to the servers' token, or token_env to null"
         )
-
-    async def _answer(
-        self, client: "Client", images: np.ndarray, prompts: list[str], metadata: list[dict]
-    ) -> Answer:
-        """Score images (B, H, W, 3) uint8."""
-        began = time.monotonic()
-        if left := self._pause.left():
-            return failed(len(prompts), self._pause_reason(client, left))
-        parts = await self._parts(client, images, prompts, metadata)
-        if prompts:
-            self._pause.note(heard=client.heard >= began, began=began)
-        return joined(parts, time.monotonic() - began)
-
-    async def _parts(
-        self, client: "Client", images: np.ndarray, prompts: list[str], metadata: list[dict]
-    ) -> list[Answer]:
-        ends, count = time.monotonic() + self.deadline, len(prompts)
-        try:
-            info = await client.fetch_info(ends)
-        except (Again, TimeoutError):
-            return [failed(count, client.too_late())]
-        tasks = []
-        most = [server.limit(*images.shape[1:3]) for server in client.infos()]
-        size = self._request_size(info, most, count)
-        for start in range(0, count, size):
-            rows = slice(start, start + size)
-            ids = [str(row) for row in range(count)[rows]]
-            part = client.score(ids, images[rows], prompts[rows], metadata[rows], ends)
-            tasks.append(asyncio.create_task(part))
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    def _request_size(self, info: RewardInfo, max_batches: list[int], count: int) -> int:
-        """Return the most images of a request, by the servers' `max_batches` and `micro_batch`."""
-        if info.scope == "sample" and self.micro_batch is not None:
-            return min(self.micro_batch, *max_batches)
-        most = max(max_batches)
-        if count > most:
-            raise RewardFailure(
-                f"reward {self.name!r}: {count} images must not be split, and its server takes "
-                f"{most} at a time; raise --max-batch or --max-pixels there, or lower "
-                "rollout.group_size"
-            )
-        return max(count, 1)
+    check_token(token)
+    return token
 
 
 class _Session:
     """A client and the thread of its event loop."""
 
-    def __init__(self, client: "Client"):
+    def __init__(self, client: "_Client"):
         self.client = client
         self._started: WeakSet[Future[Any]] = WeakSet()
         self._stack = ExitStack()
-        self._portal: BlockingPortal = self._stack.enter_context(start_blocking_portal())
+        self._portal = self._stack.enter_context(start_blocking_portal())
         self._stack.enter_context(self._portal.wrap_async_context_manager(client.http))
 
     def start(self, work: Callable[..., Awaitable[T]], *args: Any) -> "Future[T]":
@@ -264,50 +169,15 @@ class _Session:
         self._stack.close()
 
 
-class _Pause:
-    """The pause after servers were silent for a whole deadline twice in a row, longer each time:
-    dead servers must not cost a deadline at every batch."""
-
-    def __init__(self, deadline: float):
-        self._deadline, self._silences, self._until, self._noted = deadline, 0, 0.0, 0.0
-
-    def left(self) -> float:
-        """Return the seconds until the pause ends."""
-        return max(0.0, self._until - time.monotonic())
-
-    def note(self, *, heard: bool, began: float) -> None:
-        """Record how a submission begun at `began` ended; simultaneous ones count once."""
-        now = time.monotonic()
-        if heard:
-            self._silences, self._until = 0, 0.0
-        elif began >= self._noted:
-            self._silences, self._noted = self._silences + 1, now
-            if self._silences > 1:
-                pause = self._deadline * 2 ** (self._silences - 2)
-                self._until = now + min(LONGEST_PAUSE, pause)
+# --- servers --------------------------------------------------------------------------------------
 
 
 class Again(Exception):
-    """A failure to retry. after: least seconds to wait first."""
+    """A failure to retry. `retry_after`: seconds that the server asks for."""
 
-    def __init__(self, sentence: str, after: float = 0.0):
+    def __init__(self, sentence: str, retry_after: float | None = None):
         super().__init__(sentence)
-        self.after = after
-
-
-class TooLarge(RewardFailure):
-    """A server answered 413: the request is too large."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """A request body for images that are scored together."""
-
-    ids: list[str]
-    key: str  # the same in every try, so that none counts twice
-    content: dict[str, Any]  # arguments for httpx
-    size: int  # bytes, at most
-    multipart: bool
+        self.retry_after = retry_after
 
 
 @dataclass(slots=True, kw_only=True)
@@ -315,129 +185,203 @@ class Server:
     """The state of one server."""
 
     url: str
-    failures: int = 0  # in a row
-    suspect: bool = False  # it must answer /healthz before it is used
-    rests_until: float = 0.0
-    info: Info | None = None  # its last answer to /v1/info
-    stale: bool = True  # it may have been replaced: `info` is fetched again before it is used
+    info: Info | None = None  # None where it may have been replaced: fetched before the next use
+    open: int = 0  # requests
+    sent: int = 0  # requests
+    failing_since: float | None = None
+    rests_until: float = 0.0  # of time.monotonic()
     trouble: str = "has not answered"
 
-    def takes(self, request: _Request) -> bool:
-        """Return whether its limits allow a request, as far as they are known."""
-        info, refusal = self.info, ""
-        if info is None or self.stale:
-            return True
-        if len(request.ids) > info.max_batch:
-            refusal = f"takes {info.max_batch} images at a time, not {len(request.ids)}"
-        elif request.size > info.max_body:
-            refusal = f"takes {info.max_body} bytes at a time, not {request.size}"
-        elif request.multipart and "multipart" not in info.forms:
-            refusal = "takes no multipart/form-data"
-        self.trouble = refusal or self.trouble
-        return not refusal
+    def note_failure(self, error: Again) -> None:
+        """Let it rest: as long as it says, else half as long as it has been failing."""
+        now = time.monotonic()
+        self.info, self.trouble = None, str(error)
+        if error.retry_after is not None:
+            rest = min(error.retry_after, LONGEST_RETRY_AFTER_S)
+        else:
+            self.failing_since = self.failing_since or now
+            rest = min((now - self.failing_since) / 2, LONGEST_REST_S) * random.uniform(1, 1.2)
+        self.rests_until = now + max(rest, FIRST_REST_S)
+
+    def note_success(self) -> None:
+        self.failing_since, self.trouble = None, "has not answered"
+
+    @property
+    def rest(self) -> float:
+        """Seconds until it may be asked."""
+        return max(0.0, self.rests_until - time.monotonic())
+
+    def __str__(self) -> str:
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + self.rest))
+        return f"{self.url} {self.trouble}" + (f", rests until {until}" if self.rest > 1 else "")
+
+    @property
+    def is_local(self) -> bool:
+        host = urlsplit(self.url).hostname or ""
+        with suppress(ValueError):
+            return ipaddress.ip_address(host).is_loopback
+        return host == "localhost"
+
+    @property
+    def codec(self) -> Codec:
+        """The cheapest codec that it takes: pixels as they are on this machine, else small ones."""
+        wanted: Codec = "raw" if self.is_local else "webp-lossless"
+        return wanted if self.info and wanted in self.info.codecs else "png"
 
 
-@dataclass(kw_only=True)
-class Client:
-    """Sends requests to the servers of one reward in turn; to be used in one event loop only."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """Images that are scored together."""
 
-    name: str = field(kw_only=False)
-    urls: list[str] = field(kw_only=False)
-    timeout: float
-    deadline: float
-    codec: Codec | Literal["auto"]
-    token: str | None
-    in_flight: int
+    reward: str
+    ids: list[str]
+    images: np.ndarray  # (b, H, W, 3) uint8
+    prompts: list[str]
+    metadata: list[dict]
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)  # the same in every try
+    bodies: dict[Codec, bytes] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.servers = [Server(url=url.rstrip("/")) for url in self.urls]
-        self.heard = -math.inf  # when a server last gave scores
-        self._pause = min(self.timeout, CONNECT)  # of a server that failed
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        # Proxies of the environment are not for servers next door: many answer 503 for localhost.
+    def body(self, codec: Codec) -> bytes:
+        """Return the JSON of the request, made once. Raises RewardFailure for other metadata."""
+        if codec not in self.bodies:
+            blobs = [base64.b64encode(encode(image, codec)).decode() for image in self.images]
+            items = [
+                {"id": name, "prompt": prompt, "metadata": data, "image": blob}
+                for name, prompt, data, blob in zip(
+                    self.ids, self.prompts, self.metadata, blobs, strict=True
+                )
+            ]
+            head = {"protocol": PROTOCOL, "reward": self.reward, "key": self.key, "codec": codec}
+            try:
+                text = json.dumps(head | {"items": items}, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise RewardFailure(
+                    f"reward {self.reward!r} is on a server, and metadata travel as JSON: {error}"
+                ) from error
+            self.bodies[codec] = text.encode()
+        return self.bodies[codec]
+
+
+class _Client:
+    """Asks servers in an event loop; each call ends within the deadline."""
+
+    def __init__(self, name: str, options: HTTPOptions, token: str | None):
+        self.name, self.options = name, options
+        self.servers = [Server(url=url.rstrip("/")) for url in options.urls]
         self.http = httpx.AsyncClient(
-            headers={"Accept-Encoding": "identity", "X-Client": uuid.uuid4().hex} | headers,
-            timeout=httpx.Timeout(self.timeout, connect=self._pause, pool=None),
-            trust_env=False,
+            headers={"Accept-Encoding": "identity"}
+            | ({"Authorization": f"Bearer {token}"} if token else {}),
+            timeout=httpx.Timeout(
+                options.timeout, connect=min(CONNECT_S, options.timeout), pool=None
+            ),
+            trust_env=False,  # proxies of companies answer for servers next door, and wrongly
         )
-        self._next = 0
-        self._known: RewardInfo | None = None
+        self._slots = asyncio.Semaphore(options.in_flight)
         self._version: tuple[str, str] | None = None  # URL and version of the first answer
-        self._fetching = asyncio.Lock()
-        self._slots = asyncio.Semaphore(self.in_flight)
 
-    async def fetch_info(self, ends: float) -> RewardInfo:
-        """Return the servers' description of the reward, fetched once.
+    async def fetch_info(self) -> RewardInfo:
+        """Return the reward's description. Raises TimeoutError and RewardFailure."""
+        return await self._retry(time.monotonic() + self.options.deadline, self._introduce)
 
-        Raises:
-            Again, TimeoutError: when none answers before `ends`, of time.monotonic().
-            RewardFailure: for servers without it, with other codecs or different versions.
-        """
-        async with asyncio.timeout(ends - time.monotonic()), self._fetching:
-            if self._known is None:
-                self._known = await _try_until(ends, self._ask_all)
-        return self._known
+    async def score(self, images: np.ndarray, prompts: list[str], metadata: list[dict]) -> Answer:
+        """Score images (B, H, W, 3) uint8. Raises RewardFailure for what no retry mends."""
+        began, count = time.monotonic(), len(prompts)
+        ends = began + self.options.deadline
+        try:
+            info = await self._retry(ends, self._introduce)
+        except TimeoutError as error:
+            return failed(count, str(error), time.monotonic() - began)
+        size = self._request_size(info, count, *images.shape[1:3])
+        tasks = []
+        for start in range(0, count, size):
+            rows = slice(start, start + size)
+            request = _Request(
+                reward=self.name, ids=[str(row) for row in range(count)[rows]],
+                images=images[rows], prompts=prompts[rows], metadata=metadata[rows],
+            )  # fmt: skip
+            tasks.append(asyncio.create_task(self._score_request(request, ends)))
+        try:
+            parts = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return joined(parts, time.monotonic() - began)
 
-    async def score(
-        self, ids: list[str], images: np.ndarray, prompts: list[str], metadata: list[dict],
-        ends: float,
-    ) -> Answer:  # fmt: skip
-        """Score images (b, H, W, 3) uint8; NaN and the reason where no server answers in time.
+    def _request_size(self, info: RewardInfo, count: int, height: int, width: int) -> int:
+        """Return the most images of a request. Raises RewardFailure for a group that is larger."""
+        limits = [s.info.max_images(height, width) for s in self.servers if s.info is not None]
+        if info.scope == "sample" and self.options.micro_batch is not None:
+            return min(self.options.micro_batch, *limits)
+        if limits and count > max(limits):
+            raise RewardFailure(
+                f"reward {self.name!r}: {count} images must not be split, and its server takes "
+                f"{max(limits)} at a time; raise --max-body there, or lower rollout.group_size"
+            )
+        return max(count, 1)
 
-        Raises RewardFailure for what no retry mends.
+    async def _score_request(self, request: _Request, ends: float) -> Answer:
+        try:
+            async with asyncio.timeout(ends - time.monotonic()):
+                await self._slots.acquire()
+        except TimeoutError:
+            return failed(len(request.ids), self._too_late())
+        try:
+            return await self._retry(ends, functools.partial(self._try, request))
+        except TimeoutError as error:
+            return failed(len(request.ids), str(error))
+        finally:
+            self._slots.release()
+
+    async def _retry(self, ends: float, work: Callable[[Server], Awaitable[T]]) -> T:
+        """Do `work` with a server, again after each Again until `ends` of time.monotonic().
+
+        Raises TimeoutError that says what the servers did.
         """
         try:
-            async with asyncio.timeout(ends - time.monotonic()), self._slots:
-                request = await asyncio.to_thread(self._pack, ids, images, prompts, metadata)
-                return await _try_until(ends, functools.partial(self._try, request))
-        except (Again, TimeoutError):
-            return failed(len(ids), self.too_late())
+            async with asyncio.timeout(ends - time.monotonic()):
+                while True:
+                    server = min(self.servers, key=lambda s: (s.rest, s.open, s.sent))
+                    if rest := server.rest:
+                        if time.monotonic() + rest > ends:
+                            raise TimeoutError
+                        await asyncio.sleep(rest)
+                        continue  # another may be free by now
+                    server.open, server.sent = server.open + 1, server.sent + 1
+                    try:
+                        return await work(server)
+                    except Again as error:
+                        server.note_failure(error)
+                    finally:
+                        server.open -= 1
+        except TimeoutError:
+            raise TimeoutError(self._too_late()) from None
 
-    def too_late(self) -> str:
+    def _too_late(self) -> str:
         return (
-            f"no score within {self.deadline:g} s: {self.troubles()}; see that a server runs, "
-            "look at its log, or raise executor.deadline"
+            f"no score within {self.options.deadline:g} s: {'; '.join(map(str, self.servers))}; "
+            "see that a server runs, look at its log, or raise executor.deadline"
         )
 
-    def troubles(self) -> str:
-        return "; ".join(f"{server.url} {server.trouble}" for server in self.servers)
+    async def _introduce(self, server: Server) -> RewardInfo:
+        """Return a server's description of the reward, and check it.
 
-    def infos(self) -> list[Info]:
-        return [server.info for server in self.servers if server.info is not None]
-
-    async def _ask_all(self) -> RewardInfo:
-        asked = (self._ask_info(server) for server in self.servers)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        for error in answers:
-            if isinstance(error, BaseException) and not isinstance(error, Again):
-                raise error
-        known = [answer for answer in answers if not isinstance(answer, BaseException)]
-        if not known:
-            raise Again(self.troubles())
-        return known[0]
-
-    async def _ask_info(self, server: Server) -> RewardInfo:
-        data = await self._send(server, "GET", "/v1/info")
-        try:
-            info = Info.model_validate_json(data)
-        except ValidationError as error:
-            raise self._refuse(
-                server,
-                f"does not speak protocol {PROTOCOL} of reward servers ({error_message(error)}); "
-                "look at executor.urls",
-            ) from error
-        reward = next((reward for reward in info.rewards if reward.name == self.name), None)
+        Raises RewardFailure for a server without it, and for another version than before.
+        """
+        if server.info is None:
+            data = await self._send(server, "GET", "/v1/info")
+            try:
+                server.info = Info.model_validate_json(data)
+            except ValidationError as error:
+                raise self._refuse(
+                    server,
+                    f"does not speak protocol {PROTOCOL} of reward servers "
+                    f"({error_message(error)}); look at executor.urls",
+                ) from error
+        reward = next((one for one in server.info.rewards if one.name == self.name), None)
         if reward is None:
-            known = ", ".join(reward.name for reward in info.rewards) or "none"
-            raise self._refuse(server, f"does not serve it; it serves {known}")
-        if self.codec != "auto" and self.codec not in info.codecs:
-            raise self._refuse(
-                server,
-                f"does not take images as {self.codec}; set executor.codec to one of "
-                f"{', '.join(info.codecs)}",
-            )
+            names = ", ".join(one.name for one in server.info.rewards) or "none"
+            raise self._refuse(server, f"does not serve it; it serves {names}")
         self._check_version(server, reward.version)
-        server.info, server.stale = info, False
         return reward
 
     def _check_version(self, server: Server, version: str) -> None:
@@ -452,133 +396,45 @@ class Client:
     def _refuse(self, server: Server, sentence: str) -> RewardFailure:
         return RewardFailure(f"reward {self.name!r}: {server.url} {sentence}")
 
-    def chosen_codec(self) -> Codec:
-        """Return the codec; for "auto" the cheapest that all servers take and that fits the way."""
-        if self.codec != "auto":
-            return self.codec
-        near = all(is_loopback(server.url) for server in self.servers)
-        best: tuple[Codec, ...] = ("raw",) if near else ()
-        for codec in (*best, "webp-lossless", "raw-zlib"):
-            if all(codec in info.codecs for info in self.infos()):
-                return codec
-        return "png"
-
-    def _pack(
-        self, ids: list[str], images: np.ndarray, prompts: list[str], metadata: list[dict]
-    ) -> _Request:
-        multipart = all("multipart" in info.forms for info in self.infos())
-        codec = self.chosen_codec()
-        blobs = [encode(image, codec) for image in images]
-        items: list[dict[str, Any]] = [
-            {"id": name, "prompt": prompt, "metadata": data}
-            | ({} if multipart else {"image": base64.b64encode(blob).decode()})
-            for name, prompt, data, blob in zip(ids, prompts, metadata, blobs, strict=True)
-        ]
-        key = uuid.uuid4().hex
-        head = {"protocol": PROTOCOL, "reward": self.name, "codec": codec}
-        try:
-            text = json.dumps(head | {"key": key, "items": items}, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            raise RewardFailure(
-                f"reward {self.name!r} is on a server, and metadata travel as JSON: {error}"
-            ) from error
-        size = len(text) + sum(len(blob) + 200 for blob in blobs) * multipart
-        most = max(info.max_body for info in self.infos())
-        if size > most:
-            raise RewardFailure(
-                f"reward {self.name!r}: {len(items)} images are {size} bytes, and its server "
-                f"takes {most}; lower executor.micro_batch, or raise --max-body there"
+    async def _try(self, request: _Request, server: Server) -> Answer:
+        await self._introduce(server)
+        assert server.info is not None
+        body = await asyncio.to_thread(request.body, server.codec)
+        limit = server.info.max_images(*request.images.shape[1:3])
+        if len(request.ids) > limit or len(body) > server.info.max_body:
+            raise Again(
+                f"takes {limit} images and {server.info.max_body} bytes of a request, and this has "
+                f"{len(request.ids)} and {len(body)}: lower executor.micro_batch"
             )
-        content: dict[str, Any] = {"content": text, "headers": {"Content-Type": "application/json"}}
-        if multipart:
-            binary = "application/octet-stream"
-            parts = [("image", (str(n), blob, binary)) for n, blob in enumerate(blobs)]
-            content = {"files": [("request", (None, text, "application/json")), *parts]}
-        return _Request(ids=ids, key=key, content=content, size=size, multipart=multipart)
-
-    async def _try(self, request: _Request) -> Answer:
-        server = await self._pick(request)
-        if server.stale:
-            await self._ask_info(server)
-            if not server.takes(request):
-                raise Again(f"{server.url} {server.trouble}")
+        headers = {"Content-Type": "application/json"}
+        data = await self._send(server, "POST", "/v1/score", content=body, headers=headers)
+        server.note_success()
         try:
-            data = await self._send(server, "POST", "/v1/score", **request.content)
-        except TooLarge:
-            before = server.info
-            await self._ask_info(server)
-            if server.info == before:  # it takes less than it says
-                raise
-            raise Again(f"{server.url} takes less than before") from None
-        return self._read(server, request, data)
+            response = self._read_response(request, data)
+        except ValueError as error:  # a retry would be answered alike
+            return failed(len(request.ids), f"{server.url} {error}; look at its log")
+        self._check_version(server, response.version)
+        return _answer_of(server, response)
 
-    def _read(self, server: Server, request: _Request, data: bytes) -> Answer:
-        """Return the scores in a server's answer, or why it is invalid."""
+    def _read_response(self, request: _Request, data: bytes) -> Response:
+        """Return the response to a request. Raises ValueError for anything else."""
+        if len(data) > MAX_ANSWER:
+            raise ValueError(f"answered with more than {MAX_ANSWER} bytes")
         try:
-            answer = self._parse(request, data)
-        except ValueError as error:
-            self._note_failure(server, str(error))
-            advice = "look at its log, and compare it with docs/reward-servers.md"
-            return failed(len(request.ids), f"{server.url} {error}; {advice}")
-        server.failures, server.trouble = 0, "has not answered"
-        self.heard = time.monotonic()
-        self._check_version(server, answer.version)
-        why = {row: result.error for row, result in enumerate(answer.results) if result.error}
-        names = dict.fromkeys(name for result in answer.results for name in result.components)
-        scores: Any = [result.score for result in answer.results]
-        if names:
-            scores = {n: [result.components.get(n) for result in answer.results] for n in names}
-        found = read_answer((scores, why), len(answer.results))
-        components = {n: self._at(server, part) for n, part in found.components.items()}
-        return replace(self._at(server, found), components=components)
-
-    def _at(self, server: Server, answer: Answer) -> Answer:
-        """Return the answer with the server's name beside its reasons."""
-        named = {row: f"{text} (at {server.url})" for row, text in answer.reasons.items()}
-        return replace(answer, reasons=named)
-
-    def _parse(self, request: _Request, data: bytes) -> Response:
-        try:
-            answer = Response.model_validate_json(data)
+            response = Response.model_validate_json(data)
         except ValidationError as error:
             raise ValueError(f"answered no JSON of scores ({error_message(error)})") from error
-        ids = [result.id for result in answer.results]
-        if len(ids) != len(request.ids):
-            raise ValueError(f"answered with {len(ids)} results for {len(request.ids)} images")
-        if ids != request.ids or answer.reward != self.name:
-            raise ValueError("answered for other images than were sent")
-        if answer.key != request.key:
-            raise ValueError("answered another question, by its key")
-        return answer
-
-    async def _pick(self, request: _Request) -> Server:
-        """Return the next server that does not rest. Raises Again when none takes the request."""
-        for _ in self.servers:
-            server = self.servers[self._next % len(self.servers)]
-            self._next += 1
-            if server.rests_until > time.monotonic() or not server.takes(request):
-                continue
-            if not server.suspect or await self._recovered(server):
-                return server
-        wake = min((s.rests_until for s in self.servers if s.takes(request)), default=0.0)
-        raise Again(self.troubles(), after=max(0.0, wake - time.monotonic()))
-
-    async def _recovered(self, server: Server) -> bool:
-        server.rests_until = time.monotonic() + self._pause  # no other request need try meanwhile
-        try:
-            reply = await self.http.get(server.url + "/healthz", timeout=self._pause)
-        except httpx.RequestError as error:
-            server.trouble = self._describe(error)
-            return False
-        if reply.status_code != 200:
-            server.trouble = f"answered {reply.status_code} when asked if it is ready"
-            return False
-        server.suspect, server.rests_until = False, 0.0
-        server.failures = OPENS_AFTER - 1  # the next failure is enough
-        return True
+        if response.key != request.key:
+            raise ValueError("answered another request, by its key")
+        if response.reward != self.name or [r.id for r in response.results] != request.ids:
+            raise ValueError(
+                f"answered with {len(response.results)} results for {len(request.ids)} images, or "
+                "for other images than were sent"
+            )
+        return response
 
     async def _send(self, server: Server, method: str, path: str, **content: Any) -> bytes:
-        """Return the body of a 200 answer to one try.
+        """Return the body of a 200 answer, at most a little more than MAX_ANSWER bytes.
 
         Raises Again for what to retry, RewardFailure where the server refuses.
         """
@@ -587,72 +443,50 @@ class Client:
             async with self.http.stream(method, server.url + path, **content) as reply:
                 async for chunk in reply.aiter_raw():
                     data += chunk
-                    if len(data) > MAX_ANSWER:  # no answer of a reward
+                    if len(data) > MAX_ANSWER:
                         break
         except (httpx.RequestError, httpx.StreamError) as error:
-            raise self._note_failure(server, self._describe(error)) from error
+            raise Again(self._describe(error)) from error
         code = reply.status_code
         if code == 200:
             return bytes(data)
-        status = f"answered {code} ({_refusal(bytes(data))})"
-        if code in TRY_AGAIN or code >= 500:
-            raise self._note_status(server, status, reply)
-        kind = TooLarge if code == 413 else RewardFailure
-        raise kind(f"reward {self.name!r}: {server.url} {status}{REMEDIES.get(code, '')}")
-
-    def _note_failure(self, server: Server, trouble: str) -> Again:
-        server.trouble = trouble
-        server.failures, server.stale = server.failures + 1, True
-        if server.failures >= OPENS_AFTER:
-            server.suspect = True
-            server.rests_until = time.monotonic() + self._pause
-        return Again(f"{server.url} {trouble}")
-
-    def _note_status(self, server: Server, status: str, reply: httpx.Response) -> Again:
-        """A server that says when to come back is busy, not broken."""
-        after = _retry_after(reply.headers.get("retry-after"))
-        if after is None and reply.status_code >= 500:
-            return self._note_failure(server, status)
-        server.trouble = status if after is None else f"{status} and asks to wait {after:g} s"
-        rest = min(after or 0.0, LONGEST_REST, self.deadline / 2)
-        server.rests_until = time.monotonic() + rest
-        # With several servers `_pick` takes another that is free.
-        return Again(f"{server.url} {status}", after=0.0 if len(self.servers) > 1 else after or 0.0)
+        status = f"answered {code} ({_refusal_text(bytes(data))})"
+        if code in (408, 429) or code >= 500:
+            raise Again(status, _retry_after(reply.headers.get("retry-after")))
+        raise self._refuse(server, f"{status}{REMEDIES.get(code, '')}")
 
     def _describe(self, error: Exception) -> str:
         if isinstance(error, httpx.ConnectTimeout | httpx.ConnectError):
             return f"cannot be reached ({error or 'no connection in time'})"
         if isinstance(error, httpx.TimeoutException):
-            return f"did not answer within {self.timeout:g} s"
+            return f"did not answer within {self.options.timeout:g} s"
         return f"broke off ({error})"
 
 
-async def _try_until(ends: float, work: Callable[[], Awaitable[T]]) -> T:
-    """Retry `work` after each Again with growing pauses, until `ends` of time.monotonic().
+def _answer_of(server: Server, response: Response) -> Answer:
+    """Return the scores of a response; reasons name the server."""
+    results = response.results
+    reasons = {row: result.error for row, result in enumerate(results) if result.error}
+    names = dict.fromkeys(name for result in results for name in result.components)
+    scores: Any = [result.score for result in results]
+    if names:
+        scores = {name: [result.components.get(name) for result in results] for name in names}
 
-    Raises the last Again, or TimeoutError at `ends`.
-    """
+    def name_server(answer: Answer) -> Answer:
+        named = {row: f"{text} (at {server.url})" for row, text in answer.reasons.items()}
+        return replace(answer, reasons=named)
 
-    def pause(state: tenacity.RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
-        return max(BACKOFF(state), error.after if isinstance(error, Again) else 0.0)
-
-    async with asyncio.timeout(ends - time.monotonic()):
-        retry = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(Again),
-            wait=pause,
-            stop=tenacity.stop_before_delay(ends - time.monotonic()),
-            reraise=True,
-        )
-        return await retry(work)
+    answer = read_answer((scores, reasons), len(results))
+    parts = {name: name_server(part) for name, part in answer.components.items()}
+    return replace(name_server(answer), components=parts)
 
 
-def _refusal(data: bytes) -> str:
+def _refusal_text(data: bytes) -> str:
     """Return the error sentence in a server's answer."""
     try:
-        return Refusal.model_validate_json(data).error
+        return Refusal.model_validate_json(data).error[:400]
     except ValidationError:
-        return data[:200].decode("utf-8", "replace").strip() or "no words"
+        return data[:200].decode("utf-8", "replace").strip() or "no text"
 
 
 def _retry_after(value: str | None) -> float | None:
@@ -662,7 +496,6 @@ def _retry_after(value: str | None) -> float | None:
     with suppress(ValueError):  # else it is a date
         seconds = float(value)
         return seconds if 0 <= seconds < math.inf else None
-    try:
+    with suppress(ValueError, OverflowError):
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, OverflowError):
-        return None
+    return None

@@ -1,4 +1,4 @@
-"""Call a reward in processes of its own: one that hangs or crashes harms no other.
+"""Call a reward in separate processes: one that hangs or crashes does not end the run.
 
 Each worker is a thread with one process. A micro-batch that takes too long is stopped by killing
 its process; one whose process dies is tried once more, since the machine may be to blame. Only its
@@ -7,13 +7,14 @@ answer the pool pauses for `REST` seconds, so that a broken reward costs minutes
 """
 
 import atexit
+import logging
 import os
 import queue
 import re
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from pebble import ProcessExpired, ProcessPool
 from torch import Tensor
 
+from flowrl.config.rewards import PoolOptions
 from flowrl.scoring.executors.base import Answer, RewardFailure, failed, joined, to_levels
 from flowrl.scoring.executors.worker import VISIBLE, Context, Reply, prepare, score
 
@@ -31,23 +33,21 @@ SLACK = 5.0  # seconds
 IN_A_ROW = 3  # micro-batches
 REST = 60.0  # seconds
 CLOSING = 15.0  # seconds to wait for processes to end; one that ignores SIGTERM takes 3
+LOG = logging.getLogger(__name__)
 CLOSED = "its pool of processes was closed before it could answer"
 
 
 class PoolExecutor:
-    """Calls a reward (its name or import path) in each of `workers` processes of one thread.
+    """Calls a reward (its name or import path) in each of `options.workers` processes.
 
-    Processes start with the first submission, ignore Ctrl-C and end with this one. Images wait in
-    the queue as uint8; its length has no limit.
+    Processes have one thread, start with the first submission, ignore Ctrl-C and end with this one.
+    Images wait in the queue as uint8; its length has no limit.
 
     Args:
-        timeout: seconds for one micro-batch.
-        micro_batch: most images of one; None never splits, for rewards that compare images.
-        max_tasks: micro-batches after which a process is replaced, against engines that leak.
+        options: with GPUs, the processes take them in turn and see one each, unless `args` name
+            GPUs by number.
         start: seconds more for the first micro-batch of a process, which loads the reward; later
             processes have twice what the first took.
-        gpus: numbers of GPUs that the processes take in turn, each seeing one; none leaves it to
-            torch, as arguments do that name GPUs by number.
     """
 
     def __init__(
@@ -55,27 +55,18 @@ class PoolExecutor:
         target: str,
         args: Mapping[str, Any] | None,
         name: str,
+        options: PoolOptions | None = None,
         *,
-        workers: int = 1,
-        timeout: float = 60.0,
-        micro_batch: int | None = 8,
-        max_tasks: int | None = None,
         start: float = START,
-        gpus: Sequence[int] = (),
     ):
-        limits = {"workers": workers, "timeout": timeout, "micro_batch": micro_batch}
-        for option, value in (limits | {"max_tasks": max_tasks}).items():
-            if value is not None and value <= 0:
-                raise ValueError(f"{option} of reward {name!r} is {value}, expected more than 0")
-        self.name, self.micro_batch, self.workers = name, micro_batch, workers
-        own = () if _names_gpu(args) else gpus
+        self.name, self.options = name, options or PoolOptions()
+        self.workers = self.options.workers
+        gpus = () if _names_gpu(args) else self.options.gpus
+        setup = (target, dict(args or {}), name)
         self._processes = [
-            Process(
-                (target, dict(args or {}), name), timeout=timeout, start=start, tasks=max_tasks,
-                gpu=own[i % len(own)] if own else None,
-            )
-            for i in range(workers)
-        ]  # fmt: skip
+            Process(setup, self.options, start=start, gpu=gpus[i % len(gpus)] if gpus else None)
+            for i in range(self.workers)
+        ]
         self._threads: list[threading.Thread] = []
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -87,7 +78,7 @@ class PoolExecutor:
         if self._closed:
             raise RuntimeError(f"the pool of reward {self.name!r} is closed")
         levels = to_levels(images).numpy()
-        size = self.micro_batch or max(1, len(levels))
+        size = self.options.micro_batch or max(1, len(levels))
         starts = range(0, len(levels), size)
         submission = _Submission(answers=[None] * len(starts))
         submission.future.set_running_or_notify_cancel()  # it cannot be cancelled
@@ -95,8 +86,8 @@ class PoolExecutor:
             submission.future.set_result(failed(0, ""))
         self._begin()
         for index, rows in enumerate(slice(start, start + size) for start in starts):
-            question = levels[rows], prompts[rows], metadata[rows]
-            self._parts.put(_Part(submission=submission, index=index, question=question))
+            arguments = levels[rows], prompts[rows], metadata[rows]
+            self._parts.put(_Part(submission=submission, index=index, arguments=arguments))
         return submission.future
 
     def close(self) -> None:
@@ -132,17 +123,17 @@ class PoolExecutor:
             process.retire()
 
     def _answer(self, process: "Process", part: "_Part") -> Answer | RewardFailure:
-        count = len(part.question[1])
+        count = len(part.arguments[1])
         if self._closed:
             return failed(count, CLOSED)
         if time.monotonic() < self._rests_until:
-            return failed(count, f"not asked, after {IN_A_ROW} micro-batches without an answer")
+            return failed(count, f"skipped, after {IN_A_ROW} micro-batches without an answer")
         began = time.perf_counter()
         try:
             try:
-                reply = process.ask(*part.question)
+                reply = process.score(*part.arguments)
             except Died:
-                reply = process.ask(*part.question)
+                reply = process.score(*part.arguments)
         except CancelledError:
             return failed(count, CLOSED)
         except (Died, TookTooLong) as error:
@@ -150,7 +141,7 @@ class PoolExecutor:
             return failed(count, str(error), time.perf_counter() - began)
         except RewardFailure as error:
             return error
-        except Exception as error:  # nobody would hear of it in this thread
+        except Exception as error:  # else it would end this thread unseen
             return RewardFailure(f"reward {self.name!r}: {type(error).__name__}: {error}")
         self._note(answered=True)
         if isinstance(reply, str):
@@ -197,7 +188,7 @@ class _Part:
 
     submission: _Submission
     index: int
-    question: tuple[np.ndarray, list[str], list[dict]]  # (b, 3, H, W) uint8, prompts, metadata
+    arguments: tuple[np.ndarray, list[str], list[dict]]  # (b, 3, H, W) uint8, prompts, metadata
 
 
 class Died(Exception):
@@ -212,23 +203,22 @@ class Process:
     """A process that scores one micro-batch at a time, for one thread of the pool.
 
     The first micro-batch starts it; a new one is started after it died, was stopped or has answered
-    `tasks` of them. setup: the target, arguments and name of its reward. gpu: the only one that it
-    sees, None for all.
+    `options.max_tasks` of them. setup: the target, arguments and name of its reward. gpu: the only
+    one that it sees, None for all.
     """
 
     def __init__(
-        self, setup: tuple[str, dict[str, Any], str], *, timeout: float, start: float,
-        tasks: int | None, gpu: int | None = None,
+        self, setup: tuple[str, dict[str, Any], str], options: PoolOptions, *, start: float,
+        gpu: int | None = None,
     ):  # fmt: skip
-        self._setup, self._tasks, self._gpu = setup, tasks, gpu
-        self.timeout, self.start = timeout, start
+        self._setup, self.options, self.start, self._gpu = setup, options, start, gpu
         self._pool: ProcessPool | None = None
-        self._question: Future[Reply] | None = None
+        self._task: Future[Reply] | None = None
         self._answered = 0  # by this process
         self._closed = False
         self._lock = threading.Lock()
 
-    def ask(self, levels: np.ndarray, prompts: list[str], metadata: list[dict]) -> Reply:
+    def score(self, levels: np.ndarray, prompts: list[str], metadata: list[dict]) -> Reply:
         """Return what `worker.score` does.
 
         Raises Died, TookTooLong, CancelledError after `stop`, and RewardFailure for arguments that
@@ -236,9 +226,9 @@ class Process:
         """
         began, limit = time.monotonic(), 0.0
         try:
-            question, limit = self._send(levels, prompts, metadata)
+            task, limit = self._send(levels, prompts, metadata)
             # A limit here too, since pebble's begins only when the process has started.
-            reply = question.result(2 * limit + self.start)
+            reply = task.result(2 * limit + self.start)
         except CancelledError:
             raise
         except (ProcessExpired, RuntimeError) as error:
@@ -254,22 +244,22 @@ class Process:
         except Exception as error:
             self.retire()
             raise RewardFailure(
-                f"reward {self._setup[-1]!r} cannot be asked in a process of its own: "
+                f"reward {self._setup[-1]!r} cannot be called in another process: "
                 f"{type(error).__name__}: {error}"
             ) from error
         if not self._answered:
             self.start = min(self.start, SLACK + 2 * (time.monotonic() - began))
         self._answered += 1
-        if self._answered == self._tasks:
+        if self._answered == self.options.max_tasks:
             self.retire()
         return reply
 
     def stop(self) -> None:
-        """Make `ask` raise CancelledError from now on; thread-safe."""
+        """Make `score` raise CancelledError from now on; thread-safe."""
         with self._lock:
             self._closed = True
-            if self._question is not None:
-                self._question.cancel()
+            if self._task is not None:
+                self._task.cancel()
 
     def retire(self) -> None:
         """Kill the process, if there is one."""
@@ -278,7 +268,7 @@ class Process:
             self._pool.join()
         self._pool, self._answered = None, 0
 
-    def _send(self, *question: Any) -> "tuple[Future[Reply], float]":
+    def _send(self, *arguments: Any) -> "tuple[Future[Reply], float]":
         """Return the future reply and its time limit in seconds."""
         with self._lock:
             if self._closed:
@@ -287,13 +277,14 @@ class Process:
                 self.retire()  # it died while it had nothing to do
             if self._pool is None:
                 visible = None if self._gpu is None else visible_name(self._gpu)
+                debug = LOG.isEnabledFor(logging.DEBUG)
                 self._pool = ProcessPool(
-                    max_workers=1, initializer=prepare, initargs=(*self._setup, visible),
+                    max_workers=1, initializer=prepare, initargs=(*self._setup, visible, debug),
                     context=Context(),
                 )  # fmt: skip
-            limit = self.timeout + (0.0 if self._answered else self.start)
-            self._question = self._pool.schedule(score, args=question, timeout=limit)
-            return self._question, limit
+            limit = self.options.timeout + (0.0 if self._answered else self.start)
+            self._task = self._pool.schedule(score, args=arguments, timeout=limit)
+            return self._task, limit
 
 
 def visible_name(gpu: int) -> str:
@@ -312,7 +303,7 @@ def _names_gpu(value: Any) -> bool:
 def _describe(error: Exception) -> str:
     """Say how the process died."""
     if not isinstance(error, ProcessExpired):
-        return f"its process ended before it took up the images ({error})"
+        return f"its process ended before it started ({error})"
     code = error.exitcode or 0
     if -code in set(signal.Signals):
         return (

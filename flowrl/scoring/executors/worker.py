@@ -4,6 +4,7 @@ This module imports neither torch nor numpy, whose libraries read `ONE_THREAD` w
 """
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import sys
@@ -62,14 +63,19 @@ def _without_main() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-def prepare(target: str, args: Mapping[str, Any], name: str, visible: str | None = None) -> None:
+def prepare(
+    target: str, args: Mapping[str, Any], name: str, visible: str | None = None, debug: bool = False
+) -> None:
     """Set up a new process; `score` loads the reward, so that its errors are reported.
 
-    visible: name of the only GPU that it sees, None for all.
+    visible: name of the only GPU that it sees, None for all. debug: print tracebacks.
     """
     global _setup
     os.environ.update(ONE_THREAD | ({} if visible is None else {VISIBLE: visible}))
     _setup = target, dict(args), name
+    if debug:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("flowrl").setLevel(logging.DEBUG)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -78,6 +84,7 @@ def score(levels: "np.ndarray", prompts: list[str], metadata: list[dict]) -> Rep
     import torch
 
     from flowrl.scoring.executors.base import InlineExecutor, RewardFailure, failed
+    from flowrl.scoring.executors.user_code import describe_error
     from flowrl.scoring.spec import load_reward
 
     global _executor
@@ -88,14 +95,14 @@ def score(levels: "np.ndarray", prompts: list[str], metadata: list[dict]) -> Rep
         try:
             _executor = InlineExecutor(load_reward(target, args), name)
         except Exception as error:
-            return f"reward {name!r} cannot be made in a process of its own: {error}"
+            return f"reward {name!r} cannot be loaded in another process: {error}"
     images = torch.from_numpy(levels).float() / 255  # exactly what `scorer.quantise` made
     try:
         answer = _executor.submit(images, prompts, metadata).result()
     except RewardFailure as error:
         return str(error)
     except BaseException as error:  # a reward that calls sys.exit, for one
-        answer = failed(len(prompts), f"{type(error).__name__}: {error}")
+        answer = failed(len(prompts), describe_error(error))
     parts = {"": answer, **answer.components}
     return {name: (part.scores.numpy(), dict(part.reasons)) for name, part in parts.items()}
 

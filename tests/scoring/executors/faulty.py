@@ -1,4 +1,4 @@
-"""A real HTTP server that does wrong on demand, and images to ask it about."""
+"""A real HTTP server that does wrong on demand, and images to send it."""
 
 import base64
 import io
@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from flowrl.config.rewards import HTTPOptions
+from flowrl.scoring.executors.base import Answer
 from flowrl.scoring.executors.http import HTTPExecutor
-from flowrl.scoring.scorer import RewardResult, quantise, score
-from flowrl.scoring.spec import RewardSpec
+from flowrl.scoring.scorer import quantise
 
 PATIENCE = 1.0  # seconds after a deadline; an answer must be there
 
@@ -25,18 +26,18 @@ Fault = Callable[["Handler", dict], None]
 class Faulty:
     """Serves the reward "mean" and answers POSTs with `faults`, the last of them for ever.
 
-    asked and tokens: what it was sent; probes: how often it was asked for its health; refused: how
-    often it was sent too much. info: of the reward; served: of the server. absent: hangs up.
+    received: the bodies; most_at_once: of requests; info: of the reward; limits: of the server.
     """
 
     def __init__(
-        self, *faults: Fault, version: str = "v1", served: dict | None = None, **info: Any
+        self, *faults: Fault, version: str = "v1", limits: dict | None = None, **info: Any
     ):
-        self.served, self.absent, self.refused = served or {}, False, 0
-        self.faults, self.version, self.info = list(faults), version, info
-        self.asked: list[dict] = []
-        self.probes = self.at_once = self.most_at_once = 0
+        self.limits, self.faults, self.version, self.info = (
+            limits or {}, list(faults), version, info,
+        )  # fmt: skip
+        self.received: list[dict] = []
         self.tokens: set[str | None] = set()
+        self.at_once = self.most_at_once = 0
         self.lock, self.ending = threading.Lock(), threading.Event()
         handler = type("Bound", (Handler,), {"faulty": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -54,9 +55,9 @@ class Faulty:
         self._server.server_close()
         self._thread.join()
 
-    def take(self, question: dict) -> Fault:
+    def take(self, request: dict) -> Fault:
         with self.lock:
-            self.asked.append(question)
+            self.received.append(request)
             return self.faults.pop(0) if len(self.faults) > 1 else self.faults[0]
 
 
@@ -67,24 +68,18 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if self.faulty.absent:
-            return
         self.faulty.tokens.add(self.headers["Authorization"])
-        if self.path == "/healthz":
-            self.faulty.probes += 1
-            return self.send(200, {"status": "ready"})
         reward = {"name": "mean", "version": self.faulty.version} | self.faulty.info
-        self.send(200, {"protocol": 1, "rewards": [reward]} | self.faulty.served)
+        self.send(200, {"protocol": 1, "rewards": [reward]} | self.faulty.limits)
 
     def do_POST(self) -> None:
-        self.faulty.tokens.add(self.headers["Authorization"])
-        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        fault = self.faulty.take(question)
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        fault = self.faulty.take(request)
         with self.faulty.lock:
             self.faulty.at_once += 1
             self.faulty.most_at_once = max(self.faulty.most_at_once, self.faulty.at_once)
         try:
-            fault(self, question)
+            fault(self, request)
         except OSError:
             pass  # the client has left, as it may
         finally:
@@ -99,114 +94,80 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def truth(faulty: Faulty, question: dict) -> dict:
-    """The right answer: the mean of each image."""
-    scores = []
-    for item in question["items"]:
-        with Image.open(io.BytesIO(base64.b64decode(item["image"]))) as image:
-            scores.append(float(np.asarray(image, np.float32).mean() / 255))
-    results = [
-        {"id": item["id"], "score": s} for item, s in zip(question["items"], scores, strict=True)
-    ]
-    head = {"protocol": 1, "reward": "mean", "version": faulty.version, "key": question["key"]}
-    return head | {"results": results}
+def changed(change: Callable[[dict], Any]) -> Fault:
+    """Return the mean of each image, after `change`; NaN and infinity are sent as json has them."""
 
-
-def good(handler: Handler, question: dict) -> None:
-    handler.send(200, truth(handler.faulty, question))
-
-
-def status(code: int, error: str = "engine died", **headers: str) -> Fault:
-    return lambda handler, question: handler.send(code, {"error": error}, **headers)
-
-
-def body(data: bytes) -> Fault:
-    return lambda handler, question: handler.send(200, data)
-
-
-def changed(change: Callable[[dict], None]) -> Fault:
-    """The right answer, after `change`. What json writes for NaN and infinity is sent as it is."""
-
-    def answer(handler: Handler, question: dict) -> None:
-        content = truth(handler.faulty, question)
+    def answer(handler: Handler, request: dict) -> None:
+        results = []
+        for item in request["items"]:
+            with Image.open(io.BytesIO(base64.b64decode(item["image"]))) as image:
+                score = float(np.asarray(image, np.float32).mean() / 255)
+            results.append({"id": item["id"], "score": score})
+        head = {"protocol": 1, "reward": "mean", "version": handler.faulty.version}
+        content = head | {"key": request["key"], "results": results}
         change(content)
         handler.send(200, content)
 
     return answer
 
 
-def strict(max_batch: int = 16, max_body: int = 2**20) -> Fault:
-    """Right answers to what is not too much."""
+good = changed(lambda content: None)
 
-    def answer(handler: Handler, question: dict) -> None:
-        size = int(handler.headers["Content-Length"])
-        if size <= max_body and len(question["items"]) <= max_batch:
-            return good(handler, question)
-        handler.faulty.refused += 1
-        handler.send(413, {"error": "too much"})
 
-    return answer
+def status(code: int, error: str = "engine died", **headers: str) -> Fault:
+    return lambda handler, request: handler.send(code, {"error": error}, **headers)
+
+
+def body(data: bytes) -> Fault:
+    return lambda handler, request: handler.send(200, data)
 
 
 def late(seconds: float, then: Fault = good) -> Fault:
-    def answer(handler: Handler, question: dict) -> None:
+    def answer(handler: Handler, request: dict) -> None:
         handler.faulty.ending.wait(seconds)
-        then(handler, question)
+        then(handler, request)
 
     return answer
 
 
-def drip(handler: Handler, question: dict) -> None:
-    """A byte now and then for ever: no read takes long, the answer does."""
-    handler.send_response(200)
-    handler.end_headers()
-    while not handler.faulty.ending.wait(0.05):
-        handler.wfile.write(b" ")
+def endless(pause: float, size: int) -> Fault:
+    """Send `size` bytes every `pause` seconds for ever: no read takes long, the answer does."""
+
+    def answer(handler: Handler, request: dict) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        while not handler.faulty.ending.wait(pause):
+            handler.wfile.write(b" " * size)
+
+    return answer
 
 
-def truncated(handler: Handler, question: dict) -> None:
+def truncated(handler: Handler, request: dict) -> None:
     handler.send(200, b'{"protocol": 1, ', Content_Length="1000")
 
 
-def endless(handler: Handler, question: dict) -> None:
-    handler.send_response(200)
-    handler.end_headers()
-    while not handler.faulty.ending.is_set():
-        handler.wfile.write(b" " * 2**20)
-
-
-def random_images(count: int) -> torch.Tensor:
+def images_of(count: int) -> torch.Tensor:
     """(count, 3, 4, 5), the mean of each a little more than that of the one before."""
     return quantise(torch.linspace(0.1, 0.9, count)[:, None, None, None].expand(count, 3, 4, 5))
 
 
-def ask(remote: HTTPExecutor, count: int = 3) -> RewardResult:
-    """Score `count` images as a run does, and close. Fails when the deadline was missed."""
-    spec = RewardSpec(name=remote.name, reward=remote, executor=remote)
-    began = time.monotonic()
-    try:
-        prompts = [f"prompt {i}" for i in range(count)]
-        return score([spec], random_images(count), prompts, [{} for _ in range(count)])
-    finally:
-        remote.close()
-        assert time.monotonic() - began < remote.deadline + PATIENCE
-
-
-def assert_missing(result, *words: str) -> None:
-    """All scores are missing, never 0, and the message names reward, sample and remedy."""
-    assert result.scores.isnan().all() and not result.valid.any()
-    (message,) = result.errors.values()
-    for word in ("mean", "prompt 0", *words):
-        assert word in message or word in result.errors, message
-
-
-def assert_right(result) -> None:
-    torch.testing.assert_close(
-        result.scores[:, 0], random_images(len(result.scores)).mean((1, 2, 3))
-    )
-    assert not result.errors
-
-
 def remote(*servers: Faulty | str, **options: Any) -> HTTPExecutor:
     urls = [s if isinstance(s, str) else s.url for s in servers]
-    return HTTPExecutor("mean", urls, **{"timeout": 3.0, "deadline": 6.0} | options)
+    return HTTPExecutor(
+        "mean", HTTPOptions(**{"urls": urls, "timeout": 3.0, "deadline": 6.0} | options)
+    )
+
+
+def scored(executor: HTTPExecutor, count: int = 3, metadata: dict | None = None) -> Answer:
+    """Score `count` images. Fails when the deadline was missed, or a reason is."""
+    began = time.monotonic()
+    answer = executor.submit(
+        images_of(count), [f"prompt {i}" for i in range(count)], [metadata or {}] * count
+    ).result()
+    assert time.monotonic() - began < executor.options.deadline + PATIENCE
+    assert set(answer.reasons) == set(answer.scores.isnan().nonzero().flatten().tolist())
+    return answer
+
+
+def assert_right(answer: Answer) -> None:
+    torch.testing.assert_close(answer.scores, images_of(len(answer.scores)).mean((1, 2, 3)))

@@ -9,6 +9,7 @@ import torch
 from flowrl.assembly.learner import build_rewards
 from flowrl.cli.rewards import _gpu_numbers, _shared_gpus
 from flowrl.config import parse_config
+from flowrl.config.rewards import PoolOptions
 from flowrl.errors import UserError
 from flowrl.scoring.executors.pool import PoolExecutor, visible_name
 from flowrl.utils.distributed import Runtime
@@ -70,7 +71,9 @@ def test_processes_take_the_gpus_that_are_named_in_turn(cuda):
     assert [process._gpu for process in spec.executor._processes] == [1, 3, 1]
     assert [visible_name(gpu) for gpu in (1, 3)] == ["5", "7"]
     # A reward that is told a GPU by its number keeps seeing all.
-    told = PoolExecutor("m:r", {"detector_args": {"device": "cuda:1"}}, "r", workers=2, gpus=[0])
+    told = PoolExecutor(
+        "m:r", {"detector_args": {"device": "cuda:1"}}, "r", PoolOptions(workers=2, gpus=[0])
+    )
     assert [process._gpu for process in told._processes] == [None, None]
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl.config.rewards import InlineOptions
 from flowrl.scoring.executors.base import Answer, InlineExecutor, RewardFailure
 
 
@@ -44,7 +45,7 @@ def test_micro_batches_change_nothing_but_their_number(count, size, data):
     why = data.draw(st.dictionaries(st.integers(0, max(count - 1, 0)), st.just("torn")))
     why = {row: f"{text} {row}" for row, text in why.items() if row < count}
     reward = Counting()
-    answer = ask(InlineExecutor(reward, "r", micro_batch=size), count, why)
+    answer = ask(InlineExecutor(reward, "r", InlineOptions(micro_batch=size)), count, why)
     assert max(reward.sizes, default=0) <= (size or count) and sum(reward.sizes) == count
     assert len(reward.sizes) == -(-count // (size or max(count, 1)))
     expected = [math.nan if row in why else round(row / 255, 3) for row in range(count)]
@@ -60,7 +61,7 @@ def test_where_memory_does_not_suffice_the_micro_batch_is_halved_for_good():
     assert answer.scores.isfinite().all() and not answer.reasons
     ask(executor, 4)
     assert reward.sizes[7:] == [2, 2]
-    answer = ask(InlineExecutor(Counting(room=0), "r", micro_batch=2), 3)
+    answer = ask(InlineExecutor(Counting(room=0), "r", InlineOptions(micro_batch=2)), 3)
     assert answer.scores.isnan().all() and set(answer.reasons) == {0, 1, 2}
     assert "memory does not suffice for 1: no room" in answer.reasons[2]
 
@@ -71,14 +72,14 @@ def test_a_micro_batch_that_raises_leaves_the_others_their_scores():
             raise RuntimeError("stumbled")
         return [1.0] * len(images)
 
-    answer = ask(InlineExecutor(second_stumbles, "r", micro_batch=2), 5)
+    answer = ask(InlineExecutor(second_stumbles, "r", InlineOptions(micro_batch=2)), 5)
     assert answer.scores.isnan().tolist() == [False, False, True, True, False]
     assert answer.reasons == dict.fromkeys((2, 3), "RuntimeError: stumbled")
 
 
 def test_what_no_image_can_mend_is_raised_when_the_answer_is_asked_for():
     for background in [False, True]:
-        executor = InlineExecutor(lambda *_: [1.0], "r", background=background)
+        executor = InlineExecutor(lambda *_: [1.0], "r", InlineOptions(background=background))
         future = executor.submit(torch.zeros(2, 3, 2, 2), ["p"] * 2, [{}] * 2)
         for _ in range(2):
             with pytest.raises(RewardFailure, match="'r' answered with shape"):
@@ -105,7 +106,7 @@ def test_in_the_background_it_starts_at_once_in_a_thread_of_its_own_and_keeps_th
         assert free.wait(30)
         return reward(images, prompts, metadata)
 
-    executor = InlineExecutor(waiting, "slow one", background=True)
+    executor = InlineExecutor(waiting, "slow one", InlineOptions(background=True))
     images = torch.zeros(1, 3, 2, 2)
     futures = [executor.submit(images, ["0.000"], [{}]) for _ in range(2)]
     assert not any(future.done() for future in futures)
@@ -119,7 +120,7 @@ def test_in_the_background_it_starts_at_once_in_a_thread_of_its_own_and_keeps_th
 
 def test_a_reward_that_hangs_in_the_background_keeps_nobody_from_ending():
     release = threading.Event()
-    executor = InlineExecutor(lambda *_: release.wait(60), "stuck", background=True)
+    executor = InlineExecutor(lambda *_: release.wait(60), "stuck", InlineOptions(background=True))
     images = torch.zeros(1, 3, 2, 2)
     executor.submit(images, ["a"], [{}])
     waiting = executor.submit(images, ["b"], [{}])

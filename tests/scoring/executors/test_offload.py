@@ -55,7 +55,7 @@ def ask(executor):
 def test_a_network_waits_on_the_cpu_after_all_that_was_asked_is_answered():
     network = Network()
     reward = Reward(network)
-    executor = InlineExecutor(reward, "r", offload=True)
+    executor = InlineExecutor(reward, "r", InlineOptions(offload=True))
     for _ in range(2):
         answers = [ask(executor), ask(executor)]
         assert answers[0].result().scores.tolist() == [0.0]
@@ -68,7 +68,7 @@ def test_a_network_waits_on_the_cpu_after_all_that_was_asked_is_answered():
 
 def test_a_reward_that_shares_a_parked_network_gets_it_back():
     network = Network()
-    ask(InlineExecutor(Reward(network), "a", offload=True)).result()
+    ask(InlineExecutor(Reward(network), "a", InlineOptions(offload=True))).result()
     assert network.place.type == "cpu"
     assert not ask(InlineExecutor(Reward(network), "b")).result().reasons
     assert network.place.type == "cuda"
@@ -86,7 +86,9 @@ def test_offloading_is_refused_where_the_network_is_needed_all_the_time():
         InlineOptions(background=True, offload=True)
     reward = Reward(Network())
     reward.differentiable = True  # type: ignore[attr-defined]
-    spec = RewardSpec(name="r", reward=reward, executor=InlineExecutor(reward, "r", offload=True))
+    spec = RewardSpec(
+        name="r", reward=reward, executor=InlineExecutor(reward, "r", InlineOptions(offload=True))
+    )
     with pytest.raises(UserError, match="set executor.offload to false"):
         check_differentiable([spec], "refl")
 
@@ -106,7 +108,7 @@ def test_scores_on_a_gpu_stay_the_same_to_the_bit():
     images = torch.rand(5, 3, 8, 8)
     asked = images, ["p"] * 5, [{}] * 5
     stays = InlineExecutor(Scored(), "stays").submit(*asked).result().scores
-    offloaded = InlineExecutor(Scored(), "moves", offload=True)
+    offloaded = InlineExecutor(Scored(), "moves", InlineOptions(offload=True))
     for _ in range(2):
         assert torch.equal(offloaded.submit(*asked).result().scores, stays)
         assert next(network.parameters()).device.type == "cpu"

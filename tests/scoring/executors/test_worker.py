@@ -17,12 +17,13 @@ HERE = Path(__file__).parent
 SCRIPT = """
 import os, sys, time
 import torch
+from flowrl.config.rewards import PoolOptions
 from flowrl.scoring.executors.pool import PoolExecutor
 
 with open(sys.argv[1], "a") as file:
     file.write("script\\n")
 sys.path.insert(0, sys.argv[2])
-pool = PoolExecutor("pool_rewards:write_process_id", {}, "r", workers=2, micro_batch=1)
+pool = PoolExecutor("pool_rewards:write_process_id", {}, "r", PoolOptions(workers=2, micro_batch=1))
 pool.submit(torch.zeros(2, 3, 8, 8), ["p"] * 2, [{"path": sys.argv[1]}] * 2)
 while open(sys.argv[1]).read().count("\\n") < 3:
     time.sleep(0.05)

@@ -1,14 +1,16 @@
-"""An application behind a real socket."""
+"""An application behind a real socket, as the command serves it."""
 
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-import uvicorn
+
+from flowrl.utils.serving import make_server
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules lie beside the tests
 
@@ -21,10 +23,12 @@ def serving() -> Callable[..., AbstractContextManager[str]]:
 
 @contextmanager
 def _serving(app) -> Iterator[str]:
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+    server = make_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
+    while not server.started:
+        time.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:

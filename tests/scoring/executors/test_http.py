@@ -1,0 +1,320 @@
+"""A reward on servers that fail, rest, lie and recover, each of them real."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from faulty import (
+    Faulty,
+    assert_right,
+    body,
+    changed,
+    endless,
+    good,
+    images_of,
+    late,
+    remote,
+    scored,
+    status,
+    truncated,
+)  # fmt: skip
+
+from flowrl.config.rewards import HTTPOptions
+from flowrl.errors import UserError
+from flowrl.scoring.executors import http
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.executors.http import HTTPExecutor
+
+NOWHERE = "http://127.0.0.1:9"  # the port of the discard service, which nobody runs
+ROOT = Path(__file__).parents[3]
+
+
+# --- what a run sees ------------------------------------------------------------------------------
+
+
+def test_images_keep_their_order_and_requests_their_limits():
+    with Faulty(late(0.15), late(0.05), late(0.1), good) as server:
+        with closing(remote(server, micro_batch=3, in_flight=2)) as executor:
+            assert_right(scored(executor, 20))
+        assert sorted(len(request["items"]) for request in server.received) == [2, *[3] * 6]
+        assert server.most_at_once == 2
+
+
+def test_the_reward_is_what_its_server_says_and_gets_the_token(monkeypatch):
+    monkeypatch.setenv("REWARD_TOKEN", "secret")
+    info = {"bounds": [0, None], "required_metadata": ["tag"], "scope": "group"}
+    with Faulty(good, version="mean-7", **info) as server:
+        with closing(remote(server, token_env="REWARD_TOKEN")) as reward:
+            assert (reward.version, reward.bounds, reward.scope) == ("mean-7", (0, None), "group")
+            assert reward.required_metadata == ("tag",) and reward.deterministic
+        assert server.tokens == {"Bearer secret"}
+
+
+def test_groups_are_never_split_and_images_with_nan_are_not_sent():
+    with Faulty(good, scope="group") as server, closing(remote(server, micro_batch=2)) as executor:
+        assert_right(scored(executor, 5))
+        assert [len(request["items"]) for request in server.received] == [5]
+        with pytest.raises(RewardFailure, match="17 .*--max-body"):
+            scored(executor, 17)  # of 16 unless a server says otherwise
+        images = images_of(3)
+        images[1, 0, 0, 0] = torch.nan
+        answer = executor.submit(images, ["a"] * 3, [{}] * 3).result()
+        assert answer.scores.isnan().all() and len(server.received) == 1
+
+
+def test_tokens_that_are_missing_or_cannot_be_sent_are_refused_and_not_shown(monkeypatch):
+    with pytest.raises(UserError, match="REWARD_TOKEN"):
+        remote(NOWHERE, token_env="REWARD_TOKEN")
+    for token in ("schlüssel", "two words", "line\n"):
+        monkeypatch.setenv("REWARD_TOKEN", token)
+        with pytest.raises(UserError, match="token") as caught:
+            remote(NOWHERE, token_env="REWARD_TOKEN")
+        assert token not in str(caught.value)
+
+
+def test_proxies_of_the_environment_are_not_used(monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, NOWHERE)
+    with Faulty(good) as server, closing(remote(server)) as executor:
+        assert_right(scored(executor))
+
+
+def test_close_ends_all_threads_while_a_server_hangs():
+    before = set(threading.enumerate())
+    with Faulty(late(30)) as server:
+        executor = remote(server, timeout=30.0, deadline=30.0)
+        future = executor.submit(images_of(1), ["a"], [{}])
+        while not server.received:
+            time.sleep(0.01)
+        began = time.monotonic()
+        executor.close()
+        executor.close()
+        assert time.monotonic() - began < 5.0 and future.cancelled()
+    assert set(threading.enumerate()) <= before
+
+
+# --- failures that may pass -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        (status(500), "500 (engine died)"),
+        (status(503, "loading"), "answered 503 (loading)"),
+        (late(5), "did not answer within 0.3 s"),
+        (endless(0.05, 1), "no score within 0.8 s"),
+        (truncated, "broke off"),
+        (None, "cannot be reached"),
+    ],
+)
+def test_a_server_that_stays_broken_costs_the_deadline_and_gives_reasons(fault, words):
+    with Faulty(fault or good) as server:
+        url = NOWHERE if fault is None else server.url
+        with closing(remote(url, timeout=0.3, deadline=0.8)) as executor:
+            for text in scored(executor).reasons.values():
+                assert words in text and url in text and "executor.deadline" in text
+            if fault is None:
+                with pytest.raises(RewardFailure, match="'mean'.*cannot be reached"):
+                    _ = executor.version
+
+
+@pytest.mark.parametrize("fault", [status(500), late(0.6), truncated, status(408), status(429)])
+def test_what_may_pass_is_retried_with_the_same_key(fault):
+    with Faulty(fault, fault, good) as server, closing(remote(server, timeout=0.3)) as executor:
+        assert_right(scored(executor))
+        assert len(server.received) == 3
+        assert len({request["key"] for request in server.received}) == 1
+
+
+def test_the_deadline_counts_the_time_in_the_queue():
+    with Faulty(late(0.25)) as server:
+        with closing(remote(server, micro_batch=1, in_flight=1, deadline=1.0, timeout=1)) as it:
+            valid = scored(it, 12).scores.isfinite()
+    count = int(valid.sum())
+    assert 0 < count < 12 and valid[:count].all()
+
+
+def test_retry_after_is_waited_for_within_the_deadline_and_capped(monkeypatch):
+    with Faulty(status(429, Retry_After="0.5"), good) as server:
+        with closing(remote(server)) as executor:
+            began = time.monotonic()
+            assert_right(scored(executor))
+            assert time.monotonic() - began >= 0.5
+    monkeypatch.setattr(http, "LONGEST_RETRY_AFTER_S", 3.0)
+    for when in ("86400", "Fri, 31 Dec 2100 23:59:59 GMT"):
+        with Faulty(status(503, "tea", Retry_After=when), good) as server:
+            with closing(remote(server, deadline=2.0, timeout=2.0)) as executor:
+                began = time.monotonic()
+                (reason,) = scored(executor, 1).reasons.values()
+                assert time.monotonic() - began < 1.0
+                assert "(tea)" in reason and time.strftime("rests until %H:") in reason
+                time.sleep(2.0)
+                assert_right(scored(executor, 1))
+    for when in ("inf", "1e400", "nan", "-5", "soon", "", "Fri, 31 Dec 0000 23:59:59 GMT"):
+        with Faulty(status(503, Retry_After=when), good) as server:
+            with closing(remote(server)) as executor:
+                assert_right(scored(executor))
+
+
+def test_a_server_that_fails_or_rests_leaves_the_work_to_another():
+    for fault in (status(500), status(503, Retry_After="3600"), late(20)):
+        with Faulty(fault) as broken, Faulty(good) as sound:
+            with closing(remote(broken, sound, micro_batch=1, timeout=0.3)) as executor:
+                assert_right(scored(executor, 20))
+            assert len(broken.received) <= 8
+
+
+def test_a_server_that_was_silent_for_long_costs_no_deadline_and_is_tried_again_later():
+    with Faulty(late(30)) as server:
+        with closing(remote(server, timeout=0.2, deadline=0.6)) as executor:
+            began = time.monotonic()
+            took = 1.0
+            while took > 0.1:  # until it rests for longer than the deadline
+                assert time.monotonic() - began < 10
+                start = time.monotonic()
+                assert scored(executor, 1).reasons
+                took = time.monotonic() - start
+            server.faults = [good]
+            while (answer := scored(executor, 1)).reasons:
+                assert time.monotonic() - began < 20
+                time.sleep(0.1)
+            assert_right(answer)
+
+
+# --- failures that stay ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [302, 400, 401, 403, 404, 413, 422, 424])
+def test_a_refusal_stops_the_run_with_the_servers_sentence_and_is_not_retried(code):
+    with Faulty(status(code, "the cat is missing")) as server, closing(remote(server)) as executor:
+        with pytest.raises(RewardFailure, match="'mean'.*the cat is missing") as caught:
+            scored(executor)
+        assert server.url in str(caught.value) and len(server.received) == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        body(b"\x80\x04K\x01."),
+        body(b'{"protocol": 1, "results": ['),
+        body(b"[" * 100_000),
+        endless(0, 2**20),
+        changed(lambda content: content["results"][0].update(score="0.5")),
+        changed(lambda content: content["results"].pop()),
+        changed(lambda content: content.update(results=content["results"] * 2)),
+        changed(lambda content: content["results"].reverse()),
+        changed(lambda content: content.update(reward="another")),
+        changed(lambda content: content.update(key="of another request")),
+        *(
+            changed(lambda content, v=value: [r.update(score=v) for r in content["results"]])
+            for value in (None, float("nan"), float("inf"), float("-inf"), 1e300)
+        ),
+    ],
+)
+def test_a_nonsensical_answer_is_a_missing_score_and_is_not_retried(fault):
+    with Faulty(fault) as server, closing(remote(server)) as executor:
+        answer = scored(executor)
+        assert answer.scores.isnan().all() and len(server.received) == 1
+        assert all(server.url in text for text in answer.reasons.values())
+
+
+@pytest.mark.parametrize("score", [None, 0.0])
+def test_a_missing_score_keeps_its_reason_and_costs_no_other(score):
+    def change(content: dict) -> None:
+        content["results"][1].update(score=score, error="RuntimeError: no face")
+
+    with Faulty(changed(change)) as server, closing(remote(server)) as executor:
+        answer = scored(executor)
+    assert answer.scores.isnan().tolist() == [False, True, False]
+    assert answer.reasons == {1: f"RuntimeError: no face (at {server.url})"}
+
+
+def test_two_versions_stop_the_run_of_two_servers_or_of_one_in_the_middle():
+    with Faulty(good) as old, Faulty(good, version="v2") as new:
+        with closing(remote(old, new, micro_batch=1)) as executor:
+            with pytest.raises(RewardFailure, match="'v[12]'.*'v[12]'"):
+                scored(executor, 8)
+        with closing(remote(old)) as executor:
+            scored(executor)
+            old.version = "v2"
+            with pytest.raises(RewardFailure, match="'v2'.*'v1'"):
+                scored(executor)
+
+
+def test_another_name_and_metadata_that_json_cannot_hold_stop_the_run():
+    with Faulty(good) as server:
+        with closing(HTTPExecutor("median", HTTPOptions(urls=[server.url]))) as executor:
+            with pytest.raises(RewardFailure, match="'median'.*mean"):
+                scored(executor)
+        with closing(remote(server)) as executor:
+            for value in (torch.ones(1), float("nan")):
+                with pytest.raises(RewardFailure, match="metadata"):
+                    scored(executor, metadata={"x": value})
+
+
+def test_a_request_fits_the_limits_of_each_server():
+    with Faulty(good, limits={"max_batch": 2}) as small, Faulty(good) as large:
+        with closing(remote(small, large, micro_batch=8)) as executor:
+            assert_right(scored(executor, 16))
+            assert_right(scored(executor, 16))
+        assert max(len(request["items"]) for request in small.received) <= 2
+    with Faulty(good, limits={"max_body": 100}) as small:
+        with closing(remote(small, deadline=0.5, timeout=0.5)) as executor:
+            assert "executor.micro_batch" in scored(executor).reasons[0]
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+SLOW_REWARD = '''
+import time
+from pathlib import Path
+
+class Slow:
+    """The mean, after a while; leaves a file where it was called."""
+    version = "slow-1"
+
+    def __init__(self, mark):
+        self.mark = Path(mark)
+
+    def __call__(self, images, prompts, metadata):
+        self.mark.touch()
+        time.sleep(0.2)
+        return images.mean((1, 2, 3))
+'''
+
+
+@pytest.mark.slow
+def test_a_server_killed_in_mid_batch_leaves_the_rest_to_the_other(tmp_path):
+    (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
+    name = "slow_reward:Slow"
+
+    def start(mark: str) -> subprocess.Popen:
+        words = ["reward-serve", name, "--port", "0", "--args", f"{{mark: {mark}}}"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "flowrl", *words], cwd=tmp_path, stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+        )  # fmt: skip
+
+    servers = [start("doomed"), start("steady")]
+    try:
+        urls = [s.stdout.readline().split()[-1] for s in servers if s.stdout is not None]
+        options = HTTPOptions(urls=urls, timeout=2.0, deadline=20.0, micro_batch=1)
+        with closing(HTTPExecutor(name, options)) as executor:
+            future = executor.submit(images_of(24), ["p"] * 24, [{}] * 24)
+            while not (tmp_path / "doomed").exists():
+                time.sleep(0.01)
+            servers[0].kill()
+            assert_right(future.result())
+        servers[1].send_signal(signal.SIGINT)
+        assert servers[1].wait(10) in (0, 130)
+    finally:
+        for server in servers:
+            server.kill()
+            server.communicate()

@@ -1,0 +1,315 @@
+"""A reward behind HTTP gives the scores of the reward itself; whatever is sent, it stays up."""
+
+import base64
+import gc
+import json
+import pickle
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from flowrl_rewards.fixtures import fixture
+
+from flowrl.config.rewards import HTTPOptions
+from flowrl.errors import UserError
+from flowrl.scoring import server
+from flowrl.scoring.executors.base import InlineExecutor
+from flowrl.scoring.executors.http import HTTPExecutor
+from flowrl.scoring.protocol import CODECS, encode
+from flowrl.scoring.server import make_app, warm_up
+from flowrl.scoring.spec import RewardSpec, load_reward
+
+IMAGE = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
+MEAN = IMAGE.mean() / 255
+LOCAL = ["127.0.0.1"]
+
+
+class Watched:
+    """The mean of an image, if its prompt has a "mood" and is not "hell"; counts its calls."""
+
+    required_metadata = ("mood",)
+    version = "watched-3"
+    bounds = (0.0, 1.0)
+
+    def __init__(self):
+        self.calls, self.checks_at_once, self.most_checks = 0, 0, 0
+
+    def check(self, prompt, metadata):
+        self.checks_at_once += 1
+        self.most_checks = max(self.most_checks, self.checks_at_once)
+        time.sleep(0.001)
+        self.checks_at_once -= 1
+
+    def __call__(self, images, prompts, metadata):
+        self.calls += 1
+        time.sleep(0.02)
+        if "hell" in prompts:
+            raise RuntimeError("burnt")
+        return images.mean((1, 2, 3))
+
+
+def ranks(images, prompts, metadata):
+    return images.mean((1, 2, 3)).argsort().argsort().float()
+
+
+def needs_a_package(images, prompts, metadata):
+    raise ModuleNotFoundError("No module named 'oldpackage'", name="oldpackage")
+
+
+ranks.scope = "group"
+WATCHED = Watched()
+REWARDS = {
+    "compressibility": load_reward("compressibility"), "watched": WATCHED, "ranks": ranks,
+    "broken": needs_a_package,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def url(serving) -> Iterator[str]:
+    with serving(make_app(REWARDS, hosts=LOCAL, max_body=2**20)) as url:
+        yield url
+
+
+def message(reward: str = "watched", count: int = 1, image=IMAGE, codec="png", **changes) -> dict:
+    blob = image if isinstance(image, str) else base64.b64encode(encode(image, codec)).decode()
+    item = {"prompt": "a", "metadata": {"mood": 1}, "image": blob}
+    items = [item | {"id": str(i)} for i in range(count)]
+    head = {"protocol": 1, "reward": reward, "key": str(time.monotonic_ns()), "codec": codec}
+    return head | {"items": items} | changes
+
+
+def post(url: str, content: dict, **headers: str) -> httpx.Response:
+    return httpx.post(url + "/v1/score", json=content, headers=headers, trust_env=False, timeout=30)
+
+
+def assert_refused(reply: httpx.Response, status: int, *words: str) -> None:
+    """One JSON sentence with these words, and never a traceback."""
+    assert reply.status_code == status, reply.text
+    assert set(reply.json()) == {"error"}
+    sentence = reply.json()["error"]
+    assert "\n" not in sentence and 'File "' not in sentence
+    assert all(word in sentence for word in words), sentence
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("shape", [(1, 9, 11, 3), (7, 16, 8, 3)])
+def test_scores_are_those_of_the_reward_in_process(url, codec, shape):
+    levels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    images = torch.from_numpy(levels).permute(0, 3, 1, 2).float() / 255
+    reward = REWARDS["compressibility"]
+    expected = InlineExecutor(reward, "r").submit(images, ["p"] * len(images), [{}] * len(images))
+    items = [message(image=image, codec=codec)["items"][0] for image in levels]
+    items = [item | {"id": str(n)} for n, item in enumerate(items)]
+    reply = post(url, message("compressibility", codec=codec, items=items)).json()
+    assert [r["score"] for r in reply["results"]] == expected.result().scores.tolist()
+    assert [r["id"] for r in reply["results"]] == [item["id"] for item in items]
+    assert reply["version"] == reward.version
+
+
+def test_a_run_gets_the_reward_and_its_description(url):
+    images = torch.tensor([0.2, 0.8, 0.4, 0.6, 1.0])[:, None, None, None].expand(5, 3, 8, 8)
+    for name in ("watched", "ranks"):
+        options = HTTPOptions(urls=[url], micro_batch=2)
+        with closing(HTTPExecutor(name, options)) as remote:
+            scores, _ = remote(images, ["p"] * 5, [{"mood": 1}] * 5)
+            if name == "ranks":
+                assert scores.tolist() == [0, 3, 1, 2, 4] and remote.scope == "group"
+            else:
+                assert (remote.bounds, remote.required_metadata) == ((0.0, 1.0), ("mood",))
+                torch.testing.assert_close(scores, images.mean((1, 2, 3)), atol=0.003, rtol=0)
+
+
+def test_what_cannot_be_scored_is_null_with_its_reason(url):
+    content = message(count=2)
+    content["items"][1]["prompt"] = "hell"
+    results = post(url, content).json()["results"]
+    assert all(r["score"] is None and "RuntimeError: burnt" in r["error"] for r in results)
+    content = message(count=3)
+    del content["items"][1]["metadata"]
+    first, second, third = post(url, content).json()["results"]
+    assert second["score"] is None and "mood" in second["error"]
+    assert first["score"] == third["score"] == pytest.approx(MEAN)
+
+
+def test_a_repeated_request_is_scored_once_and_prompts_are_checked_one_at_a_time(url):
+    WATCHED.calls = WATCHED.most_checks = 0
+    contents = [message(key=f"once {i % 4}", count=5) for i in range(12)]
+    with ThreadPoolExecutor(12) as threads:
+        replies = list(threads.map(lambda content: post(url, content), contents))
+    assert {reply.status_code for reply in replies} == {200}
+    assert WATCHED.calls == 4 and WATCHED.most_checks == 1
+    changed = contents[0] | {"items": [contents[0]["items"][0]]}  # the key of another request
+    assert len(post(url, changed).json()["results"]) == 1
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content, status, words",
+    [
+        (message("beauty"), 404, "compressibility, watched"),
+        (message(image="bm8gaW1hZ2U="), 422, "item '0' is no readable PNG"),
+        (message(image="%%"), 422, "item '0' is no base64"),
+        (message(image=base64.b64encode(pickle.dumps(IMAGE)).decode()), 422, "item '0'"),
+        (message(codec="raw", image="AAAA"), 422, "item '0'"),
+        (message(image=np.zeros((513, 512, 3), np.uint8)), 422, "513 x 512 pixels"),
+        (message(codec="webp-lossless", image=np.zeros((513, 512, 3), np.uint8)), 422, "513 x 512"),
+        (message(items=message()["items"] + message(image=IMAGE[:4])["items"]), 422, "same id"),
+        (message("ranks"), 422, "2 or more images of one prompt"),
+        (message("broken"), 424, "oldpackage"),
+        (message(codec="png") | {"codec": "jpeg"}, 422, "codec"),
+        (message(protocol=7), 422, "protocol"),
+        (message(more=1), 422, "more"),
+        (message(count=300), 413, "at most 256"),
+        (message(image="A" * 2**20), 413, "1048576 bytes"),
+        ([], 422, "protocol"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_refused_with_a_sentence(url, content, status, words):
+    assert_refused(post(url, content), status, words)
+    assert httpx.get(url + "/healthz", trust_env=False).json() == {"status": "ready"}
+
+
+def test_bodies_that_are_no_json_and_other_addresses_are_refused(url):
+    for content in (pickle.dumps(message()), b"", b"[" * 100_000):
+        kind = {"Content-Type": "application/json"}
+        reply = httpx.post(url + "/v1/score", content=content, headers=kind, trust_env=False)
+        assert_refused(reply, 422, "protocol")
+    assert_refused(httpx.get(url + "/", trust_env=False), 404, "POST /v1/score")
+    assert_refused(httpx.get(url + "/v1/score", trust_env=False), 405, "POST /v1/score")
+
+
+def test_pages_of_other_sites_neither_score_nor_read(url):
+    port = urlsplit(url).port
+    info = url + "/v1/info"
+    assert httpx.get(info, headers={"Host": f"evil.example:{port}"}).status_code == 421
+    for reply in (
+        httpx.get(info, headers={"Origin": "https://evil.example"}, trust_env=False),
+        post(url, message(), Origin="https://evil.example"),
+    ):
+        assert_refused(reply, 403, "another site")
+    form = {"request": (None, json.dumps(message())), "image": ("x", b"")}
+    assert_refused(httpx.post(url + "/v1/score", files=form, trust_env=False), 415)
+    text = httpx.post(url + "/v1/score", content=json.dumps(message()), trust_env=False)
+    assert_refused(text, 415)
+
+
+def test_a_token_guards_everything_but_the_health_under_any_name(serving):
+    with serving(make_app(REWARDS, token="secret")) as url:
+        assert httpx.get(url + "/healthz", trust_env=False).status_code == 200
+        for token in (None, "Bearer wrong", "secret", "Bearer \xe9"):
+            headers = {"Authorization": token.encode("latin-1")} if token else {}
+            reply = httpx.get(url + "/v1/info", headers=headers, trust_env=False)
+            assert_refused(reply, 401, "token")
+        reply = post(url, message(), Authorization="Bearer secret", Host="rewards.example.com")
+        assert reply.status_code == 200
+
+
+# --- memory and load ------------------------------------------------------------------------------
+
+
+def test_answered_requests_free_their_images_and_metadata(serving):
+    with serving(make_app(REWARDS, hosts=LOCAL)) as url:
+        text = "x" * 2**21
+        content = message()
+        content["items"][0]["metadata"]["text"] = text
+        post(url, content)
+        tracemalloc.start()
+        try:
+            for key in range(20):
+                assert post(url, content | {"key": str(key)}).status_code == 200
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < 3 * len(text)
+        finally:
+            tracemalloc.stop()
+
+
+def test_requests_beyond_the_budget_are_told_to_come_back_and_bodies_must_arrive(
+    serving, monkeypatch
+):
+    go = threading.Event()
+
+    def waits(images, prompts, metadata):
+        go.wait(20)
+        return images.mean((1, 2, 3))
+
+    image = np.random.default_rng(0).integers(0, 256, (90, 90, 3), np.uint8)
+    size = len(json.dumps(message("waits", image=image)))
+    monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.3)
+    with serving(make_app({"waits": waits}, hosts=LOCAL, max_body=2 * size)) as url:
+        with ThreadPoolExecutor(20) as threads:
+            jobs = [threads.submit(post, url, message("waits", image=image)) for _ in range(20)]
+            while sum(job.done() for job in jobs) < 12:  # of four times twice the size
+                time.sleep(0.01)
+            go.set()
+        replies = [job.result() for job in jobs]
+        refused = [reply for reply in replies if reply.status_code != 200]
+        assert len(refused) == 12
+        for reply in refused:
+            assert_refused(reply, 503, "limit")
+            assert reply.headers["Retry-After"] == "1"
+        with socket.create_connection(("127.0.0.1", urlsplit(url).port)) as slow:
+            head = "POST /v1/score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n"
+            slow.sendall(f"{head}Content-Type: application/json\r\n\r\n[".encode())
+            assert b" 408 " in slow.recv(4096).splitlines()[0]
+
+
+def test_each_of_200_clients_of_one_address_gets_an_answer_and_none_a_reset(serving):
+    with serving(make_app(REWARDS, hosts=LOCAL)) as url:
+        content, ready = message(), threading.Barrier(200)
+
+        def ask(number: int) -> httpx.Response:
+            ready.wait(30)
+            return post(url, content | {"key": str(number)})
+
+        with ThreadPoolExecutor(200) as threads:
+            replies = list(threads.map(ask, range(200)))
+    for reply in replies:
+        if reply.status_code != 200:
+            assert_refused(reply, 503, "64 connections")
+            assert reply.headers["Retry-After"]
+
+
+# --- start ----------------------------------------------------------------------------------------
+
+
+def test_names_must_differ_and_exist():
+    for rewards in ({}, [], [RewardSpec(name="a", reward=print)] * 2):
+        with pytest.raises(UserError, match="different names"):
+            make_app(rewards, hosts=LOCAL)
+
+
+def test_a_reward_is_warmed_up_with_its_fixtures_and_not_served_where_it_fails():
+    sizes = []
+
+    def reward(images, prompts, metadata):
+        sizes.append(len(images))
+        if prompts[0] == "broken":
+            raise OSError("no weights")
+        return [1.0] * len(images)
+
+    def warmed(*fixtures, scope: str = "sample") -> bool:
+        reward.fixtures, reward.scope = lambda: list(fixtures), scope
+        return warm_up(RewardSpec(name="r", reward=reward, executor=InlineExecutor(reward, "r")))
+
+    image = torch.zeros(3, 8, 8)
+    assert warmed(fixture("odd", image, image, "p", others=[image]), scope="group")
+    assert warmed() and sizes == [3, 4]  # plain images where it has none
+    with pytest.raises(UserError, match="'r' cannot score its own fixture.*no weights"):
+        warmed(fixture("works", image, image, "broken"))
+    del reward.fixtures
+    plain = RewardSpec(name="r", reward=reward, executor=InlineExecutor(reward, "r"))
+    assert not warm_up(plain) and sizes == [3, 4, 2]
