@@ -203,12 +203,11 @@ def mine(images, prompts, metadata):
 class Compressibility:
     pass
 """
-USERS = {  # by folder: its files, the user's reward, where the old name of a built-in one leads
-    "module": (["rewards.py"], "rewards:mine", "flowrl_rewards.jpeg"),
-    "package": (["rewards/__init__.py"], "rewards:mine", "flowrl_rewards.jpeg"),
-    "plain": (["rewards/mine.py"], "rewards.mine:mine", "flowrl_rewards.jpeg"),
-    "same": (["rewards/mine.py", "rewards/jpeg.py"], "rewards.mine:mine", "rewards.jpeg"),
-    "none": ([], "flowrl_rewards.jpeg:Compressibility", "flowrl_rewards.jpeg"),
+USERS = {  # by folder: its files, the user's reward
+    "module": (["rewards.py"], "rewards:mine"),
+    "package": (["rewards/__init__.py"], "rewards:mine"),
+    "plain": (["rewards/mine.py"], "rewards.mine:mine"),
+    "none": ([], "flowrl_rewards.jpeg:Compressibility"),
 }
 # Loads rewards in one folder after the other: as a script that imports its own `rewards` first, and
 # as the flowrl command, which starts without the working directory on its path.
@@ -245,7 +244,7 @@ for case in cases:
         importlib.invalidate_caches()
         if script:
             importlib.import_module(own.partition(":")[0])
-        names = ("geneval", own, "rewards.jpeg:Compressibility")
+        names = ("geneval", own)
         print(*(load_reward(name).__module__ for name in names))
         if own == "rewards:mine" and script:
             pools = [PoolExecutor(name, {}, name) for name in (own, "brightness")]
@@ -258,13 +257,13 @@ for case in cases:
 def check_names(installed, tmp_path):
     """Both `rewards` are found wherever flowrl is installed and whatever the user's is."""
     cases, expected = [], []
-    for folder, (files, own, old) in USERS.items():
+    for folder, (files, own) in USERS.items():
         for file in files:
             (tmp_path / folder / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / folder / file).write_text(OWN)
         (tmp_path / folder).mkdir(exist_ok=True)
         cases.append(f"{tmp_path / folder}={own}")
-        expected += [f"flowrl_rewards.geneval {own.partition(':')[0]} {old}"] * 2
+        expected += [f"flowrl_rewards.geneval {own.partition(':')[0]}"] * 2
     result = python("-c", PROGRAM, str(installed), *cases, cwd=tmp_path, path="")
     assert result.stdout.splitlines() == expected, result.stderr
 

@@ -61,10 +61,9 @@ NEEDED = {
     "tensorboard": "training curves",
     "pebble": "rewards in processes of their own",
     "httpx": "rewards on servers",
-    "tenacity": "rewards on servers",
-    "fastapi": "flowrl reward-serve",
-    "uvicorn": "flowrl reward-serve",
-    "python-multipart": "flowrl reward-serve",
+    "fastapi": "flowrl ui and vote",
+    "starlette": "flowrl reward-serve",
+    "uvicorn": "flowrl ui, vote and reward-serve",
     "scikit-image": "the similarity reward",
 }
 OPTIONAL = {  # package: its extra, and what it is for

@@ -71,6 +71,8 @@ def reward_check(
     from flowrl.scoring.check import check_named
 
     arguments = arguments_of(chosen, [args] if args is not None else None)
+    if token_env is not None and not server:
+        raise UserError("--token-env is given without --server: add the server's address.")
     try:
         remote = HTTPOptions(urls=server, token_env=token_env) if server else None
     except ValueError as error:

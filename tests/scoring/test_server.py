@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -24,7 +25,7 @@ from flowrl.errors import UserError
 from flowrl.scoring import server
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.executors.http import HTTPExecutor
-from flowrl.scoring.protocol import CODECS, encode
+from flowrl.scoring.protocol import CODECS, Codec, encode
 from flowrl.scoring.server import make_app, warm_up
 from flowrl.scoring.spec import RewardSpec, load_reward
 
@@ -79,7 +80,9 @@ def url(serving) -> Iterator[str]:
         yield url
 
 
-def message(reward: str = "watched", count: int = 1, image=IMAGE, codec="png", **changes) -> dict:
+def message(
+    reward: str = "watched", count: int = 1, image: Any = IMAGE, codec: Codec = "png", **changes
+) -> dict:
     blob = image if isinstance(image, str) else base64.b64encode(encode(image, codec)).decode()
     item = {"prompt": "a", "metadata": {"mood": 1}, "image": blob}
     items = [item | {"id": str(i)} for i in range(count)]
@@ -125,7 +128,8 @@ def test_a_run_gets_the_reward_and_its_description(url):
         with closing(HTTPExecutor(name, options)) as remote:
             scores, _ = remote(images, ["p"] * 5, [{"mood": 1}] * 5)
             if name == "ranks":
-                assert scores.tolist() == [0, 3, 1, 2, 4] and remote.scope == "group"
+                assert torch.as_tensor(scores).tolist() == [0, 3, 1, 2, 4]
+                assert remote.scope == "group"
             else:
                 assert (remote.bounds, remote.required_metadata) == ((0.0, 1.0), ("mood",))
                 torch.testing.assert_close(scores, images.mean((1, 2, 3)), atol=0.003, rtol=0)
@@ -211,7 +215,7 @@ def test_a_token_guards_everything_but_the_health_under_any_name(serving):
     with serving(make_app(REWARDS, token="secret")) as url:
         assert httpx.get(url + "/healthz", trust_env=False).status_code == 200
         for token in (None, "Bearer wrong", "secret", "Bearer \xe9"):
-            headers = {"Authorization": token.encode("latin-1")} if token else {}
+            headers = {b"Authorization": token.encode("latin-1")} if token else {}
             reply = httpx.get(url + "/v1/info", headers=headers, trust_env=False)
             assert_refused(reply, 401, "token")
         reply = post(url, message(), Authorization="Bearer secret", Host="rewards.example.com")
@@ -248,7 +252,6 @@ def test_requests_beyond_the_budget_are_told_to_come_back_and_bodies_must_arrive
 
     image = np.random.default_rng(0).integers(0, 256, (90, 90, 3), np.uint8)
     size = len(json.dumps(message("waits", image=image)))
-    monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.3)
     with serving(make_app({"waits": waits}, hosts=LOCAL, max_body=2 * size)) as url:
         with ThreadPoolExecutor(20) as threads:
             jobs = [threads.submit(post, url, message("waits", image=image)) for _ in range(20)]
@@ -261,6 +264,7 @@ def test_requests_beyond_the_budget_are_told_to_come_back_and_bodies_must_arrive
         for reply in refused:
             assert_refused(reply, 503, "limit")
             assert reply.headers["Retry-After"] == "1"
+        monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.3)
         with socket.create_connection(("127.0.0.1", urlsplit(url).port)) as slow:
             head = "POST /v1/score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n"
             slow.sendall(f"{head}Content-Type: application/json\r\n\r\n[".encode())

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from flowrl.config.rewards import HTTPOptions
 from flowrl.scoring.executors.http import HTTPExecutor
 from flowrl.tiny.world import split_prompts
 from flowrl_rewards import geneval_rules as rules
@@ -95,7 +96,7 @@ def test_the_mmdet_server_speaks_the_protocol_and_gives_reasons():
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()
         url = f"http://127.0.0.1:{serving.server_port}"
-        executor = HTTPExecutor("geneval_mmdet", [url], timeout=5, deadline=10)
+        executor = HTTPExecutor("geneval_mmdet", HTTPOptions(urls=[url], timeout=5))
         try:
             other = {"tag": "ocr", "include": []}
             answer = executor.submit(images, ["a cat", "x"], [cat, other]).result()

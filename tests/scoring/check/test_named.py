@@ -1,12 +1,11 @@
 import shlex
 import socket
 import sys
-import threading
 
 import pytest
-import uvicorn
 import yaml
 
+from flowrl.config.rewards import HTTPOptions
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.check import check_named
 from flowrl.scoring.server import make_app
@@ -129,24 +128,19 @@ def test_what_ones_own_module_lacks_is_told_apart_from_what_is_wrong_in_it(tmp_p
 
 
 @pytest.fixture(scope="module")
-def url():
-    listening = socket.create_server(("127.0.0.1", 0))
+def url(serving):
     rewards = {"ocr": load_reward("ocr", {"mode": "strict"}), "bright": load_reward("brightness")}
-    server = uvicorn.Server(uvicorn.Config(make_app(rewards), log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    with serving(make_app(rewards, hosts=["127.0.0.1"])) as url:
+        yield url
 
 
 def test_a_served_reward_is_asked_with_the_fixtures_of_the_one_here_if_it_is_known(url):
-    checked = check_named("ocr", {"mode": "strict"}, urls=[url])
+    checked = check_named("ocr", {"mode": "strict"}, server=HTTPOptions(urls=[url]))
     assert [finding.state for finding in checked.results] == ["ok"], checked.results
     assert "fixtures right" in checked.results[0].detail
-    findings = check_named("ocr", urls=[url]).results
+    findings = check_named("ocr", server=HTTPOptions(urls=[url])).results
     assert any("the server's version is 'ocr" in finding.detail for finding in findings)
-    (finding,) = check_named("bright", urls=[url]).results
+    (finding,) = check_named("bright", server=HTTPOptions(urls=[url])).results
     assert finding.state == "ok" and "plain images" in finding.detail
 
 
@@ -154,5 +148,7 @@ def test_no_server_is_missing_within_its_deadline():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        (finding,) = check_named("ocr", urls=[address], deadline=1.0).results
+        (finding,) = check_named(
+            "ocr", server=HTTPOptions(urls=[address], timeout=1, deadline=1)
+        ).results
     assert finding.state == "missing" and "cannot be reached" in finding.detail

@@ -1,35 +1,40 @@
-"""What a reward may answer, and what becomes of each answer."""
+"""Rewards in this process: what they may answer, how many images at once, when, in which thread."""
 
+import functools
 import math
+import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from flowrl.config.rewards import InlineOptions
 from flowrl.errors import UserError
 from flowrl.scoring.executors.base import (
     Answer,
+    InlineExecutor,
     RewardFailure,
     all_finite,
     ask,
-    failed,
+    networks_of,
     read_answer,
     to_levels,
 )
 
-THREE = torch.zeros(3, 3, 4, 4)
-NO_NUMBER = "the reward gave no finite number"
+IMAGE = torch.zeros(1, 3, 2, 2)
 
 
-def asked(reward) -> Answer:
-    return ask(reward, "mine", THREE, ["p"] * 3, [{}] * 3)
+# --- answers --------------------------------------------------------------------------------------
 
 
-def test_scores_may_be_a_tensor_an_array_or_numbers():
-    for answer in (
+@pytest.mark.parametrize(
+    "answer",
+    [
         [0.5, 1, 2.0],
         (0.5, 1, 2.0),
         torch.tensor([0.5, 1, 2], dtype=torch.float64, requires_grad=True),
@@ -37,41 +42,30 @@ def test_scores_may_be_a_tensor_an_array_or_numbers():
         np.array([0.5, 1, 2]),
         [torch.tensor(0.5), np.float32(1), 2],
         ([0.5, 1, 2], {}),
-    ):
-        found = read_answer(answer, 3)
-        scores, why = found.scores, found.reasons
-        assert torch.equal(scores, torch.tensor([0.5, 1.0, 2.0])), answer
-        assert scores.dtype == torch.float32 and not scores.requires_grad and why == {}, answer
+    ],
+)
+def test_scores_may_be_a_tensor_an_array_or_numbers(answer):
+    read = read_answer(answer, 3)
+    assert torch.equal(read.scores, torch.tensor([0.5, 1.0, 2.0])) and read.reasons == {}
+    assert read.scores.dtype == torch.float32 and not read.scores.requires_grad
 
 
 @settings(max_examples=40)
-@given(st.lists(st.none() | st.floats(width=32), max_size=6), st.data())
-def test_what_is_no_finite_number_is_missing_with_a_reason_and_nothing_else_is(values, data):
-    rows = st.integers(0, max(len(values) - 1, 0))
-    given_reasons = data.draw(st.dictionaries(rows, st.text(min_size=1)))
-    found = read_answer((values, given_reasons), len(values))
-    scores, why = found.scores, found.reasons
-    missing = {i for i, v in enumerate(values) if v is None or not math.isfinite(v)}
-    missing |= {i for i in given_reasons if i < len(values)}
-    assert {i for i, s in enumerate(scores.tolist()) if math.isnan(s)} == missing == set(why)
-    assert all(scores[i].item() == values[i] for i in set(range(len(values))) - missing)
-    assert all(why[i] == given_reasons.get(i, NO_NUMBER) for i in missing)
+@given(st.lists(st.none() | st.floats(width=64), max_size=6), st.data())
+def test_a_row_without_a_finite_float32_or_with_a_reason_is_missing(values, data):
+    reasons = data.draw(st.dictionaries(st.integers(0, 6), st.text(min_size=1)))
+    read = read_answer((values, reasons), len(values))
+    rows = range(len(values))
+    float32 = torch.tensor([math.nan if v is None else v for v in values]).tolist()
+    missing = {i for i in rows if not np.isfinite(float32[i]) or i in reasons}
+    assert {i for i in rows if read.scores[i].isnan()} == missing == set(read.reasons)
+    assert all(read.scores[i].item() == float32[i] for i in set(rows) - missing)
+    assert all(read.reasons[i] == reasons[i] for i in missing if i in reasons)
 
 
-def test_a_row_with_a_reason_or_beyond_float32_has_failed_and_the_answer_is_left_as_it_was():
-    for scores in ([0.0, 0.5], torch.tensor([0.0, 0.5])):
-        read = read_answer((scores, {0: "engine failed", 7: "of another batch"}), 2)
-        assert math.isnan(read.scores[0]) and read.scores[1] == 0.5
-        assert read.reasons == {0: "engine failed"}
-    read = read_answer([1e300, -1e300, 1.0], 3)
-    assert read.scores.isnan().tolist() == [True, True, False] and set(read.reasons) == {0, 1}
-    own = torch.tensor([math.inf, 1.0])
-    read_answer(own, 2)
-    assert own[0] == math.inf
-
-
-def test_another_length_or_form_is_said():
-    for answer, said in (
+@pytest.mark.parametrize(
+    "answer, words",
+    [
         ([1.0, 2.0], r"\(2,\).*\(3,\)"),
         (torch.zeros(3, 1), r"\(3, 1\)"),
         (0.5, r"\(\)"),
@@ -79,75 +73,210 @@ def test_another_length_or_form_is_said():
         ("0.5", "str"),
         (["0.5", "a", "b"], "list"),
         ({0: 1.0}, "dict"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            read_answer(answer, 3)
-        with pytest.raises(RewardFailure, match=f"'mine'.*{said}"):
-            asked(lambda *_, answer=answer: answer)
+    ],
+)
+def test_another_length_or_form_stops_the_run(answer, words):
+    with pytest.raises(RewardFailure, match=f"'mine'.*{words}"):
+        ask(lambda *_: answer, "mine", IMAGE.expand(3, 3, 2, 2), ["p"] * 3, [{}] * 3)
 
 
-@settings(max_examples=25)
-@given(st.lists(st.integers(0, 255), min_size=1), st.floats(-0.49, 0.49))
-def test_levels_are_those_of_a_file_the_nearest_within_the_range(expected, off):
-    images = (torch.tensor(expected).double() + off) / 255
-    assert to_levels(images).tolist() == expected and to_levels(images).dtype == torch.uint8
-    assert to_levels(torch.tensor([-0.1, 1.1])).tolist() == [0, 255]
-
-
-def test_failed_gives_every_image_the_reason():
-    answer = failed(2, "no luck", 1.5)
-    assert answer.scores.isnan().tolist() == [True, True]
-    assert answer.reasons == {0: "no luck", 1: "no luck"} and answer.seconds == 1.5
-    assert failed(0, "no luck").scores.shape == (0,)
-
-
-def test_a_reward_is_asked_without_gradients_and_timed():
-    seen = []
-
-    def reward(images, prompts, metadata):
-        seen.append((torch.is_grad_enabled(), images, prompts, metadata))
-        time.sleep(0.02)
-        return [1.0, None, 3.0], {1: "too dark"}
-
-    answer = asked(reward)
-    ((graded, images, *asked_about),) = seen
-    assert not graded and torch.equal(images, THREE)
-    assert asked_about == [["p"] * 3, [{}] * 3]
-    assert answer.scores.tolist()[::2] == [1.0, 3.0] and answer.reasons == {1: "too dark"}
-    assert 0.02 <= answer.seconds < 10
-
-
-def raising(error: BaseException):
-    def reward(images, prompts, metadata):
-        raise error
-
-    return reward
-
-
-def test_what_a_reward_raises_is_why_its_scores_are_missing_unless_no_image_can_mend_it():
-    for error in (RuntimeError("engine died"), KeyError("tag"), MemoryError("x")):
-        answer = asked(raising(error))
-        assert answer.scores.isnan().all()
-        assert set(answer.reasons.values()) == {f"{type(error).__name__}: {error}"}
-    with pytest.raises(UserError, match="'mine'.*no detector"):
-        asked(raising(ImportError("no detector")))
-    full = torch.cuda.OutOfMemoryError("full")
-    for error in (RewardFailure("all over"), full, KeyboardInterrupt()):
-        with pytest.raises(type(error)) as caught:
-            asked(raising(error))
-        assert caught.value is error
-
-
-def test_levels_are_those_of_the_plain_formula_and_one_bad_pixel_is_found():
+def test_levels_are_those_of_a_file_and_a_bad_pixel_is_noticed():
     images = torch.rand(3, 3, 5, 7, generator=torch.Generator().manual_seed(0))
     images[0].flatten()[:6] = torch.tensor([0.5, 1.5, 2.5, 254.5, 0, 255]) / 255
     images[1].flatten()[:2] = torch.tensor([-0.1, 1.2])
-    for own in (images, images.bfloat16(), images.double(), images.transpose(2, 3), images[:0]):
-        plain = (own.float() * 255).round().clamp(0, 255).byte()
-        assert torch.equal(to_levels(own), plain)
-        assert all_finite(own)
+    for given_images in (images, images.bfloat16(), images.double(), images.mT, images[:0]):
+        plain = (given_images.float() * 255).round().clamp(0, 255).byte()
+        assert torch.equal(to_levels(given_images), plain) and all_finite(given_images)
     assert all_finite(torch.full((4,), 3e38))  # whose sum is infinite
     for bad in (math.nan, math.inf, -math.inf):
         broken = images.clone()
         broken[2, 1, 4, 6] = bad
         assert not all_finite(broken)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("engine died"), KeyError("tag"), MemoryError("x")])
+def test_an_exception_is_the_reason_of_missing_scores(error):
+    def raises(images, prompts, metadata):
+        assert not torch.is_grad_enabled()
+        raise error
+
+    answer = ask(raises, "mine", IMAGE, ["p"], [{}])
+    assert answer.scores.isnan().all() and f"{type(error).__name__}: {error}" in answer.reasons[0]
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("no detector"), RewardFailure("over"), KeyboardInterrupt("now"),
+              torch.cuda.OutOfMemoryError("full")],
+)  # fmt: skip
+def test_what_no_image_can_mend_is_raised(error):
+    def raises(images, prompts, metadata):
+        raise error
+
+    expected = UserError if isinstance(error, ImportError) else type(error)
+    with pytest.raises(expected, match=str(error)):
+        ask(raises, "mine", IMAGE, ["p"], [{}])
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+class Counting:
+    """Scores an image with its first pixel and remembers how many came at once."""
+
+    def __init__(self, room: int = 1000):
+        self.room = room  # images that the device has memory for
+        self.sizes: list[int] = []
+        self.threads: list[str] = []
+
+    def __call__(self, images, prompts, metadata):
+        assert len(images) == len(prompts) == len(metadata)
+        self.sizes.append(len(images))
+        self.threads.append(threading.current_thread().name)
+        if len(images) > self.room:
+            raise torch.cuda.OutOfMemoryError("no room")
+        if "stumble" in prompts:
+            raise RuntimeError("stumbled")
+        return images[:, 0, 0, 0], {row: "torn" for row, p in enumerate(prompts) if p == "torn"}
+
+
+def call(executor: InlineExecutor, *prompts: str) -> Answer:
+    count = len(prompts)
+    images = torch.arange(count).view(-1, 1, 1, 1).expand(count, 3, 2, 2) / 255
+    return executor.submit(images, list(prompts), [{}] * count).result(30)
+
+
+@given(st.lists(st.sampled_from(["fine", "torn"]), max_size=9), st.none() | st.integers(1, 10))
+def test_micro_batches_change_nothing_but_their_number(prompts, size):
+    reward = Counting()
+    answer = call(InlineExecutor(reward, "r", InlineOptions(micro_batch=size)), *prompts)
+    count = len(prompts)
+    assert len(reward.sizes) == -(-count // (size or max(count, 1))) and sum(reward.sizes) == count
+    expected = [math.nan if p == "torn" else row / 255 for row, p in enumerate(prompts)]
+    torch.testing.assert_close(answer.scores, torch.tensor(expected), equal_nan=True)
+    assert set(answer.reasons) == {row for row, p in enumerate(prompts) if p == "torn"}
+
+
+def test_where_memory_does_not_suffice_the_micro_batch_is_halved_for_good():
+    reward = Counting(room=3)
+    executor = InlineExecutor(reward, "r")
+    assert call(executor, *"abcdefghi").scores.isfinite().all()
+    assert reward.sizes == [9, 4, 2, 2, 2, 2, 1]
+    call(executor, *"abcd")
+    assert reward.sizes[7:] == [2, 2]
+    answer = call(InlineExecutor(Counting(room=0), "r", InlineOptions(micro_batch=2)), *"abc")
+    assert answer.scores.isnan().all() and "no room" in answer.reasons[2]
+
+
+def test_a_micro_batch_that_raises_leaves_the_others_their_scores():
+    executor = InlineExecutor(Counting(), "r", InlineOptions(micro_batch=2))
+    answer = call(executor, "a", "b", "stumble", "d", "e")
+    assert answer.scores.isnan().tolist() == [False, False, True, True, False]
+
+
+def test_without_background_the_reward_is_called_when_the_answer_is_taken():
+    reward = Counting()
+    executor = InlineExecutor(reward, "r")
+    future = executor.submit(IMAGE, ["p"], [{}])
+    assert not reward.sizes and not future.done()
+    assert future.result() is future.result() and reward.sizes == [1]
+    assert reward.threads == [threading.current_thread().name]
+
+
+def test_in_the_background_it_is_called_at_once_in_order_and_errors_come_with_the_answer():
+    reward, free = Counting(), threading.Event()
+
+    def waits(images, prompts, metadata):
+        assert free.wait(30)
+        return reward(images, prompts, metadata) if prompts == ["p"] else [1.0] * 5
+
+    executor = InlineExecutor(waits, "slow", InlineOptions(background=True))
+    futures = [executor.submit(IMAGE, [prompt], [{}]) for prompt in ("p", "p", "wrong")]
+    assert not any(future.done() for future in futures)
+    free.set()
+    with pytest.raises(RewardFailure, match="'slow' answered with shape"):
+        futures[2].result(30)
+    assert [future.result(30).scores.tolist() for future in futures[:2]] == [[0], [0]]
+    assert len(set(reward.threads)) == 1 and threading.current_thread().name not in reward.threads
+    executor.close()
+    executor.close()
+    assert not any(thread.name == reward.threads[0] for thread in threading.enumerate())
+
+
+def test_a_reward_that_hangs_in_the_background_does_not_delay_the_end():
+    release = threading.Event()
+    executor = InlineExecutor(lambda *_: release.wait(60), "r", InlineOptions(background=True))
+    executor.submit(IMAGE, ["a"], [{}])
+    waiting = executor.submit(IMAGE, ["b"], [{}])
+    began = time.monotonic()
+    executor.close()
+    assert time.monotonic() - began < 10 and waiting.cancelled()
+    with pytest.raises(RuntimeError, match="closed"):
+        executor.submit(IMAGE, ["c"], [{}])
+    release.set()
+
+
+# --- networks that wait on the CPU ----------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """Pretends to be on a GPU, and records where it is moved."""
+
+    def __init__(self):
+        super().__init__()
+        self.place, self.moves = torch.device("cuda:1"), []
+
+    def parameters(self, recurse=True):
+        yield SimpleNamespace(device=self.place)
+
+    def to(self, device):
+        self.place = torch.device(device)
+        self.moves.append(str(self.place))
+        return self
+
+
+class Deep:
+    """Scores by a network deep inside, which it holds as the built-in rewards do."""
+
+    def __init__(self, network: Network):
+        self.encoder = SimpleNamespace(_shared=SimpleNamespace(_network=(network, 3.0)))
+
+    @functools.cached_property
+    def loaded(self):
+        return {"again": self.encoder._shared._network}
+
+    def __call__(self, images, prompts, metadata):
+        assert self.loaded["again"][0].place.type == "cuda"
+        return images.mean((1, 2, 3))
+
+
+def test_an_offloaded_network_is_on_the_gpu_while_answers_are_pending_or_another_reward_needs_it():
+    network = Network()
+    reward = Deep(network)
+    executor = InlineExecutor(reward, "a", InlineOptions(offload=True))
+    for _ in range(2):
+        answers = [executor.submit(IMAGE, ["p"], [{}]) for _ in range(2)]
+        assert answers[0].result().scores.tolist() == [0.0] and network.place.type == "cuda"
+        answers[1].result()
+        assert network.place.type == "cpu"
+    assert network.moves == ["cpu", "cuda:1", "cpu"] and networks_of(reward) == [network]
+    assert not InlineExecutor(Deep(network), "b").submit(IMAGE, ["p"], [{}]).result().reasons
+    assert network.place.type == "cuda"
+
+
+@pytest.mark.gpu
+def test_scores_of_an_offloaded_reward_on_a_gpu_are_the_same_bits():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.GELU(), nn.Linear(64, 1)).cuda()
+
+    class Scored:
+        def __init__(self):
+            self.network = network
+
+        def __call__(self, images, prompts, metadata):
+            return self.network(images.cuda())[:, 0]
+
+    images, prompts = torch.rand(4, 3, 8, 8), ["p"] * 4
+    stays = InlineExecutor(Scored(), "stays").submit(images, prompts, [{}] * 4).result().scores
+    moves = InlineExecutor(Scored(), "moves", InlineOptions(offload=True))
+    for _ in range(2):
+        assert torch.equal(moves.submit(images, prompts, [{}] * 4).result().scores, stays)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.config.rewards import PoolOptions
+from flowrl.config.rewards import InlineOptions, PoolOptions
 from flowrl.scoring.executors.base import Answer, InlineExecutor, RewardFailure
 from flowrl.scoring.executors.pool import START, PoolExecutor
 from flowrl.scoring.scorer import quantise
@@ -63,7 +63,9 @@ def test_scores_are_those_of_this_process_bit_for_bit_in_the_order_of_the_images
     images, prompts = random_images(7), list("abcdefg")
     slow_first = [{"do": "sleep", "seconds": 0.3}, *[{}] * 6]
     inline = InlineExecutor(
-        load_reward("pool_rewards:Scripted", {"offset": 1.0}), "r", micro_batch=2
+        load_reward("pool_rewards:Scripted", {"offset": 1.0}),
+        "r",
+        InlineOptions(micro_batch=2),
     )
     expected = inline.submit(images, prompts, slow_first).result()
     found = pair.submit(images, prompts, slow_first).result(PATIENCE)
@@ -131,7 +133,7 @@ def test_a_reward_that_raises_gives_its_reason_and_its_process_lives_on(pair):
         before = {child.pid for child in workers()}
         found = ask(pair, {}, {}, {}, {"do": what})
         assert found.scores.isnan().tolist() == [False, False, True, True]
-        assert found.reasons == {2: reason, 3: reason}
+        assert all(found.reasons[row].startswith(reason) for row in (2, 3))
         assert {child.pid for child in workers()} == before
 
 

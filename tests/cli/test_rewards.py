@@ -1,0 +1,159 @@
+"""`flowrl reward-check` and `flowrl reward-serve`: what they print and what they refuse."""
+
+import json
+import socket
+import sys
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from flowrl.cli.rewards import reward_check, reward_serve
+from flowrl.errors import UserError
+from flowrl.scoring import server
+from flowrl.utils import serving
+
+USER_REWARDS = """
+def good(images, prompts, metadata):
+    return images.mean((1, 2, 3))
+
+def shifts(images, prompts, metadata):
+    return images.mean((1, 2, 3)) - images.mean()
+"""
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """Run reward-check -> exit code, output, the error it raised."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    (tmp_path / "checked_rewards.py").write_text(USER_REWARDS)
+    monkeypatch.chdir(tmp_path)
+    app = typer.Typer()
+    app.command()(reward_check)
+
+    def call(*words):
+        result = CliRunner().invoke(app, list(words))
+        if result.exception and not isinstance(result.exception, UserError | SystemExit):
+            raise result.exception
+        return result.exit_code, result.output, str(result.exception or "")
+
+    return call
+
+
+def test_each_reward_has_a_line_or_an_object_with_its_time(check):
+    code, out, _ = check("brightness", "compressibility")
+    first, second = out.splitlines()
+    assert code == 0 and first.startswith("ok  brightness ") and second.startswith("ok  compress")
+    assert "ms a call" in first and "brightness-1" in first
+    _, out, _ = check("brightness", "preference", "--json")
+    bright, preference = map(json.loads, out.splitlines())
+    assert (bright["reward"], bright["state"], bright["images"]) == ("brightness", "ok", 2)
+    assert bright["seconds_p50"] > 0 and bright["images_per_second"] > 0
+    assert (preference["state"], preference["seconds_p50"]) == ("missing", None)
+
+
+def test_a_problem_fails_and_spoils_no_other_reward(check, tmp_path):
+    code, out, error = check("checked_rewards:good", "checked_rewards:shifts")
+    assert code == 1 and "checked_rewards:shifts" in error and "checked_rewards:good" not in error
+    assert [line[:2] for line in out.splitlines()] == ["ok", "!!", "  "]
+    (tmp_path / "half_written.py").write_text("def mine(:")
+    code, out, error = check("half_written:mine", "brightness")
+    assert code == 1 and "half_written:mine" in error and "SyntaxError" in out
+    assert out.splitlines()[-1].startswith("ok  brightness")
+
+
+def test_what_is_missing_fails_when_it_was_named_and_not_among_all(check, monkeypatch):
+    code, out, error = check("preference")
+    assert code == 1 and out.startswith("--  preference") and "preference" in error
+    few = {name: f"flowrl_rewards.{name}:{name.title()}" for name in ("brightness", "preference")}
+    monkeypatch.setattr("flowrl.scoring.spec.BUILT_IN", few)
+    code, out, _ = check("--all")
+    assert code == 0 and "--  preference" in out and "ok  brightness" in out
+
+
+def test_arguments_and_prompts_reach_the_reward(check, tmp_path):
+    code, out, _ = check("ocr", "--args", "{mode: strict}")
+    assert code == 0 and "ocr-2/strict" in out
+    (tmp_path / "p.txt").write_text("a\nb\nc\n")
+    assert "12 plain images" in check("checked_rewards:good", "--prompts", "p.txt")[1]
+
+
+@pytest.mark.parametrize(
+    "words, option",
+    [
+        ([], "--all"),
+        (["ocr", "--all"], "--all"),
+        (["ocr", "geneval", "--args", "{mode: strict}"], "--args"),
+        (["--all", "--server", "http://127.0.0.1:1"], "--server"),
+        (["ocr", "--server", "127.0.0.1:1"], "--server"),
+        (["ocr", "--args", "strict"], "--args"),
+        (["ocr", "--args", "{mode"], "--args"),
+        (["ocr", "--token-env", "NO_SUCH_TOKEN"], "--token-env"),
+    ],
+)
+def test_options_of_the_check_that_do_not_fit_are_named(check, words, option):
+    code, _, error = check(*words)
+    assert code == 1 and option in error
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"names": ["compressability"]}, "'compressability'"),
+        ({"args": ["{quality: 0}"]}, "quality"),
+        ({"args": ["{}", "{}"]}, "2 times for 1 rewards"),
+        ({"args": ["[]"]}, "names and values"),
+        ({"devices": "3-1"}, "--devices"),
+        ({"devices": "all"}, "--devices"),
+        ({"host": "0.0.0.0"}, "--token-env"),
+        ({"host": "0.0.0.0", "token_env": "REWARD_TOKEN"}, "REWARD_TOKEN"),
+    ],
+)
+def test_options_of_the_server_that_do_not_fit_are_named(monkeypatch, options, words):
+    monkeypatch.delenv("REWARD_TOKEN", raising=False)
+    with pytest.raises(UserError, match=words):
+        reward_serve(**{"names": ["compressibility"], "port": 0} | options)
+
+
+def test_an_address_that_is_taken_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    (tmp_path / "loads_for_minutes.py").write_text("raise AssertionError('loaded')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(UserError, match="Cannot listen at 127.0.0.1"):
+            reward_serve(["loads_for_minutes:Reward"], port=taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("package", ["starlette", "uvicorn", "pebble"])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"pip install {package}$"):
+        reward_serve(["no_such:Reward"], port=0, workers=1)
+
+
+@pytest.mark.parametrize(
+    "name, options, gpus, micro_batch",
+    [
+        ("compressibility", {"workers": 3}, [0, 1, 0], 8),
+        ("diversity", {"workers": 1}, [0], None),  # it compares groups
+        ("compressibility", {"devices": "0-2,5"}, [0, 1, 2, 5], 8),
+    ],
+)
+def test_processes_take_the_gpus_in_turn(monkeypatch, name, options, gpus, micro_batch):
+    executors = []
+
+    class Stopped:
+        def run(self, sockets):
+            pass
+
+    def make_server(app, **_):
+        executors.extend(app.state.service.executors.values())
+        return Stopped()
+
+    monkeypatch.setattr(serving, "make_server", make_server)
+    monkeypatch.setattr(server, "warm_up", lambda spec: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    reward_serve([name], port=0, timeout=7.0, **options)
+    (pool,) = executors
+    assert (pool.options.timeout, pool.options.micro_batch) == (7.0, micro_batch)
+    assert pool.options.gpus == gpus and pool.workers == len(gpus)
