@@ -199,10 +199,10 @@ def test_bodies_that_are_no_json_and_other_addresses_are_refused(url):
 def test_pages_of_other_sites_neither_score_nor_read(url):
     port = urlsplit(url).port
     info = url + "/v1/info"
-    assert httpx.get(info, headers={"Host": f"evil.example:{port}"}).status_code == 421
+    assert httpx.get(info, headers={"Host": f"example.com:{port}"}).status_code == 421
     for reply in (
-        httpx.get(info, headers={"Origin": "https://evil.example"}, trust_env=False),
-        post(url, message(), Origin="https://evil.example"),
+        httpx.get(info, headers={"Origin": "https://example.com"}, trust_env=False),
+        post(url, message(), Origin="https://example.com"),
     ):
         assert_refused(reply, 403, "another site")
     form = {"request": (None, json.dumps(message())), "image": ("x", b"")}
