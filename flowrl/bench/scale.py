@@ -27,7 +27,7 @@ from flowrl.bench.timing import best_of
 from flowrl.config import parse_config
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer
-from flowrl.sampling.units import pack_weights, unpack_weights
+from flowrl.sampling.workers import pack_weights, unpack_weights
 from flowrl.scoring.spec import closing
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Transitions

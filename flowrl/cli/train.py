@@ -136,7 +136,9 @@ def train(
         return
     from flowrl.api import align, table
     from flowrl.training.resume import AUTO
+    from flowrl.utils.launching import end_with_launcher
 
+    end_with_launcher()
     trained = align(config, resume=resume or AUTO, accept_changes=accept_changes)
     if trained.comparisons:
         print_table(table(trained.comparisons))

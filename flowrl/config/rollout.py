@@ -159,17 +159,10 @@ class WorkerOptions(Options):
         "Of a running Ray cluster, such as head:6379, or auto for the one of this machine; "
         "null starts Ray on this machine, and stops it with the run.",
     )
-    slow_after: Annotated[Number, Field(gt=1)] = option(
-        3.0,
-        "A unit of work that takes this many times as long as the median one is asked of another "
-        "worker, too; the first answer counts.",
-    )
     timeout: Positive = option(
-        600.0,
-        "Seconds after which a worker that has not answered is ended and replaced.",
-    )
-    join_timeout: Positive = option(
-        600.0, "Seconds without any worker after which the run saves and ends."
+        1800.0,
+        "Seconds without an answer, or without any worker, after which the run saves and ends with "
+        "the names of the workers that are silent.",
     )
 
 

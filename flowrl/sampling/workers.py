@@ -1,24 +1,21 @@
-"""Rollout workers: units are asked of processes elsewhere, which may be slow, die, leave and come.
+"""Run sampling jobs on remote workers that may crash, hang, leave or join.
 
-`WorkerPool` keeps so many workers, asks each unit of one of them, and of another one when that one
-dies or is slow: an answer is a function of its unit, so that the first one counts and the others
-are dropped. `RemoteGenerator` is a `RolloutGenerator` that asks a pool. Who the workers are is told
-by a `Cluster`; Ray's is in `flowrl/assembly/worker.py`.
+A rollout is cut into jobs: the batches of trees that this process would sample itself. The result
+of a job depends on the job, the weights and the recipe alone, so that the job of a worker that died
+goes to another one and no bit changes. Workers are Ray actors, which Ray places and restarts; see
+`flowrl/assembly/worker.py`. Nothing imports Ray before a pool starts.
 """
 
 import functools
 import logging
-import queue
-import statistics
-import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from flowrl.backbones.policy import Policy
@@ -28,50 +25,103 @@ from flowrl.sampling.rollout import (
     RolloutGenerator,
     RolloutRequest,
     Timer,
+    decode,
+    sample_request,
     submit_images,
 )
-from flowrl.sampling.units import (
-    Stage,
-    Unit,
-    UnitAnswer,
-    pack_weights,
-    sample_unit,
-    tree_digest,
-    with_prompts,
-)
 from flowrl.scoring.scorer import HEARTBEAT, Scoring
-from flowrl.scoring.spec import RewardResult, RewardSpec
-from flowrl.trajectory import Conditioning
+from flowrl.scoring.spec import RewardResult
+from flowrl.trajectory import Conditioning, Tree
 from flowrl.trees.plan import TreePlan
 from flowrl.trees.presets import ode
 from flowrl.utils.digests import digest
 
 LOG = logging.getLogger(__name__)
-TICK = 0.25  # seconds between looks for slow workers
-IN_FLIGHT = 2  # units of one worker: one is drawn while the other's rewards work
-LEAST = 5.0  # seconds that a unit may take before it counts as slow
-UNKNOWN = 60.0  # the same, before any unit of the run was answered
-REMEMBERED = 50  # times of units, for their median
-TRIES = 3  # answers that are errors of a worker's machine, before the run ends
-DEATHS = 20  # workers that die of one unit, before the run ends
-LAUNCHES = 5  # of one worker that end before any can work, before the run ends
-REST = 60.0  # most seconds between tries to begin
-ADAPTERS = 3  # versions of the weights that are kept for workers
-TABLE = 60.0  # seconds between tables in the log
+TRIES = 3  # workers that may die of one job before the run ends
+PAUSE = 0.5  # seconds between two looks for a first worker
 
 
-class Remote(Protocol):
-    """A worker elsewhere. Futures raise what ended it; a UserError is an answer that failed."""
+# --- a job ---------------------------------------------------------------------------------------
 
-    def join(self, probe: bytes, weights: Any) -> "Future[Joined]":
-        """Load everything and draw the probe unit."""
-        ...
 
-    def draw(self, unit: bytes, weights: Any) -> "Future[bytes]":
-        """Return an `UnitAnswer`."""
-        ...
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Which generator of a recipe samples, and which rewards it asks."""
 
-    def kill(self) -> None: ...
+    precision: str | None = None  # of candidates; None: the network of images to learn from
+    num_inference_steps: int
+    rewards: tuple[str, ...]  # names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """R trees that are sampled together."""
+
+    request: RolloutRequest  # with their prompts alone
+    plan: TreePlan
+    cond: Conditioning  # of the request's prompts, on the CPU
+    rows: int  # of each call of the network
+    stage: Stage
+    adapter: str  # digest of the weights that sample
+    keep: bool = True  # return trees and images, and not their scores alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """A worker that has loaded everything and sampled the probe."""
+
+    where: str  # host and process, for people
+    machine: str  # device and versions
+    digest: str  # of the probe's latents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """What a worker made of a job."""
+
+    worker: WorkerInfo
+    result: RewardResult  # of the stage's rewards
+    tree: Tree | None  # on the CPU; `prompt` counts in the job's prompts
+    levels: Tensor | None  # (R * leaves, 3, H, W) uint8, the images as rewards see them
+
+
+def sample_job(generator: RolloutGenerator, job: Job) -> tuple[Tree, Tensor, Scoring]:
+    """Sample a job as its generator samples a batch; return trees, images and their scoring."""
+    scoring = Scoring(specs=generator.specs, phase="rollout")
+    cond = job.cond.to(generator.backbone.device)
+    with torch.no_grad(), generator.network() as velocity:
+        tree = sample_request(
+            generator.backbone, velocity, cond, job.request, job.plan, generator.schedule(),
+            job.rows,
+        )  # fmt: skip
+        images = decode(generator.backbone, tree.leaves(), generator.decode_batch)
+        return tree, submit_images(scoring, images, job.request, len(tree.leaf)), scoring
+
+
+def tree_digest(tree: Tree) -> str:
+    """Return a digest of a tree's latents and of the means that they were sampled around."""
+    return digest(pack_weights([tree.x, tree.mean_old]))
+
+
+def pack_weights(tensors: Sequence[Tensor]) -> bytes:
+    """Return an adapter's weights as a safetensors file."""
+    plain = (tensor.detach().cpu().contiguous() for tensor in tensors)
+    return save({f"{i:06d}": tensor for i, tensor in enumerate(plain)})
+
+
+def unpack_weights(data: bytes) -> list[Tensor]:
+    """Return the tensors of `pack_weights`, in their order."""
+    tensors = load(data)
+    return [tensors[name] for name in sorted(tensors)]
+
+
+def on_device(tree: Tree, device: torch.device | str) -> Tree:
+    """Return a tree with all its tensors on a device."""
+    names = [f.name for f in fields(Tree) if f.type is Tensor]
+    return replace(tree, **{name: getattr(tree, name).to(device) for name in names})
+
+
+# --- the pool, in the training process -----------------------------------------------------------
 
 
 class Cluster(Protocol):
@@ -79,416 +129,227 @@ class Cluster(Protocol):
 
     def start(self) -> None: ...
 
-    def put(self, data: bytes) -> Any:
-        """Return what stands for the data in questions; it is sent to each machine once."""
-        ...
+    def launch(self, probe: Job, weights: list[Any]) -> Any:
+        """Return the handle of a new worker, which may have to wait for a place.
 
-    def launch(self, number: int) -> Remote:
-        """Begin a worker, which may have to wait for a place."""
+        Its methods are those of `flowrl.assembly.worker.Worker`, and return references.
+        """
         ...
 
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """What a worker says when it is ready."""
-
-    where: str  # address and process, for people
-    machine: str  # device and versions
-    digest: str  # of the probe's latents
-
-
 @dataclass(slots=True, kw_only=True)
-class WorkerStats:
-    """One line of the table of workers; a worker that is replaced keeps its line."""
-
+class _Remote:
     number: int
-    where: str = ""
-    state: str = "waits for a place"
-    units: int = 0
-    seconds: float = 0.0  # of drawing and scoring
-    failures: int = 0  # deaths, errors and units that another one answered after it was slow
+    actor: Any
+    joining: Any  # reference of its WorkerInfo; None once it has joined
+    info: WorkerInfo | None = None
+    jobs: int = 0  # in flight
+
+    def __str__(self) -> str:
+        return f"worker {self.number}" + (f" ({self.info.where})" if self.info else "")
 
 
 @dataclass(slots=True, kw_only=True)
-class _Worker:
-    stats: WorkerStats
-    remote: Remote | None = None
-    joined: bool = False
-    asked: dict[str, float] = field(default_factory=dict)  # key -> when
-    launches: int = 0  # in a row that ended before it joined
-    rest_until: float = 0.0
+class PendingJob:
+    """A job that a worker has, until its result is here."""
 
-
-@dataclass(slots=True, kw_only=True)
-class _Question:
-    unit: bytes
-    weights: Any
+    job: Job
+    weights: list[Any]  # reference of the packed weights; in a list, so that Ray leaves it alone
     what: str  # for people
-    future: "Future[UnitAnswer]"
-    asked: dict[int, float] = field(default_factory=dict)  # number of a worker -> when
-    tries: int = 0
-    deaths: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
-    """One version of the weights that sample."""
-
-    digest: str
-    weights: Any  # what `Cluster.put` returned
+    worker: _Remote
+    reference: Any
+    deaths: int = 0  # of workers that had it
+    result: JobResult | None = None
 
 
 class WorkerPool:
-    """Keeps workers and asks units of them, from a thread of its own, while it is entered.
+    """Workers that sample for this process, from the first rollout on while it is entered.
 
     Args:
         count: how many workers; those without a place wait until a machine joins.
-        slow_after: a unit is asked of another worker, too, after this many times the median time.
-        timeout: seconds after which a worker that does not answer is ended and replaced.
-        join_timeout: seconds without any worker after which the run ends.
+        timeout: seconds without an answer, or without any worker, after which the run ends.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        *,
-        count: int,
-        slow_after: float,
-        timeout: float,
-        join_timeout: float,
-    ):
-        self.cluster, self.slow_after = cluster, slow_after
-        self.timeout, self.join_timeout = timeout, join_timeout
-        self._workers = [_Worker(stats=WorkerStats(number=i)) for i in range(count)]
-        self._questions: dict[str, _Question] = {}
-        self._answered: OrderedDict[str, str] = OrderedDict()  # key -> digest, the last ones
-        self._adapters: OrderedDict[str, Adapter] = OrderedDict()
-        self._times: deque[float] = deque(maxlen=REMEMBERED)
-        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._probe: tuple[Unit, Adapter] | None = None
-        self._expected: str | None = None
-        self._ever_joined = False
-        self._alone_since = time.monotonic()
-        self._failure: UserError | None = None  # that ended it
-        self._told = 0.0
-        self._thread: threading.Thread | None = None
+    def __init__(self, cluster: Cluster, *, count: int, timeout: float):
+        self.cluster, self.count, self.timeout = cluster, count, timeout
+        self.restarts = 0
+        self._workers: list[_Remote] = []
+        self._expected: str | None = None  # digest of the probe's latents
+        self._weights: tuple[str, list[Any]] = "", []  # digest and reference, the newest
 
     def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    # --- called by the trainer ----------------------------------------------------------------
+        if self.started:
+            self._workers.clear()  # Ray ends actors that nobody can reach
+            self.cluster.close()
 
     @property
     def started(self) -> bool:
-        return self._thread is not None
+        return bool(self._workers)
 
-    def start(self, probe: Unit, adapter: Sequence[Tensor], expected: str | None) -> None:
-        """Start the workers. One that answers the probe with another digest gets no work.
+    def start(self, probe: Job, packed: bytes, expected: str | None) -> None:
+        """Start the workers. One that samples the probe with another digest gets no work.
 
         expected: the digest; None takes that of the first worker.
         """
         self.cluster.start()
-        self._probe, self._expected = (probe, self.adapter(adapter)), expected
-        self._alone_since = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="rollout workers", daemon=True)
-        self._thread.start()
+        self._expected = expected
+        weights = self.put(probe.adapter, packed)
+        for number in range(self.count):
+            actor = self.cluster.launch(probe, weights)
+            self._workers.append(_Remote(number=number, actor=actor, joining=actor.info.remote()))
 
-    def adapter(self, tensors: Sequence[Tensor]) -> Adapter:
-        """Return a version of the weights, which is sent once for all units."""
-        data = pack_weights(tensors)
-        key = digest(data)
-        if key not in self._adapters:
-            self._adapters[key] = Adapter(digest=key, weights=self.cluster.put(data))
-            while len(self._adapters) > ADAPTERS:
-                self._adapters.popitem(last=False)
-        return self._adapters[key]
+    def put(self, adapter: str, packed: bytes) -> list[Any]:
+        """Send packed weights to Ray's object store, once; return their reference in a list."""
+        import ray
 
-    def ask(self, unit: Unit, adapter: Adapter, what: str) -> "Future[UnitAnswer]":
-        """Return the future answer of a unit. It raises UserError when there will be none."""
-        data, future = unit.to_bytes(), Future()
-        question = _Question(unit=data, weights=adapter.weights, what=what, future=future)
-        self._events.put(functools.partial(self._add, digest(data), question))
-        return future
+        if adapter != self._weights[0]:
+            self._weights = adapter, [ray.put(np.frombuffer(packed, dtype=np.uint8))]
+        return self._weights[1]
 
-    def wait(self, futures: Sequence["Future[UnitAnswer]"]) -> list[UnitAnswer]:
-        """Return the answers; say every `HEARTBEAT` who is waited for."""
-        began, found = time.monotonic(), []
-        for future in futures:
-            while True:
-                try:
-                    found.append(future.result(timeout=HEARTBEAT))
-                    break
-                except TimeoutError:
-                    seconds = time.monotonic() - began
-                    LOG.warning("waiting for %s, for %.0f s", self.missing(), seconds)
-        if time.monotonic() - self._told > TABLE:
-            self._told = time.monotonic()
-            self.tell()
-        return found
+    def submit(self, job: Job, weights: list[Any], what: str) -> PendingJob:
+        """Send a job to the worker with the fewest; wait for one where there is none."""
+        worker, reference = self._send(job, weights)
+        return PendingJob(job=job, weights=weights, what=what, worker=worker, reference=reference)
 
-    def missing(self) -> str:
-        """Say which workers are waited for, with what."""
-        now, names = time.monotonic(), []
-        if not any(worker.joined for worker in self._workers):
-            return f"a worker to join ({self._workers[0].stats.state})"
-        for question in list(self._questions.values()):
-            who = [
-                f"worker {n} ({self._workers[n].stats.where}) since {now - at:.0f} s"
-                for n, at in sorted(question.asked.items())
-            ]
-            names.append(f"{question.what}: {' and '.join(who) or 'no worker is free'}")
-        more = f", and {len(names) - 3} more" if len(names) > 3 else ""
-        return "; ".join(names[:3]) + more or "the last answer"
+    def wait(self, jobs: Sequence[PendingJob]) -> list[JobResult]:
+        """Return the results of jobs.
 
-    def table(self) -> list[WorkerStats]:
-        """Return a line for each worker."""
-        return [worker.stats for worker in self._workers]
+        Raises:
+            MachineFailure: nothing came for `timeout` seconds, or several workers died of a job.
+            UserError: a job cannot be sampled or scored, as its worker says.
+        """
+        import ray
+
+        open_jobs, heard = {job.reference: job for job in jobs}, time.monotonic()
+        while open_jobs:
+            done, _ = ray.wait(list(open_jobs), timeout=min(HEARTBEAT, self.timeout))
+            for reference in done:
+                job, heard = open_jobs.pop(reference), time.monotonic()
+                job.result = self._result(job)
+                if job.result is None:
+                    job.worker, job.reference = self._send(job.job, job.weights)
+                    open_jobs[job.reference] = job
+            silent = time.monotonic() - heard
+            if not done:
+                names = sorted({str(job.worker) for job in open_jobs.values()})
+                LOG.warning("waiting for %s, for %.0f s", " and ".join(names), silent)
+                if silent >= self.timeout:
+                    raise MachineFailure(
+                        "peer",
+                        f"no answer of {' and '.join(names)} for {self.timeout:g} s "
+                        "(rollout.workers.timeout): frozen, cut off, or a reward does not return",
+                    )
+        return [job.result for job in jobs if job.result is not None]
 
     def metrics(self) -> dict[str, float]:
-        """Return what the workers did so far, as metrics."""
-        found = {"workers/joined": float(sum(worker.joined for worker in self._workers))}
-        for stats in self.table():
-            own = f"workers/{stats.number}"
-            found |= {f"{own}/units": float(stats.units), f"{own}/seconds": stats.seconds}
-            found[f"{own}/failures"] = float(stats.failures)
-        return found
+        """Return how many workers have joined, and how often one had to be replaced."""
+        joined = sum(worker.info is not None for worker in self._workers)
+        return {"workers/joined": float(joined), "workers/restarts": float(self.restarts)}
 
-    def tell(self) -> None:
-        """Log the table."""
-        lines = [
-            f"  {s.number:>6}  {s.units:>5}  {s.seconds:>8.1f}  {s.failures:>8}  {s.state}"
-            + f", {s.where}" * bool(s.where)
-            for s in self.table()
-        ]
-        LOG.info("%s", "\n".join(["  worker  units   seconds  failures  state", *lines]))
+    def _send(self, job: Job, weights: list[Any]) -> tuple[_Remote, Any]:
+        worker = min(self._joined(), key=lambda one: one.jobs)
+        worker.jobs += 1
+        return worker, worker.actor.sample.remote(job, weights)
 
-    def close(self) -> None:
-        """End the workers, and what was started for them."""
-        if self._thread is None:
-            return
-        self.tell()
-        self._events.put(None)
-        self._thread.join(30.0)
-        self._thread = None
-        self.cluster.close()
+    def _result(self, job: PendingJob) -> JobResult | None:
+        """Return a job's result, None if its worker died and another one must take it."""
+        import ray
+        from ray.exceptions import RayError, RayTaskError
 
-    # --- the thread, which alone changes the state below ---------------------------------------
+        job.worker.jobs -= 1
+        try:
+            result: Any = ray.get(job.reference)
+        except RayTaskError:  # a mistake in the program
+            raise
+        except RayError as error:
+            LOG.warning("%s is lost with %s: %s", job.worker, job.what, _first_line(error))
+            self._lost(job.worker)
+            job.deaths += 1
+            if job.deaths > TRIES:
+                raise MachineFailure("peer", f"{job.deaths} workers died of {job.what}") from error
+            return None
+        if isinstance(result, str):
+            raise UserError(f"{job.worker}: {result}")
+        # Ray may have restarted it on another machine, between two jobs.
+        return result if self._accepts(job.worker, result.worker) else None
 
-    def _run(self) -> None:
+    def _lost(self, worker: _Remote) -> None:
+        """Wait for a worker's next process, which Ray starts."""
+        if worker.info is not None:
+            self.restarts += 1
+            worker.info, worker.joining = None, worker.actor.info.remote()
+
+    def _joined(self) -> list[_Remote]:
+        """Return the workers that are ready; wait for the first one.
+
+        Raises MachineFailure when none comes, and UserError when none can work.
+        """
+        import ray
+
+        began = noticed = time.monotonic()
         while True:
-            try:
-                event = self._events.get(timeout=TICK)
-                if event is None:
-                    break
-                event()
-                self._tick()
-            except queue.Empty:
-                self._tick()
-            except Exception as error:  # a mistake here must not leave the trainer waiting
-                LOG.exception("the thread that asks workers fails")
-                self._fail_all(UserError(f"workers cannot be asked any more: {error}"))
-        for worker in self._workers:
-            if worker.remote is not None:
-                worker.remote.kill()
+            joining = {one.joining: one for one in self._workers if one.joining is not None}
+            if joining:
+                ready, _ = ray.wait(list(joining), num_returns=len(joining), timeout=0)
+                for reference in ready:
+                    self._join(joining[reference])
+            if joined := [one for one in self._workers if one.info is not None]:
+                return joined
+            now = time.monotonic()
+            if now - began > self.timeout:
+                raise MachineFailure(
+                    "peer",
+                    f"none of {self.count} workers is ready after {self.timeout:g} s "
+                    "(rollout.workers.timeout)",
+                )
+            if now - noticed > HEARTBEAT:
+                noticed = now
+                LOG.warning("waiting for a worker to load or to find a place: %.0f s", now - began)
+            time.sleep(PAUSE)
 
-    def _tick(self) -> None:
-        now = time.monotonic()
-        for worker in self._workers:
-            if worker.remote is None and now >= worker.rest_until and self._failure is None:
-                self._launch(worker)
-            elif worker.joined and worker.asked and now - min(worker.asked.values()) > self.timeout:
-                self._lose(worker, f"did not answer for {self.timeout:g} s")
-        self._assign(now)
-        self._ask_again(now)
-        if any(worker.joined for worker in self._workers):
-            self._alone_since = now
-        elif self._questions and now - self._alone_since > self.join_timeout:
-            waited = f"no worker joined for {self.join_timeout:g} s (rollout.workers.join_timeout)"
-            self._fail_all(MachineFailure("peer", waited))
+    def _join(self, worker: _Remote) -> None:
+        import ray
+        from ray.exceptions import RayError
 
-    def _add(self, key: str, question: _Question) -> None:
-        if self._failure is not None:
-            question.future.set_exception(self._failure)
-        elif key in self._questions:  # asked twice is answered once
-            self._questions[key].future.add_done_callback(
-                functools.partial(_pass_on, question.future)
-            )
-        else:
-            self._questions[key] = question
-
-    def _launch(self, worker: _Worker) -> None:
-        assert self._probe is not None
-        probe, adapter = self._probe
-        remote = worker.remote = self.cluster.launch(worker.stats.number)
-        worker.stats.state, worker.stats.where = "waits for a place", ""
-        joining = remote.join(probe.to_bytes(), adapter.weights)
-        joining.add_done_callback(self._event(self._join, worker, remote))
-
-    def _event(self, handle: Callable[..., None], *args: Any) -> Callable[[Future], None]:
-        return lambda future: self._events.put(functools.partial(handle, *args, future))
-
-    def _join(self, worker: _Worker, remote: Remote, future: "Future[Joined]") -> None:
-        if worker.remote is not remote:
-            return
         try:
-            said = future.result()
-            self._check(worker, said)
-        except Exception as error:
-            self._cannot_begin(worker, error)
+            info: Any = ray.get(worker.joining)
+        except RayError as error:  # it died while it loaded, or its machine is out of reach
+            LOG.warning("%s: %s", worker, _first_line(error))
+            worker.joining = worker.actor.info.remote()
             return
-        worker.joined, worker.launches, self._ever_joined = True, 0, True
-        worker.stats.where, worker.stats.state = said.where, "works"
+        if isinstance(info, str):
+            self._dismiss(worker, f"{worker} cannot load: {info}")
+        elif self._accepts(worker, info):
+            worker.info, worker.joining = info, None
 
-    def _check(self, worker: _Worker, said: Joined) -> None:
-        """Raise UserError for a worker that would draw other numbers."""
-        self._expected = self._expected or said.digest
-        if said.digest != self._expected:
-            raise UserError(
-                f"worker {worker.stats.number} ({said.where}) draws other numbers for the same "
-                f"unit, so that results would depend on who draws: it is {said.machine}. Use one "
-                "kind of GPU and the same versions everywhere"
-            )
+    def _accepts(self, worker: _Remote, info: WorkerInfo) -> bool:
+        """Return whether a worker has the expected bits; dismiss it otherwise."""
+        self._expected = self._expected or info.digest
+        if info.digest == self._expected:
+            return True
+        self._dismiss(
+            worker,
+            f"worker {worker.number} ({info.where}) samples other numbers for the same job: it is "
+            f"{info.machine}. Use one kind of GPU and the same versions everywhere",
+        )
+        return False
 
-    def _cannot_begin(self, worker: _Worker, error: Exception) -> None:
-        """Try again later; end the run where no worker ever began and none will."""
-        worker.launches += 1
-        why = (str(error).strip() or repr(error)).splitlines()[-1]
-        LOG.warning("worker %d cannot begin: %s", worker.stats.number, why)
-        known = isinstance(error, UserError) and not isinstance(error, MachineFailure)
-        hopeless = known and all(other.launches for other in self._workers)
-        if not self._ever_joined and (hopeless or worker.launches >= (2 if known else LAUNCHES)):
-            own = error if isinstance(error, UserError) else None
-            self._fail_all(own or UserError(f"workers cannot begin: {why}"))
-        self._lose(worker, f"cannot begin: {why}", rest=min(REST, 2.0**worker.launches / 2))
-
-    def _assign(self, now: float) -> None:
-        """Ask what nobody is asked, the workers with least to do first."""
-        for key, question in self._questions.items():
-            if question.asked:
-                continue
-            free = [w for w in self._workers if w.joined and len(w.asked) < IN_FLIGHT]
-            if not free:
-                return
-            self._ask(min(free, key=lambda w: len(w.asked)), key, question, now)
-
-    def _ask_again(self, now: float) -> None:
-        """Ask what takes too long of a worker that has nothing to do."""
-        known = statistics.median(self._times) if self._times else None
-        limit = UNKNOWN if known is None else max(LEAST, self.slow_after * known)
-        for key, question in self._questions.items():
-            if not question.asked or now - max(question.asked.values()) < limit:
-                continue
-            idle = [
-                w
-                for w in self._workers
-                if w.joined and not w.asked and w.stats.number not in question.asked
-            ]
-            if idle:
-                for number in question.asked:
-                    self._workers[number].stats.failures += 1
-                self._ask(idle[0], key, question, now)
-
-    def _ask(self, worker: _Worker, key: str, question: _Question, now: float) -> None:
-        remote = worker.remote
-        assert remote is not None
-        worker.asked[key] = question.asked[worker.stats.number] = now
-        answer = remote.draw(question.unit, question.weights)
-        answer.add_done_callback(self._event(self._take, worker, remote, key))
-
-    def _take(self, worker: _Worker, remote: Remote, key: str, future: "Future[bytes]") -> None:
-        """Take an answer: the first one counts."""
-        asked = worker.asked.pop(key, None) if worker.remote is remote else None
-        question = self._questions.get(key)
-        try:
-            answer = UnitAnswer.from_bytes(future.result())
-        except Exception as error:
-            if worker.remote is remote:
-                self._failed(worker, question, error)
-            return
-        now = time.monotonic()
-        worker.stats.units += 1
-        worker.stats.seconds += answer.seconds
-        if asked is not None:
-            self._times.append(now - asked)
-        if question is None:
-            self._compare(worker, key, answer)
-            return
-        if answer.key != key:
-            raise RuntimeError(f"asked for {key}, got {answer.key}")
-        del self._questions[key]
-        self._answered[key] = answer.digest
-        while len(self._answered) > REMEMBERED:
-            self._answered.popitem(last=False)
-        question.future.set_result(answer)
-
-    def _compare(self, worker: _Worker, key: str, answer: UnitAnswer) -> None:
-        if self._answered.get(key, answer.digest) != answer.digest:
-            LOG.warning(
-                "worker %d (%s) answered a unit with other latents than another worker: results "
-                "depend on who draws",
-                worker.stats.number, worker.stats.where,
-            )  # fmt: skip
-
-    def _failed(self, worker: _Worker, question: _Question | None, error: Exception) -> None:
-        """Ask elsewhere, unless the unit itself is what fails."""
-        number = worker.stats.number
-        worker.stats.failures += 1
-        if question is not None:
-            question.asked.pop(number, None)
-        if not isinstance(error, UserError):
-            self._lose(worker, f"died ({type(error).__name__})", counted=True)
-            if question is None:
-                return
-            question.deaths += 1
-            if question.deaths >= DEATHS:
-                text = f"{DEATHS} workers died of {question.what}, the last with: {error}"
-                self._end(question, UserError(text))
-            return
-        if question is None:
-            return
-        question.tries += 1
-        if not isinstance(error, MachineFailure) or question.tries >= TRIES:
-            error.add_note(f"So says worker {number} ({worker.stats.where}).")
-            self._end(question, error)
-
-    def _end(self, question: _Question, error: Exception) -> None:
-        key = next(k for k, q in self._questions.items() if q is question)
-        del self._questions[key]
-        question.future.set_exception(error)
-
-    def _lose(self, worker: _Worker, why: str, *, rest: float = 0.0, counted: bool = False) -> None:
-        """Give up a worker; another one takes its line, and others what it was asked."""
-        stats = worker.stats
-        if worker.joined:
-            LOG.warning("worker %d (%s) %s: others go on", stats.number, stats.where, why)
-        stats.failures += not counted
-        stats.state, worker.joined = why, False
-        worker.rest_until = time.monotonic() + rest
-        if worker.remote is not None:
-            worker.remote.kill()
-        worker.remote = None
-        worker.asked.clear()
-        for question in self._questions.values():
-            question.asked.pop(stats.number, None)
-
-    def _fail_all(self, error: UserError) -> None:
-        self._failure = error
-        for question in self._questions.values():
-            question.future.set_exception(error)
-        self._questions.clear()
+    def _dismiss(self, worker: _Remote, why: str) -> None:
+        """Go on without a worker. Raises UserError if it was the last one."""
+        if self._workers == [worker]:
+            raise UserError(why)
+        if worker in self._workers:
+            LOG.warning("%s; the run continues without it", why)
+            self._workers.remove(worker)
 
 
-def _pass_on(to: Future, of: Future) -> None:
-    error = of.exception()
-    if error is not None:
-        to.set_exception(error)
-    else:
-        to.set_result(of.result())
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 # --- what the trainer samples with ---------------------------------------------------------------
@@ -496,113 +357,79 @@ def _pass_on(to: Future, of: Future) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteGenerator(RolloutGenerator):
-    """A generator whose batches are units for workers; texts are encoded in this process.
+    """A generator whose batches are jobs for workers; texts are encoded in this process.
 
-    Rewards that compare whole groups, which a unit may cut, are asked in this process, too.
+    A job may cut a group, so rewards work in this process if one of them compares whole groups.
     """
 
     pool: WorkerPool
     policy: Policy
     adapter: str  # that samples
-    draws_alike: bool  # this process's network has the workers' bits, so that it can draw a probe
+    draws_alike: bool  # this process's network has the workers' bits, so that it can check them
     precision: str | None = None  # of candidates, see `Stage`
 
     def _begin(
         self, request: RolloutRequest, own: Tensor, plan: TreePlan, cond: Conditioning, keep: bool
     ) -> Callable[[Timer], tuple[Parts, RewardResult]]:
-        mine, (together, rows) = request.take(own), self.batch_shape(request, plan)
-        here = [spec for spec in self.specs if spec.whole_groups]
-        elsewhere = [spec for spec in self.specs if not spec.whole_groups]
+        local = any(spec.whole_groups for spec in self.specs)
         stage = Stage(
             precision=self.precision,
             num_inference_steps=self.num_inference_steps,
-            rewards=tuple(spec.name for spec in elsewhere),
+            rewards=() if local else tuple(spec.name for spec in self.specs),
         )
+        mine, (together, rows) = request.take(own), self.batch_shape(request, plan)
+        packed = pack_weights(self.policy.weights(self.adapter))
+        adapter = digest(packed)
         parts = [mine.only(part) for part in torch.arange(len(own)).split(together) if len(part)]
-        if not self.pool.started:
-            self._start(parts[0], cond, rows)
-        adapter, asked = self.pool.adapter(self.policy.weights(self.adapter)), []
-        for number, part in enumerate(parts):
-            unit = Unit(
+        jobs = [
+            Job(
                 request=part.take(torch.arange(len(part.prompt))),
                 plan=plan,
-                cond=cond.take(part.prompt.unique()),
+                cond=cond.take(part.prompt.unique()).to("cpu"),
                 rows=rows,
                 stage=stage,
-                adapter=adapter.digest,
-                keep=keep or bool(here),
+                adapter=adapter,
+                keep=keep or local,
             )
-            what = f"unit {number + 1} of {len(parts)} of iteration {request.iteration}"
-            asked.append(self.pool.ask(unit, adapter, what))
-        return functools.partial(self._wait, parts, asked, elsewhere, here)
+            for part in parts
+        ]
+        if not self.pool.started:
+            self._start(jobs[0], packed)
+        weights, of = self.pool.put(adapter, packed), f"of {len(jobs)} of iteration"
+        pending = [
+            self.pool.submit(job, weights, f"job {i + 1} {of} {request.iteration}")
+            for i, job in enumerate(jobs)
+        ]
+        return functools.partial(self._wait, parts, pending, local)
 
-    def _start(self, part: RolloutRequest, cond: Conditioning, rows: int) -> None:
-        """Start the pool, with two steps of the first batch as the probe.
-
-        It has the shapes of the rollout, and its texts are those that are encoded now.
-        """
-        weights = self.policy.weights(self.adapter)
-        probe = Unit(
-            request=part.take(torch.arange(len(part.prompt))),
-            plan=ode(2, 1),
-            cond=cond.take(part.prompt.unique()),
-            rows=rows,
-            stage=Stage(num_inference_steps=2, rewards=()),
-            adapter=digest(pack_weights(weights)),
-            keep=False,
-        )
-        expected = None
+    def _start(self, job: Job, packed: bytes) -> None:
+        """Start the pool, with two steps of the first job as the probe: it has its shapes."""
+        stage = Stage(num_inference_steps=2, rewards=())
+        probe, expected = replace(job, plan=ode(2, 1), stage=stage, keep=False), None
         if self.draws_alike:
-            tree, _, _ = sample_unit(replace(self, specs=(), num_inference_steps=2), probe)
+            tree, _, _ = sample_job(replace(self, specs=(), num_inference_steps=2), probe)
             expected = tree_digest(tree)
-        self.pool.start(probe, weights, expected)
+        self.pool.start(probe, packed, expected)
 
     def _wait(
-        self,
-        requests: Sequence[RolloutRequest],
-        asked: Sequence["Future[UnitAnswer]"],
-        elsewhere: Sequence[RewardSpec],
-        here: Sequence[RewardSpec],
+        self, requests: Sequence[RolloutRequest], jobs: Sequence[PendingJob], local: bool,
         timer: Timer,
-    ) -> tuple[Parts, RewardResult]:
-        """Wait for the units; ask the rewards that compare groups."""
+    ) -> tuple[Parts, RewardResult]:  # fmt: skip
+        """Wait for the jobs; score their images here if `local`."""
         began = time.perf_counter()
-        answers = self.pool.wait(asked)
+        results = self.pool.wait(jobs)
         waited = time.perf_counter() - began
         timer.lap(self.times[0])
         waited += timer.seconds.get("workers/waited", 0.0)  # of an iteration's first stage
         timer.seconds |= self.pool.metrics() | {"workers/waited": waited}
-        scoring, parts = Scoring(specs=here, phase="rollout"), []
-        for request, answer in zip(requests, answers, strict=True):
-            if answer.tree is None or answer.levels is None:
+        scoring, parts = Scoring(specs=self.specs if local else (), phase="rollout"), []
+        for request, one in zip(requests, results, strict=True):
+            if one.tree is None or one.levels is None:
                 continue
-            tree = with_prompts(answer.tree, request.prompt, self.backbone.device)
-            images = answer.levels.float().div_(255)
-            submit_images(scoring, images.split(self.decode_batch), request, len(tree.leaf))
+            tree = on_device(replace(one.tree, prompt=request.prompt), self.backbone.device)
+            images = one.levels.float().div_(255)
+            if local:
+                submit_images(scoring, images.split(self.decode_batch), request, len(tree.leaf))
             parts.append((tree, images))
-        results = [answer.result for answer in answers]
-        own = RewardResult.cat(results) if results else None
-        return parts, self._joined(own, elsewhere, scoring.result(), here)
-
-    def _joined(
-        self,
-        own: RewardResult | None,
-        elsewhere: Sequence[RewardSpec],
-        groups: RewardResult,
-        here: Sequence[RewardSpec],
-    ) -> RewardResult:
-        """Return the scores of workers and of this process, in the order of the rewards."""
-        if own is None or not here:
-            return own or groups
-        order = [spec.name for spec in [*elsewhere, *here]]
-        columns = torch.tensor([order.index(spec.name) for spec in self.specs])
-        both: Mapping[str, Tensor] = {
-            name: torch.cat([getattr(own, name), getattr(groups, name)], 1)[:, columns]
-            for name in ("scores", "valid", "applicable")
-        }
-        return RewardResult(
-            **both,
-            names=tuple(spec.name for spec in self.specs),
-            errors=own.errors | groups.errors,
-            seconds=own.seconds | groups.seconds,
-        )
+        scored = [one.result for one in results]
+        return parts, RewardResult.cat(scored) if scored and not local else scoring.result()

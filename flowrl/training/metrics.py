@@ -198,9 +198,7 @@ METRICS: dict[str, str] = {
     "time/train": "Seconds for all updates on them.",
     "workers/joined": "With `rollout.workers`: how many work now.",
     "workers/waited": "Seconds that the trainer waited for workers in this iteration.",
-    "workers/<n>/units": "Units of work that one worker, or those before it in its place, did.",
-    "workers/<n>/seconds": "Seconds that these took, drawing and scoring.",
-    "workers/<n>/failures": "How often it died, failed or was so slow that another was asked.",
+    "workers/restarts": "How often a worker was lost and replaced.",
 }
 
 _PAGE = """# Metrics

@@ -7,7 +7,7 @@ import torch
 
 from flowrl.bench import scale
 from flowrl.errors import UserError
-from flowrl.sampling.units import pack_weights
+from flowrl.sampling.workers import pack_weights
 
 NAMES = [
     "1 process", "1 worker", "2 processes", "2 processes, sharded", "2 workers",

@@ -7,6 +7,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -76,6 +77,37 @@ def test_a_signal_while_processes_are_started_reaches_those_that_come_after_it(m
     monkeypatch.setattr(launching, "SAVING", -8.0)  # one that was not told is killed, not asked
     assert run_processes(program("time.sleep(600)"), 3, cpu=True) == 128 + signal.SIGTERM
     assert [process.returncode for process in started] == [-signal.SIGTERM] * 3
+
+
+def test_ranks_listen_on_loopback_alone_and_end_with_a_killed_launcher():
+    rank = """
+import time, torch.distributed as dist
+from flowrl.utils.launching import end_with_launcher
+end_with_launcher()
+dist.init_process_group("gloo")
+dist.barrier()
+print("ready", flush=True)
+time.sleep(600)
+"""
+    launch = (
+        "import sys; from flowrl.utils.launching import run_processes; "
+        f"run_processes([sys.executable, '-c', {rank!r}], 2, cpu=True)"
+    )
+    launcher = psutil.Popen([sys.executable, "-c", launch], stdout=subprocess.PIPE)
+    try:
+        assert [launcher.stdout.readline() for _ in "01"] == [b"ready\n"] * 2
+        ranks = launcher.children()
+        listening = {
+            connection.laddr.ip
+            for process in [launcher, *ranks]
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, listening
+    finally:
+        launcher.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_as_many_processes_as_gpus_or_fewer_and_without_any_on_the_cpu(monkeypatch):
