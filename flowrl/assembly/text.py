@@ -39,6 +39,7 @@ from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.scoring.spec import RewardSpec
 from flowrl.trees.memory import free_bytes
 from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import remove_abandoned
 from flowrl.utils.progress import Steps
 
 LOG = logging.getLogger(__name__)
@@ -191,7 +192,9 @@ class TextCaches:
             UserError: on all processes, for texts that do not fit into memory and must, and for a
                 damaged file where the encoders were not loaded.
         """
-        free = self.config.memory.text_encoders == "free"
+        free, folder = self.config.memory.text_encoders == "free", self.config.memory.prompt_cache
+        if folder is not None and runtime.is_main:
+            remove_abandoned(Path(folder))
         asked = [(self._caches[guidance > 1], prompt) for guidance, prompt in prompts]
         texts = list({(cache, cache.key(p)): (cache, p) for cache, p in asked}.values())
         # Dealt one by one, since what is missing often lies side by side.

@@ -1,5 +1,6 @@
-"""`flowrl benchmark`: generate images of a benchmark's prompts and score them."""
+"""`flowrl evaluate` and `flowrl benchmark`: score a pipeline on held-out prompts."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from flowrl.cli._console import (
     print_scores,
     print_table,
 )
+from flowrl.cli.train import Words, recipe_request
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,6 +33,78 @@ Output = Annotated[
     typer.Option("--output-dir", "-o", help="Folder for the images; a second call resumes."),
 ]
 Revision = Annotated[str | None, typer.Option(help="Of a pipeline from the Hub.")]
+
+
+def evaluate(
+    words: Words = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RUN|FILE|HUB",
+            help="LoRA to evaluate: a run folder, a file or OWNER/NAME; may be repeated.",
+        ),
+    ] = None,
+    lora_alpha: LoraAlpha = None,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--output-dir", "-o", help="Folder for the leaderboard, its images and scores."
+        ),
+    ] = None,
+    per_prompt: Annotated[
+        int, typer.Option(min=1, help="Leaderboard: images per prompt; diversity needs at least 2.")
+    ] = 2,
+    as_deployed: Annotated[
+        bool,
+        typer.Option(
+            "--as-deployed",
+            help="Generate with pipe(prompt, ...): the pipeline's own scheduler and dtype.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Score a pipeline, with or without LoRAs, on a recipe's held-out prompts.
+
+    With -o, a leaderboard (HTML, PNG, csv) compares the base and all LoRAs in pairs, on the same
+    prompts and noise, with Holm's correction. Images and scores stay in the folder: the same
+    command resumes, and LoRAs can be added later.
+
+    Examples:
+
+      flowrl evaluate quickstart
+
+      flowrl evaluate quickstart --lora runs/quickstart evaluation.num_images=600
+
+      flowrl evaluate quickstart --lora runs/quickstart evaluation.num_inference_steps=[8,28]
+
+      flowrl evaluate quickstart-sana --lora runs/quickstart-sana --as-deployed
+
+      flowrl evaluate quickstart --lora runs/a --lora runs/b -o leaderboard
+    """
+    from flowrl.config import load_config
+
+    request = recipe_request(words, "flowrl evaluate quickstart")
+    deployed = ["evaluation.as_deployed=true"] if as_deployed else []
+    config, loras = load_config(request.recipe, [*request.overrides, *deployed]), lora or []
+    if output_dir is None and len(loras) > 1:
+        raise UserError("Several LoRAs need a folder for images and scores: add -o leaderboard.")
+    if output_dir is not None:
+        from flowrl.evaluation.comparison import compare_loras
+        from flowrl.evaluation.leaderboard import ranking, write_leaderboard
+
+        comparison = compare_loras(
+            config, loras, output_dir, per_prompt=per_prompt, lora_alpha=lora_alpha
+        )
+        typer.echo(write_leaderboard(comparison, output_dir))
+        print_table(ranking(comparison), as_json=as_json)
+        for line in (line for entry in comparison.entries for line in entry.missing):
+            typer.echo(line, err=True)
+        return
+    from flowrl.api import evaluate as evaluate_pipeline
+
+    rows = evaluate_pipeline(config, lora=loras[0] if loras else None, lora_alpha=lora_alpha)
+    if rows:  # with several processes, only the first has them
+        print_table(rows, as_json=as_json)
 
 
 def benchmark(  # noqa: PLR0913  # an argument for each option
@@ -100,37 +174,55 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
         model=model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
         steps=steps, max_sequence_length=max_sequence_length, device=device, revision=revision,
     )  # fmt: skip
+
+    def generate(records: "list[PromptRecord]") -> Path:
+        from flowrl.evaluation.drawing import draw_prompts
+        from flowrl.utils.files import locked_folder
+
+        if output_dir is None:
+            raise UserError("No folder for the images: add -o images/NAME.")
+        with locked_folder(output_dir, "images"):
+            pipeline = drawing.build()
+            return draw_prompts(pipeline, records, output_dir, per_prompt=per_prompt, seed=seed)
+
     if name == "geneval":
         if reward:
             raise UserError("--reward is not for geneval, which has its own judge: leave it out.")
-        _geneval(drawing, prompts, args, output_dir, per_prompt, seed, as_json)
+        _geneval(drawing, generate, prompts, arguments_of(["geneval"], args)[0], as_json)
         return
     if not reward:
         raise UserError("--reward is missing: name one, such as --reward clipscore.")
     if prompts is not None:
         raise UserError(f"--prompts is for geneval alone: {name} names the prompts already.")
-    _any_prompts(drawing, name, reward, args, output_dir, per_prompt, seed, as_json)
+    from flowrl.evaluation import benchmark as benchmarks
+    from flowrl.scoring.spec import RewardSpec, load_reward
+
+    records = benchmarks.benchmark_prompts(name)
+    pairs = zip(reward, arguments_of(reward, args), strict=True)
+    specs = [RewardSpec(name=r, reward=load_reward(r, values)) for r, values in pairs]
+    folder = generate(records)
+    scored = benchmarks.score_folder(folder, specs)
+    typer.echo(folder / benchmarks.SCORES)
+    table = benchmarks.kind_table(folder, scored.rows, reward)
+    print_scores(table, scored.missing, scored.rows, reward, as_json=as_json)
 
 
 def _geneval(
     drawing: "DrawingOptions",
+    generate: "Callable[[list[PromptRecord]], Path]",
     prompts: Path | None,
-    args: list[str] | None,
-    output_dir: Path | None,
-    per_prompt: int,
-    seed: int,
+    judge: dict | None,
     as_json: bool,
 ) -> None:
     """Generate GenEval's images, unless the model is a folder of them, and judge them."""
     from flowrl.evaluation import benchmark as benchmarks
 
-    judge = arguments_of(["geneval"], args)[0]
     folder = Path(drawing.model)
     if not folder.is_dir() or (folder / "model_index.json").is_file():
         records = benchmarks.geneval_prompts(prompts)
-        judged = [(record.text, record.metadata) for record in records]
-        benchmarks.geneval_judge(judge, judged, str(prompts))  # before hours of sampling
-        folder = _drawn(drawing, records, output_dir, per_prompt, seed)
+        texts = [(record.text, record.metadata) for record in records]
+        benchmarks.geneval_judge(judge, texts, str(prompts))  # before hours of sampling
+        folder = generate(records)
     elif prompts or drawing.lora:
         raise UserError(f"{folder} is a folder of images: leave --prompts and --lora out.")
     rows = benchmarks.judge_geneval(folder, judge)
@@ -145,43 +237,3 @@ def _geneval(
         )
     if len(failed) == len(rows):
         raise typer.Exit(1)
-
-
-def _any_prompts(
-    drawing: "DrawingOptions",
-    name: str,
-    reward: list[str],
-    args: list[str] | None,
-    output_dir: Path | None,
-    per_prompt: int,
-    seed: int,
-    as_json: bool,
-) -> None:
-    """Generate images of any prompts, and score them with any rewards."""
-    from flowrl.evaluation import benchmark as benchmarks
-    from flowrl.scoring.spec import RewardSpec, load_reward
-
-    records = benchmarks.benchmark_prompts(name)
-    pairs = zip(reward, arguments_of(reward, args), strict=True)
-    specs = [RewardSpec(name=r, reward=load_reward(r, its)) for r, its in pairs]
-    folder = _drawn(drawing, records, output_dir, per_prompt, seed)
-    scored = benchmarks.score_folder(folder, specs)
-    typer.echo(folder / benchmarks.SCORES)
-    table = benchmarks.kind_table(folder, scored.rows, reward)
-    print_scores(table, scored.missing, scored.rows, reward, as_json=as_json)
-
-
-def _drawn(
-    drawing: "DrawingOptions",
-    records: "list[PromptRecord]",
-    output_dir: Path | None,
-    per_prompt: int,
-    seed: int,
-) -> Path:
-    from flowrl.evaluation.drawing import draw_prompts
-    from flowrl.utils.files import locked_folder
-
-    if output_dir is None:
-        raise UserError("No folder for the images: add -o images/NAME.")
-    with locked_folder(output_dir, "images"):
-        return draw_prompts(drawing.build(), records, output_dir, per_prompt=per_prompt, seed=seed)

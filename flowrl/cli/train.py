@@ -1,4 +1,4 @@
-"""`flowrl train` and `flowrl evaluate`: commands that take a recipe."""
+"""`flowrl train`, and the words of every command that takes a recipe."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowrl.cli._console import AsJson, LoraAlpha, print_table
+from flowrl.cli._console import print_table
 from flowrl.cli.recipes import complete_recipe
 from flowrl.errors import UserError
 
@@ -220,85 +220,3 @@ def saved_recipe(resume: str | None) -> Path:
         if (folder / "config.yaml").is_file():
             return folder / "config.yaml"
     raise UserError(f"There is no config.yaml in {resume} or above it: expected a run folder.")
-
-
-def evaluate(
-    words: Words = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RUN|FILE|HUB",
-            help="LoRA to evaluate: a run folder, a file or OWNER/NAME; may be repeated.",
-        ),
-    ] = None,
-    lora_alpha: LoraAlpha = None,
-    output_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-dir", "-o", help="Folder for the leaderboard, its images and scores."
-        ),
-    ] = None,
-    per_prompt: Annotated[
-        int, typer.Option(min=1, help="Leaderboard: images per prompt; diversity needs at least 2.")
-    ] = 2,
-    as_deployed: Annotated[
-        bool,
-        typer.Option(
-            "--as-deployed",
-            help="Generate with pipe(prompt, ...): the pipeline's own scheduler and dtype.",
-        ),
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Score a pipeline, with or without LoRAs, on a recipe's held-out prompts.
-
-    With -o or several LoRAs, a leaderboard (HTML, PNG, csv) compares the base and all LoRAs in
-    pairs, on the same prompts and noises, with Holm's correction. Images and scores stay in the
-    folder: the same command resumes, and LoRAs can be added later.
-
-    Examples:
-
-      flowrl evaluate quickstart
-
-      flowrl evaluate quickstart --lora runs/quickstart evaluation.num_images=600
-
-      flowrl evaluate quickstart --lora runs/quickstart evaluation.num_inference_steps=[8,28]
-
-      flowrl evaluate quickstart-sana --lora runs/quickstart-sana --as-deployed
-
-      flowrl evaluate quickstart --lora runs/a --lora runs/b -o leaderboard
-    """
-    from flowrl.config import load_config
-
-    request = recipe_request(words, "flowrl evaluate quickstart")
-    deployed = ["evaluation.as_deployed=true"] if as_deployed else []
-    config = load_config(request.recipe, [*request.overrides, *deployed])
-    loras = lora or []
-    if output_dir is not None or len(loras) > 1:
-        _compare(config, loras, output_dir, lora_alpha, per_prompt, as_json)
-        return
-    from flowrl.api import evaluate as evaluate_pipeline
-
-    rows = evaluate_pipeline(config, lora=loras[0] if loras else None, lora_alpha=lora_alpha)
-    if rows:  # of several processes the first one has them
-        print_table(rows, as_json=as_json)
-
-
-def _compare(
-    config: "Config",
-    loras: Sequence[str],
-    folder: Path | None,
-    lora_alpha: float | None,
-    per_prompt: int,
-    as_json: bool,
-) -> None:
-    from flowrl.evaluation.contest import hold_contest
-    from flowrl.evaluation.leaderboard import ranking, write_leaderboard
-
-    if folder is None:
-        raise UserError("Several LoRAs need a folder for images and scores: add -o leaderboard.")
-    contest = hold_contest(config, loras, folder, per_prompt=per_prompt, lora_alpha=lora_alpha)
-    typer.echo(write_leaderboard(contest, folder))
-    print_table(ranking(contest), as_json=as_json)
-    for line in (line for contestant in contest.contestants for line in contestant.missing):
-        typer.echo(line, err=True)

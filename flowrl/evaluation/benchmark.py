@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from flowrl.utils.images import to_tensor
 from flowrl.utils.progress import Steps
 
 GENEVAL = "geneval"
-# Benchmarks that are read from the Hub under the name that everybody uses; others are files.
+# Benchmarks on the Hub by their usual names; any other name is a file.
 NAMES = {"drawbench": "hf:sayakpaul/drawbench:train:Prompts"}
 RESULTS, SCORES = "results.jsonl", "scores.csv"
-KINDS = ("tag", "category", "Category", "kind")  # metadata keys that tell prompts' kinds apart
-DETECTOR = {"detector": "mask2former", "colors": "clip"}  # as published, but for the framework
+KINDS = ("tag", "category", "Category", "kind")  # metadata keys of the kind of a prompt
+DETECTOR = {"detector": "mask2former", "colors": "clip"}  # as published, in another framework
 
 Row = dict[str, Any]
 
@@ -61,14 +61,14 @@ def geneval_prompts(source: str | Path | None) -> list[PromptRecord]:
 def geneval_judge(
     args: Mapping[str, Any] | None, prompts: Sequence[tuple[str, Mapping[str, Any]]], where: str
 ) -> Any:
-    """Return the reward that judges as published, see `judge_geneval`.
+    """Return the reward that applies GenEval's published rule, see `judge_geneval`.
 
-    prompts: texts and metadata of what it will judge.
+    prompts: texts and metadata of the images to judge.
 
     Raises UserError, beginning with `where`, for prompts that its detector cannot judge.
     """
-    own: Any = {k: v for k, v in (args or DETECTOR).items() if k != "mode"}
-    reward: Any = load_reward(GENEVAL, own | {"mode": "official"})
+    options: Any = {k: v for k, v in (args or DETECTOR).items() if k != "mode"}
+    reward: Any = load_reward(GENEVAL, options | {"mode": "official"})
     for prompt, metadata in dict(prompts).items():
         try:
             reward.check(prompt, metadata)
@@ -95,14 +95,14 @@ def judge_geneval(folder: Path, args: Mapping[str, Any] | None = None) -> list[R
 
 
 def layout_images(folder: Path) -> list[ImageFile]:
-    """Return the images of a folder that says their prompts. Raises UserError for another one."""
-    found = labelled_images(folder) if folder.is_dir() else None
-    if not found:
+    """Return the images of a folder with their prompts. Raises UserError without prompts."""
+    images = labelled_images(folder) if folder.is_dir() else None
+    if not images:
         raise UserError(
             f"{folder} is not in GenEval's layout: expected 00000/metadata.jsonl and "
             "00000/samples/0000.png, and so on for each prompt"
         )
-    return found
+    return images
 
 
 def _judged(reward: Any, image: ImageFile) -> Row:
@@ -138,14 +138,19 @@ def geneval_table(rows: Sequence[Row]) -> list[Row]:
     """
     tasks: dict[str, list[bool]] = {}
     for row in rows:
-        own = tasks.setdefault(row["tag"], [])
+        verdicts = tasks.setdefault(row["tag"], [])
         if row["correct"] is not None:
-            own.append(bool(row["correct"]))
+            verdicts.append(bool(row["correct"]))
     table: list[Row] = [
-        {"task": tag, "accuracy": _mean(own), "correct": sum(own), "images": len(own)}
-        for tag, own in tasks.items()
+        {
+            "task": tag,
+            "accuracy": _mean(verdicts),
+            "correct": sum(verdicts),
+            "images": len(verdicts),
+        }
+        for tag, verdicts in tasks.items()
     ]
-    judged = [verdict for own in tasks.values() for verdict in own]
+    judged = [verdict for verdicts in tasks.values() for verdict in verdicts]
     overall = {
         "task": "mean of tasks",
         "accuracy": _mean([row["accuracy"] for row in table]),
@@ -163,7 +168,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def score_folder(folder: Path, specs: Sequence[RewardSpec]) -> ScoredFiles:
-    """Score a folder that says its prompts; write `scores.csv` into it."""
+    """Score a folder of images with prompts; write `scores.csv` into it."""
     with closing(specs):
         scored = score_files(specs, layout_images(folder))
     write_csv(folder / SCORES, scored.rows)
@@ -185,23 +190,18 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 def kind_table(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
     """Return the mean scores of each kind of prompt, and of all; rows as `score_files` gives."""
     kinds = {str(image.path): kind_of(image.metadata) for image in layout_images(folder)}
-    found: dict[str, list[Row]] = {}
+    by_kind: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(kinds[row["image"]], []).append(row)
-    parts = sorted(found.items()) if set(found) != {""} else []
-    return [_means(kind or "other", own, names) for kind, own in parts] + [
-        _means("all", rows, names)
+        by_kind.setdefault(kinds[row["image"]], []).append(row)
+    parts = sorted(by_kind.items()) if set(by_kind) != {""} else []
+    return [
+        {"prompts": kind}
+        | {name: _mean([row[name] for row in part if row[name] == row[name]]) for name in names}
+        | {"images": len(part)}
+        for kind, part in [*((kind or "other", part) for kind, part in parts), ("all", rows)]
     ]
 
 
 def kind_of(metadata: Mapping[str, Any]) -> str:
-    """Return the kind of a prompt, "" where its metadata tell none."""
+    """Return the kind of a prompt, "" where its metadata have none."""
     return next((str(metadata[key]) for key in KINDS if metadata.get(key)), "")
-
-
-def _means(kind: str, rows: Sequence[Row], names: Sequence[str]) -> Row:
-    def known(name: str) -> Iterator[float]:
-        return (row[name] for row in rows if row[name] == row[name])
-
-    means = {name: _mean(list(known(name))) for name in names}
-    return {"prompts": kind} | means | {"images": len(rows)}

@@ -1,4 +1,4 @@
-"""Draw images with a pipeline's own call: `flowrl sample`, `geneval` and `benchmark`."""
+"""Generate images with a pipeline's own call, for `flowrl sample`, `benchmark` and `vote`."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -31,8 +31,10 @@ SETTINGS = "drawn.json"  # beside the folders of prompts: how they were drawn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawingOptions:
-    """What draws, and how. None is what the run of the LoRA was evaluated with, or the pipeline's
-    own default."""
+    """Pipeline, LoRA and arguments of the call.
+
+    None: as the run of the LoRA was evaluated, else the pipeline's default.
+    """
 
     model: str
     lora: str | None = None
@@ -48,7 +50,7 @@ class DrawingOptions:
     def build(self) -> "Drawing":
         """Load the pipeline. Raises UserError for a LoRA that cannot be read, before that."""
         added = open_lora(self.lora, alpha=self.lora_alpha) if self.lora else None
-        asked = {
+        options = {
             "guidance_scale": self.guidance,
             "num_inference_steps": self.steps,
             "max_sequence_length": self.max_sequence_length,
@@ -60,7 +62,7 @@ class DrawingOptions:
         dtype = "bf16" if where.type == "cuda" else "fp32"
         pipeline = load_pipeline(self.model, dtype=dtype, device=where, revision=self.revision)
         call = pipeline_call_arguments(pipeline, self.negative) | {"negative_prompt": ""} | of_run
-        call |= {name: value for name, value in asked.items() if value is not None}
+        call |= {name: value for name, value in options.items() if value is not None}
         if added is not None:
             load_lora(pipeline, added)
         return Drawing(pipeline=pipeline, call=call, lora=added, rlg=self.rlg, options=self)
@@ -77,29 +79,32 @@ class Drawing:
     options: DrawingOptions
 
     def image(self, prompt: str, seed: int, negative: str | None = None) -> Image.Image:
-        """Draw one image; `negative` replaces the negative prompt of the call."""
-        own = {} if negative is None else {"negative_prompt": negative}
+        """Generate one image; `negative` replaces the negative prompt of the call."""
+        changes = {} if negative is None else {"negative_prompt": negative}
         generator = torch.Generator().manual_seed(seed)
         with nullcontext() if self.rlg is None else RLG(self.pipeline, self.rlg):
-            return self.pipeline(prompt, generator=generator, **(self.call | own)).images[0]
+            return self.pipeline(prompt, generator=generator, **(self.call | changes)).images[0]
 
     def identity(self) -> dict[str, Any]:
         """Return everything that decides the images of a prompt and a seed, as JSON has it."""
         names = ("model", "negative", "revision", "rlg")
-        own = {name: value for name, value in asdict(self.options).items() if name in names}
+        options = {name: value for name, value in asdict(self.options).items() if name in names}
         call = {k: float(v) if isinstance(v, int) else v for k, v in self.call.items()}
-        return own | {"call": call, "lora": None if self.lora is None else digest(self.lora)}
+        return options | {
+            "call": call,
+            "lora": None if self.lora is None else lora_digest(self.lora),
+        }
 
 
-def digest(lora: LoRA) -> str:
-    """Return 16 hex digits that identify a LoRA by its tensors and strengths, whatever its file."""
-    found = blake2b(digest_size=8)
+def lora_digest(lora: LoRA) -> str:
+    """Return 16 hex digits that identify a LoRA by its tensors and strengths, not by its file."""
+    state = blake2b(digest_size=8)
     for name in sorted(lora.state):
         tensor = lora.state[name].detach().cpu().contiguous()
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(tensor.view(torch.uint8).numpy().tobytes())
-    found.update(json.dumps(lora.strengths, sort_keys=True).encode())
-    return found.hexdigest()
+        state.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        state.update(tensor.view(torch.uint8).numpy().tobytes())
+    state.update(json.dumps(lora.strengths, sort_keys=True).encode())
+    return state.hexdigest()
 
 
 def draw_prompts(
@@ -109,20 +114,20 @@ def draw_prompts(
     *,
     per_prompt: int,
     seed: int,
-    own_noise: bool = False,
+    distinct_noise: bool = False,
 ) -> Path:
-    """Draw images of each prompt in GenEval's official layout; go on where an earlier call ended.
+    """Generate images of each prompt in GenEval's official layout; resume an earlier call.
 
     `00000/metadata.jsonl` is the prompt's row, `00000/samples/0000.png` has the seed `seed`, the
     next image the next one. The caller holds the folder's lock, see `locked_folder`. Raises
     UserError for a folder that was drawn in another way.
 
     Args:
-        own_noise: seeds go on from prompt to prompt. Otherwise they begin anew at each, as GenEval
-            has them, and the first images of all prompts come from the same noise.
+        distinct_noise: number the seeds through all prompts. Otherwise they restart at each prompt,
+            as in GenEval, and the first images of all prompts have the same noise.
     """
     how = drawing.identity() | {"seed": seed, "prompts": _names(prompts)}
-    how |= {"own_noise": True, "per_prompt": per_prompt} if own_noise else {}
+    how |= {"distinct_noise": True, "per_prompt": per_prompt} if distinct_noise else {}
     text = json.dumps(how, indent=2, sort_keys=True, default=str) + "\n"
     saved = folder / SETTINGS
     if saved.is_file() and saved.read_text("utf-8") != text:
@@ -137,7 +142,7 @@ def draw_prompts(
     count = len(prompts) * per_prompt
     with Steps("drawing", count, start=count - len(missing)) as steps:
         for record, path, index, number in missing:
-            first = seed + index * per_prompt if own_noise else seed
+            first = seed + index * per_prompt if distinct_noise else seed
             image = drawing.image(record.text, first + number, record.negative)
             write_bytes(path, png(image))
             steps.advance()
@@ -151,11 +156,11 @@ def _names(prompts: Sequence[PromptRecord]) -> str:
 def _missing(
     prompts: Sequence[PromptRecord], folder: Path, per_prompt: int
 ) -> Iterator[tuple[PromptRecord, Path, int, int]]:
-    """Write the rows of the prompts; yield images that are not there, with prompt and number."""
+    """Write the rows of the prompts; yield the missing images with prompt and number."""
     for index, record in enumerate(prompts):
         place = folder / f"{index:05d}"
-        own = {} if record.negative is None else {"negative": record.negative}
-        row = json.dumps(record.metadata | own | {"prompt": record.text}, ensure_ascii=False)
+        negative = {} if record.negative is None else {"negative": record.negative}
+        row = json.dumps(record.metadata | negative | {"prompt": record.text}, ensure_ascii=False)
         write_text(place / METADATA, row + "\n")
         for number in range(per_prompt):
             path = place / SAMPLES / f"{number:04d}.png"

@@ -1,71 +1,76 @@
-"""The pages of a contest: `index.html`, `leaderboard.png`, and its numbers as csv."""
+"""Write a comparison as `index.html`, `leaderboard.png` and csv tables."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from flowrl.evaluation.benchmark import Row, write_csv
-from flowrl.evaluation.contest import (
+from flowrl.evaluation.comparison import (
     BASE,
     DIVERSITY,
     OVERALL,
     SIGNIFICANT,
-    Contest,
-    Contestant,
-    PairContrast,
+    Comparison,
+    Entry,
 )
 from flowrl.functional.contrasts import fewest_prompts
 from flowrl.utils.files import write_bytes, write_text
-from flowrl.utils.images import INK, Color, Stack, data_url, image_grid, png
+from flowrl.utils.images import INK, Stack, data_url, image_grid, png
 from flowrl.utils.templates import number, render, signed
 
-SHOWN = 12  # prompts whose images are on the page
-IN_PNG = 6
+ON_PAGE, IN_PNG = 12, 6  # prompts whose images are shown
 
 
-def write_leaderboard(contest: Contest, folder: Path) -> Path:
+def write_leaderboard(comparison: Comparison, folder: Path) -> Path:
     """Write the page, the picture and the tables; return the page."""
-    write_csv(folder / "leaderboard.csv", ranking(contest))
-    write_csv(folder / "comparisons.csv", comparisons(contest))
-    write_csv(folder / "scores.csv", _scores(contest))
-    if split := kinds(contest):
-        write_csv(folder / "kinds.csv", split)
+    write_csv(folder / "leaderboard.csv", ranking(comparison))
+    write_csv(folder / "comparisons.csv", pair_rows(comparison))
+    scores = [
+        {"name": entry.name, "image": row, "prompt": prompt.text, "file": str(path)}
+        | {name: values[row].item() for name, values in entry.measures.items()}
+        for entry in comparison.entries
+        for row, (prompt, path) in enumerate(
+            zip(comparison.prompts, comparison.images(entry), strict=True)
+        )
+    ]
+    write_csv(folder / "scores.csv", scores)
+    if kinds := kind_rows(comparison):
+        write_csv(folder / "kinds.csv", kinds)
     page = folder / "index.html"
-    write_text(page, render("leaderboard.html.j2", _values(contest)))
-    write_bytes(folder / "leaderboard.png", png(_picture(contest)))
+    write_text(page, render("leaderboard.html.j2", _page_values(comparison)))
+    write_bytes(folder / "leaderboard.png", png(_picture(comparison)))
     return page
 
 
-def ranking(contest: Contest) -> list[Row]:
-    """Return a row a contestant, the best overall first: its rank and the mean of each measure.
-
-    The rank counts those that are better overall by more than chance explains, after correction.
-    """
-    rows: list[Row] = []
-    for own in contest.contestants:
-        row: Row = {"rank": rank(contest, own), "name": own.name}
-        rows.append(row | {_title(contest, m): own.mean(m) for m in own.measures})
-    return rows
+# --- tables ---------------------------------------------------------------------------------------
 
 
-def rank(contest: Contest, own: Contestant) -> int:
-    """Return 1 + how many others are better overall, by more than chance explains."""
-    measure = next(iter(own.measures))
+def ranking(comparison: Comparison) -> list[Row]:
+    """Return a row for each entry, the best overall first: rank and the mean of each measure."""
+    return [
+        {"rank": rank(comparison, entry), "name": entry.name}
+        | {_title(comparison, m): entry.mean(m) for m in entry.measures}
+        for entry in comparison.entries
+    ]
+
+
+def rank(comparison: Comparison, entry: Entry) -> int:
+    """Return 1 + the number of entries that are significantly better, after correction."""
+    measure = next(iter(entry.measures))
     better = 0
-    for pair in contest.pairs:
-        if pair.measure == measure and own.name in (pair.first, pair.second) and pair.differs:
-            ahead = pair.contrast.mean if own.name == pair.first else -pair.contrast.mean
+    for pair in comparison.pairs:
+        if pair.measure == measure and entry.name in (pair.first, pair.second) and pair.differs:
+            ahead = pair.contrast.mean if entry.name == pair.first else -pair.contrast.mean
             better += ahead > 0
     return 1 + better
 
 
-def comparisons(contest: Contest) -> list[Row]:
+def pair_rows(comparison: Comparison) -> list[Row]:
     """Return a row for each measure of each pair."""
     return [
         {
-            "measure": _title(contest, pair.measure),
+            "measure": _title(comparison, pair.measure),
             "from": pair.first,
             "to": pair.second,
             "change": pair.contrast.mean,
@@ -77,118 +82,113 @@ def comparisons(contest: Contest) -> list[Row]:
             "images": pair.contrast.images,
             "prompts": pair.contrast.prompts,
         }
-        for pair in contest.pairs
+        for pair in comparison.pairs
     ]
 
 
-def kinds(contest: Contest) -> list[Row]:
-    """Return the means of the rewards for each kind of prompt and contestant."""
-    rows = []
-    for kind, images in contest.kinds().items():
-        for own in contest.contestants:
-            means = {
-                _title(contest, name): values[images].nanmean().item()
-                for name, values in own.measures.items()
-                if bool(values[images].isfinite().any())
-            }
-            rows.append({"prompts": kind, "name": own.name, "images": len(images)} | means)
-    return rows
-
-
-def _title(contest: Contest, measure: str) -> str:
-    return f"{measure} (held out)" if measure in contest.held_out else measure
-
-
-def _scores(contest: Contest) -> list[Row]:
+def kind_rows(comparison: Comparison) -> list[Row]:
+    """Return the means of the measures for each kind of prompt and entry."""
     return [
-        {"name": own.name, "image": row, "prompt": prompt.text, "file": str(path)}
-        | {name: values[row].item() for name, values in own.measures.items()}
-        for own in contest.contestants
-        for row, (prompt, path) in enumerate(zip(contest.prompts, contest.images(own), strict=True))
+        {"prompts": kind, "name": entry.name, "images": len(images)}
+        | {
+            _title(comparison, name): values[images].nanmean().item()
+            for name, values in entry.measures.items()
+            if bool(values[images].isfinite().any())
+        }
+        for kind, images in comparison.kinds().items()
+        for entry in comparison.entries
     ]
 
 
-# --- the page -------------------------------------------------------------------------------------
+def _title(comparison: Comparison, measure: str) -> str:
+    return f"{measure} (held out)" if measure in comparison.held_out else measure
 
 
-def _values(contest: Contest) -> dict[str, Any]:
-    table, split = ranking(contest), kinds(contest)
+# --- the page and the picture ---------------------------------------------------------------------
+
+
+def _page_values(comparison: Comparison) -> dict[str, Any]:
+    """Return the values of the page's template."""
+    table, kinds = ranking(comparison), kind_rows(comparison)
     return {
-        "title": f"{contest.title}: base and {len(contest.contestants) - 1} LoRAs",
-        "caption": caption(contest),
+        "title": f"{comparison.title}: base and {len(comparison.entries) - 1} LoRAs",
+        "caption": caption(comparison),
         "columns": list(table[0])[2:],
         "ranking": table,
-        "pairs": comparisons(contest),
-        "kinds": split,
-        "kind_columns": list(dict.fromkeys(n for row in split for n in row))[3:],
-        "names": [own.name for own in contest.contestants],
-        "rows": [_shown(contest, row) for row in _rows(contest, SHOWN)],
-        "missing": [line for own in contest.contestants for line in own.missing],
+        "pairs": pair_rows(comparison),
+        "kinds": kinds,
+        "kind_columns": list(dict.fromkeys(name for row in kinds for name in row))[3:],
+        "names": [entry.name for entry in comparison.entries],
+        "rows": [_images_of(comparison, row) for row in _rows(comparison, ON_PAGE)],
+        "missing": [line for entry in comparison.entries for line in entry.missing],
     }
 
 
-def caption(contest: Contest) -> str:
+def caption(comparison: Comparison) -> str:
     """Return how much was measured, and how to read it."""
-    prompts = len({p.uid for p in contest.prompts})
+    prompts = len({p.uid for p in comparison.prompts})
     text = (
-        f"{len(contest.prompts)} images of {prompts} prompts, the same prompts and noises for all. "
-        f"Two differ where p after Holm's correction for all {len(contest.pairs)} comparisons is "
-        f"below {SIGNIFICANT:g}; a rank is 1 + the number of those that are better and differ."
+        f"{len(comparison.prompts)} images of {prompts} prompts, the same prompts and noise for "
+        f"all. Two differ where p after Holm's correction for all {len(comparison.pairs)} "
+        f"comparisons is below {SIGNIFICANT:g}; a rank is 1 + the number of entries that are "
+        "better and differ."
     )
-    if contest.pairs and prompts < (fewest := fewest_prompts(len(contest.pairs))):
+    fewest = fewest_prompts(len(comparison.pairs)) if comparison.pairs else 0
+    if prompts < fewest:
         text += f" {prompts} prompts are too few for any of them: it takes {fewest}."
-    if any(DIVERSITY in own.measures for own in contest.contestants):
+    if any(DIVERSITY in entry.measures for entry in comparison.entries):
         text += " diversity is the mean absolute difference of a prompt's images."
-    if any(OVERALL in own.measures for own in contest.contestants):
-        text += " overall is the recipe's weighted sum of the rewards that are trained on."
+    if any(OVERALL in entry.measures for entry in comparison.entries):
+        text += " overall is the recipe's weighted sum of the rewards of training."
     return text
 
 
-def _rows(contest: Contest, count: int) -> list[int]:
-    """Return the first image of each of the first prompts."""
-    return [row for row, turn in enumerate(contest.number) if turn == 0][:count]
+def _rows(comparison: Comparison, count: int) -> list[int]:
+    """Return the rows of the first images of the first prompts."""
+    return list(range(0, len(comparison.prompts), comparison.per_prompt))[:count]
 
 
-def _shown(contest: Contest, row: int) -> dict[str, Any]:
+def _images_of(comparison: Comparison, row: int) -> dict[str, Any]:
+    """Return a prompt with its images and scores of all entries."""
     images = []
-    for own in contest.contestants:
-        with Image.open(contest.images(own)[row]) as file:
-            picture = file.convert("RGB")
-        scores = {m: v[row].item() for m, v in own.measures.items() if v[row].isfinite()}
-        images.append({"name": own.name, "url": data_url(picture), "scores": scores})
-    return {"prompt": contest.prompts[row].text, "images": images}
+    for entry in comparison.entries:
+        scores = {m: v[row].item() for m, v in entry.measures.items() if v[row].isfinite()}
+        url = data_url(_open(comparison, entry, row))
+        images.append({"name": entry.name, "url": url, "scores": scores})
+    return {"prompt": comparison.prompts[row].text, "images": images}
 
 
-def _picture(contest: Contest) -> Image.Image:
-    measure = next(iter(contest.contestants[0].measures))
-    lines = [f"{contest.title}. {caption(contest)}"]
-    lines += [
-        f"{rank(contest, own)}.  {own.name}: {measure} {number(own.mean(measure))}"
-        + _against_base(contest, own.name, measure)
-        for own in contest.contestants
+def _open(comparison: Comparison, entry: Entry, row: int) -> Image.Image:
+    with Image.open(comparison.images(entry)[row]) as file:
+        return file.convert("RGB")
+
+
+def _picture(comparison: Comparison) -> Image.Image:
+    """Return ranks, differences from the base and a grid of images as one picture."""
+    measure = next(iter(comparison.entries[0].measures))
+    from_base = {
+        pair.second: pair
+        for pair in comparison.pairs
+        if (pair.measure, pair.first) == (measure, BASE)
+    }
+    lines = [f"{comparison.title}. {caption(comparison)}"]
+    for entry in comparison.entries:
+        line = f"{rank(comparison, entry)}.  {entry.name}: {measure} {number(entry.mean(measure))}"
+        if pair := from_base.get(entry.name):
+            change = pair.contrast
+            line += f", {signed(change.mean)} ({signed(change.low)} to {signed(change.high)}, "
+            line += f"p {pair.corrected:.3g}) against the base"
+        lines.append(line)
+    stacks = [
+        Stack(
+            caption=comparison.prompts[row].text,
+            images=[_open(comparison, entry, row) for entry in comparison.entries],
+            notes=[
+                (f"{entry.name} {number(entry.measures[measure][row].item())}", INK)
+                for entry in comparison.entries
+            ],
+        )
+        for row in _rows(comparison, IN_PNG)
     ]
-    stacks = [_stack(contest, row) for row in _rows(contest, IN_PNG)]
-    names = [own.name for own in contest.contestants]
+    names = [entry.name for entry in comparison.entries]
     return image_grid(stacks, heading=lines, rows=names, across=IN_PNG)
-
-
-def _against_base(contest: Contest, name: str, measure: str) -> str:
-    found = [p for p in contest.pairs if (p.measure, p.first, p.second) == (measure, BASE, name)]
-    return "".join(f", {_change(pair)} against the base" for pair in found)
-
-
-def _change(pair: PairContrast) -> str:
-    one = pair.contrast
-    return f"{signed(one.mean)} ({signed(one.low)} to {signed(one.high)}, p {pair.corrected:.3g})"
-
-
-def _stack(contest: Contest, row: int) -> Stack:
-    pictures: list[Image.Image] = []
-    for own in contest.contestants:
-        with Image.open(contest.images(own)[row]) as file:
-            pictures.append(file.convert("RGB"))
-    notes: Sequence[tuple[str, Color]] = [
-        (f"{own.name} {number(next(iter(own.measures.values()))[row].item())}", INK)
-        for own in contest.contestants
-    ]
-    return Stack(caption=contest.prompts[row].text, images=pictures, notes=notes)

@@ -87,7 +87,7 @@ def draw_candidates(
         every, min(prompts, len(every)), seed, balance=p.balance, weights=p.weights
     )
     return draw_prompts(
-        options.build(), chosen.at(0), folder, per_prompt=per_prompt, seed=seed, own_noise=True
+        options.build(), chosen.at(0), folder, per_prompt=per_prompt, seed=seed, distinct_noise=True
     )  # otherwise votes would be about four noises
 
 

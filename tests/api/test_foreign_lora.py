@@ -14,7 +14,7 @@ from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_lear
 from flowrl.backbones.loading import load_pipeline
 from flowrl.cli import main
 from flowrl.errors import UserError
-from flowrl.evaluation.contest import BASE, hold_contest
+from flowrl.evaluation.comparison import BASE, compare_loras
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.images import to_pil
 
@@ -116,15 +116,15 @@ def test_evaluate_and_gallery_measure_pefts_pictures(
 
 
 def test_a_leaderboard_draws_pefts_pictures(trained, reference, config, tmp_path):
-    contest = hold_contest(config, [str(trained / "checkpoint-3")], tmp_path)
+    comparison = compare_loras(config, [str(trained / "checkpoint-3")], tmp_path)
     specs = api.build_rewards(config)
     evaluator = build_evaluator(config, reference, specs, ProvidedObjects())
-    evaluator = replace(evaluator, prompts=contest.prompts)
+    evaluator = replace(evaluator, prompts=comparison.prompts)
     with torch.no_grad():
         images = evaluator.images(evaluator.backbone.velocity, evaluator.request())
         expected = to_pil(torch.cat(list(images)))
-    (own,) = (one for one in contest.contestants if one.name != BASE)
-    for path, image in zip(contest.images(own), expected, strict=True):
+    (entry,) = (one for one in comparison.entries if one.name != BASE)
+    for path, image in zip(comparison.images(entry), expected, strict=True):
         assert np.array_equal(np.asarray(Image.open(path)), np.asarray(image))
 
 

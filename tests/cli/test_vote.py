@@ -68,7 +68,7 @@ def test_drawing_goes_on_with_as_many_images_of_a_prompt_alone(tmp_path):
             return Image.new("RGB", (8, 8), (seed, 0, 0))
 
     prompts = [PromptRecord(text=text, uid=text) for text in ("a", "b")]
-    call = {"seed": 0, "own_noise": True}
+    call = {"seed": 0, "distinct_noise": True}
     draw_prompts(Drawing(), prompts, tmp_path / "votes", per_prompt=2, **call)
     with pytest.raises(UserError, match="was drawn with another pipeline, LoRA, prompts or sett"):
         draw_prompts(Drawing(), prompts, tmp_path / "votes", per_prompt=3, **call)

@@ -1,0 +1,265 @@
+"""Base and LoRAs side by side: the same noise, intervals over prompts, nothing made twice."""
+
+import csv
+import json
+import random
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowrl.api import align
+from flowrl.backbones.lora_files import FILE
+from flowrl.config import load_config
+from flowrl.errors import UserError
+from flowrl.evaluation import comparison as module
+from flowrl.evaluation.comparison import BASE, DIVERSITY, OVERALL, compare_loras, short_name
+from flowrl.evaluation.leaderboard import (
+    caption,
+    kind_rows,
+    pair_rows,
+    rank,
+    ranking,
+    write_leaderboard,
+)
+from flowrl.training.evaluate import Evaluator
+
+EVALUATION = {
+    "prompts": "tiny:geneval:test", "num_images": 12, "num_inference_steps": 2, "batch_size": 4,
+    "balance": "tag",
+}  # fmt: skip
+REWARDS = [{"name": "brightness"}, {"name": "tiny_colors", "held_out": True}]
+
+
+def write_lora(folder, scale: float, seed: int = 0):
+    """A LoRA of two layers of the tiny SD3, with random factors."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for block in range(2):
+        name = f"transformer.transformer_blocks.{block}.attn.to_v"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(2, 128, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = scale * torch.randn(128, 2, generator=generator)
+    header = {"transformer.r": 2, "transformer.lora_alpha": 2}
+    folder.mkdir()
+    save_file(tensors, folder / FILE, {"lora_adapter_metadata": json.dumps(header)})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def compared(tiny_config, tmp_path_factory):
+    """The comparison of the base, a LoRA and its copy, in parts of 4 images; folder and recipe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PART", 4)
+        root = tmp_path_factory.mktemp("comparison")
+        one, copy = write_lora(root / "one", 0.3), write_lora(root / "copy", 0.3)
+        config = tiny_config(evaluation=EVALUATION, rewards=REWARDS)
+        yield compare_loras(config, [one, copy], root / "out"), root, config
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The prompts of every part that is evaluated."""
+    parts, call = [], Evaluator.__call__
+
+    def counted(self, *args, **options):
+        parts.append([p.text for p in self.prompts])
+        return call(self, *args, **options)
+
+    monkeypatch.setattr(Evaluator, "__call__", counted)
+    return parts
+
+
+def files(folder) -> dict:
+    paths = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != ".lock")
+    return {str(p): p.read_bytes() for p in paths}
+
+
+def test_all_have_the_same_prompts_and_noise_and_copies_do_not_differ(compared):
+    comparison, _, _ = compared
+    by_name = {entry.name: entry for entry in comparison.entries}
+    assert set(by_name) == {BASE, "one", "copy"} and len(comparison.prompts) == 12
+    assert [p.uid for p in comparison.prompts[::2]] == [p.uid for p in comparison.prompts[1::2]]
+    assert len({p.uid for p in comparison.prompts}) == 6
+    pictures = {n: [p.read_bytes() for p in comparison.images(e)] for n, e in by_name.items()}
+    assert pictures["one"] == pictures["copy"] != pictures[BASE]
+    copies = [p for p in comparison.pairs if {p.first, p.second} == {"one", "copy"}]
+    assert {p.measure for p in copies} == {OVERALL, "brightness", "tiny_colors", DIVERSITY}
+    for pair in copies:
+        assert (pair.contrast.mean, pair.contrast.low, pair.contrast.high) == (0, 0, 0)
+        assert pair.contrast.p == pair.corrected == 1 and not pair.differs
+    overall = next(pair for pair in copies if pair.measure == OVERALL)
+    assert (overall.contrast.images, overall.contrast.prompts) == (12, 6)
+    assert rank(comparison, by_name["one"]) == rank(comparison, by_name["copy"])
+
+
+def test_a_later_lora_meets_the_base_as_it_is_and_only_lost_parts_are_made_again(compared, made):
+    comparison, root, config = compared
+    before = files(root / "out")
+    comparison.images(comparison.entries[0])[5].unlink()
+    third = write_lora(root / "third", 0.1, seed=1)
+    again = compare_loras(config, [str(root / "one"), str(root / "copy"), third], root / "out")
+    assert len(made) == 1 + 3  # the part that lost an image, and the three of the new LoRA
+    assert before.items() <= files(root / "out").items()
+    new = {entry.name: entry for entry in again.entries}
+    for entry in comparison.entries:
+        assert torch.equal(entry.measures[OVERALL], new[entry.name].measures[OVERALL])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_flipped_byte_is_noticed_named_and_made_again(compared, made, caplog, seed):
+    """77 of 77 flips in the scores of a leaderboard went unnoticed, or ended in a traceback."""
+    comparison, root, config = compared
+    generator, before = random.Random(seed), files(root / "out")
+    base = next(e for e in comparison.entries if e.name == BASE)
+    parts = sorted(base.folder.glob("*.safetensors"))
+    damaged = [*parts[:2], comparison.images(base)[-1]]  # one of each of the three parts
+    for path in damaged:
+        data = bytearray(path.read_bytes())
+        data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+        path.write_bytes(data)
+    again = compare_loras(config, [str(root / "one")], root / "out")
+    assert len(made) == 3 and files(root / "out") == before
+    assert all(str(path) in caplog.text for path in damaged)
+    (entry,) = (e for e in again.entries if e.name == BASE)
+    assert torch.equal(entry.measures[OVERALL], base.measures[OVERALL])
+
+
+def test_pages_and_tables_have_the_measures(compared, tmp_path):
+    comparison, _, _ = compared
+    page = write_leaderboard(comparison, tmp_path)
+    html = page.read_text()
+    assert "tiny_colors (held out)" in html and html.count("data:image/") == 6 * 3
+    assert (tmp_path / "leaderboard.png").stat().st_size > 10_000
+    tables = {}
+    for path in tmp_path.glob("*.csv"):
+        with open(path) as file:
+            tables[path.stem] = list(csv.DictReader(file))
+    assert len(tables["comparisons"]) == len(comparison.pairs) == 3 * 4
+    assert float(tables["comparisons"][0]["change"]) == pair_rows(comparison)[0]["change"]
+    assert len(tables["scores"]) == 3 * 12 and len(tables["kinds"]) == 3 * 6
+    overall = [row["overall"] for row in ranking(comparison)]
+    assert overall == sorted(overall, reverse=True)
+    assert "6 prompts are too few for any of them: it takes 9" in caption(comparison)
+    for row in kind_rows(comparison):
+        (entry,) = (e for e in comparison.entries if e.name == row["name"])
+        rows = [i for i, p in enumerate(comparison.prompts) if p.metadata["tag"] == row["prompts"]]
+        assert row["images"] == len(rows) == 2
+        assert row["brightness"] == pytest.approx(entry.measures["brightness"][rows].mean().item())
+
+
+@pytest.mark.parametrize("fault", ["network", "prompts"])
+def test_a_lora_of_another_network_and_prompts_of_training_are_refused_at_once(
+    compared, tiny_config, tmp_path, fault
+):
+    _, root, config = compared
+    tensors = load_file(root / "one" / FILE)
+    loras, named = [str(root / "one")], "prompts.train"
+    if fault == "network":
+        changed = {k.replace("blocks.1", "blocks.9"): t for k, t in tensors.items()}
+        save_file(changed, tmp_path / FILE)
+        loras, named = [*loras, str(tmp_path / FILE)], r"transformer_blocks\.9\.attn\.to_v"
+    else:
+        config = tiny_config(
+            prompts={"train": "tiny:geneval:train", "allow_overlap": False},
+            evaluation=EVALUATION | {"prompts": "tiny:geneval:train"},
+            rewards=REWARDS,
+        )
+    with pytest.raises(UserError, match=named):
+        compare_loras(config, loras, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_paraphrase_gap_is_of_prompts_with_paraphrases(tiny_config, tmp_path):
+    rows = [{"prompt": "a red star", "paraphrases": ["a star that is red"]}, {"prompt": "a ring"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {
+        "prompts": str(tmp_path / "rows.jsonl"), "num_images": 600, "num_inference_steps": 2,
+        "batch_size": 4, "paraphrases": True,
+    }  # fmt: skip
+    comparison = compare_loras(tiny_config(evaluation=options), [], tmp_path / "out")
+    (base,) = comparison.entries
+    assert len(comparison.prompts) == 4  # two of each prompt there is, not 600
+    gap = base.measures["paraphrase_gap/brightness"]
+    paraphrased = [bool(prompt.paraphrases) for prompt in comparison.prompts]
+    assert gap.isfinite().tolist() == paraphrased and bool(gap[gap.isfinite()].all())
+
+
+def test_rewards_of_unversioned_code_are_scored_again_when_the_code_changes(
+    tiny_config, tmp_path, made, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "def my_reward(images, prompts, metadata):\n    return images.mean((1, 2, 3)){}\n"
+    options = EVALUATION | {"num_images": 4}
+    config = tiny_config(evaluation=options, rewards=[{"name": "mine:my_reward"}])
+    means = []
+    for change, parts in (("", 1), ("", 1), (" * 0", 2)):
+        (tmp_path / "mine.py").write_text(code.format(change))
+        sys.modules.pop("mine", None)
+        (base,) = compare_loras(config, [], tmp_path / "out").entries
+        means.append(base.mean(OVERALL))
+        assert len(made) == parts
+    assert means[0] == means[1] > means[2] == 0
+
+
+def test_the_name_of_a_lora_begins_where_it_says_something():
+    assert short_name("me/SD3.5M-FlowGRPO-GenEval") == "SD3.5M-FlowGRPO-GenEval"
+    assert short_name("runs/a/checkpoints/step-000012") == "a/checkpoints/step-000012"
+    assert short_name("me/x/checkpoint-3/lora") == "x/checkpoint-3/lora"
+    assert short_name("files/style.v2.safetensors") == "style.v2"
+
+
+# --- a real training ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_a_training_is_ranked_alike_over_three_seeds_and_a_copy_does_not_differ(tmp_path):
+    """Tiny SANA: the base, a third of a training, its end, that with noise of its own norm, and a
+    copy of the end. 600 images tell them apart; the noise costs the end 0.001 to 0.004."""
+    changes = ["run.iterations=48", "run.checkpoint_every=16", "run.keep_checkpoints=3"]
+    changes += [f"run.output_dir={tmp_path / 'run'}", "run.trackers=[]"]
+    changes += ["evaluation.every=0", "evaluation.num_images=24", "run.sample_every=0"]
+    align(load_config("quickstart-sana", [*changes, "pipeline.device=cpu"]))
+    third = tmp_path / "run" / "checkpoints" / "step-000016"
+    finished, copy, noisy = (tmp_path / name for name in ("finished", "copy", "noisy"))
+    source = tmp_path / "run" / FILE
+    for folder in (finished, copy, noisy):
+        folder.mkdir()
+        (folder / FILE).write_bytes(source.read_bytes())
+    spoil(noisy / FILE)
+    orders: list[list[str]] = []
+    for seed in (11, 22, 33):
+        config = load_config(
+            "quickstart-sana",
+            [f"evaluation.seed={seed}", "evaluation.num_images=600", "pipeline.device=cpu"],
+        )
+        loras = [str(path) for path in (third, finished, noisy, copy)]
+        comparison = compare_loras(config, loras, tmp_path / f"seed{seed}")
+        write_leaderboard(comparison, tmp_path / f"seed{seed}")
+        for row in ranking(comparison):
+            print(seed, {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+        orders.append([row["name"] for row in ranking(comparison)])
+        means = {entry.name: entry.mean(OVERALL) for entry in comparison.entries}
+        (early,) = (name for name in means if name.endswith("step-000016"))
+        assert means[BASE] < means[early] < means["noisy"] <= means["finished"] == means["copy"]
+        same = [p for p in comparison.pairs if {p.first, p.second} == {"finished", "copy"}]
+        assert same and not any(pair.differs for pair in same)
+        assert all(pair.contrast.mean == 0 for pair in same)
+    assert orders[0] == orders[1] == orders[2]
+
+
+def spoil(file) -> None:
+    """Add noise to each tensor, as long as the tensor itself."""
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        header = opened.metadata()[
+            "lora_adapter_metadata"
+        ]  # the digest is of the tensors as they were
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        tensors[name] = tensor + noise * (tensor.norm() / noise.norm())
+    save_file(tensors, file, {"lora_adapter_metadata": header})

@@ -1,0 +1,121 @@
+"""Killed before any file operation, evaluate, benchmark and encode end as without a kill."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from crashes import fork, kill_at
+from safetensors.torch import load
+
+from flowrl.assembly.learner import fill_prompt_cache
+from flowrl.evaluation import comparison
+from flowrl.evaluation.comparison import compare_loras
+from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
+from flowrl.evaluation.leaderboard import write_leaderboard
+from flowrl.prompts.records import records_of
+from flowrl.utils.digests import SEAL, notes_of
+from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import locked_folder
+
+PROMPTS = ["a red circle", "a blue square", "a green star"]
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """The files of a folder by name, leftovers included; of a state file what it holds.
+
+    A header's order is random; the tables with paths of images name the folder.
+    """
+    files: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name not in (".lock", "scores.csv", "index.html"):
+            data = path.read_bytes()
+            if path.suffix == ".safetensors":
+                texts = {k: v for k, v in notes_of(data).items() if k not in (SEAL, "digest")}
+                tensors = {k: (v.dtype, v.numpy().tobytes()) for k, v in load(data).items()}
+                files[str(path.relative_to(folder))] = texts, tensors
+            else:
+                files[str(path.relative_to(folder))] = data
+    return files
+
+
+@pytest.fixture
+def work(tiny_config, monkeypatch):
+    """The work of each command on a folder."""
+    monkeypatch.setattr(comparison, "PART", 2)
+    monkeypatch.setattr("flowrl.assembly.text.ROWS", 4)
+    options = {"prompts": "tiny:colors:test", "num_images": 6, "num_inference_steps": 1}
+    config = tiny_config(evaluation=options | {"batch_size": 2})
+    drawing = DrawingOptions(
+        model="tiny-sd3", guidance=1, steps=1, max_sequence_length=12, device="cpu"
+    ).build()
+
+    def evaluate(folder: Path) -> None:
+        write_leaderboard(compare_loras(config, [], folder), folder)
+
+    def benchmark(folder: Path) -> None:
+        prompts = records_of([{"prompt": text} for text in PROMPTS])
+        with locked_folder(folder, "images"):
+            draw_prompts(drawing, prompts, folder, per_prompt=1, seed=0)
+
+    def encode(folder: Path) -> None:
+        memory = {"prompt_cache": str(folder)}
+        fill_prompt_cache(tiny_config(evaluation=options, memory=memory), Runtime(device="cpu"))
+
+    return {"evaluate": evaluate, "benchmark": benchmark, "encode": encode}
+
+
+@pytest.mark.parametrize("command", ["evaluate", "benchmark", "encode"])
+@pytest.mark.parametrize("number", [1, 2, 5, 17])
+def test_a_killed_command_is_resumed_and_ends_equal(work, tmp_path, command, number):
+    """geneval, benchmark and vote that were killed at their first write could never resume."""
+    run = work[command]
+    run(tmp_path / "whole")
+    killed = tmp_path / "killed"
+    assert kill_at(number, killed, lambda: run(killed))
+    for path in killed.rglob("*.tmp"):  # a cache of prompts has many writers: old ones alone go
+        os.utime(path, (0, 0))
+    assert fork(lambda: run(killed) or 0) == 0
+    assert contents(killed) == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("command", ["evaluate", "benchmark", "encode"])
+def test_a_process_that_is_killed_at_random_moments_ends_equal(command, tmp_path):
+    changes = ["evaluation.num_images=96", "pipeline.device=cpu", "evaluation.batch_size=8"]
+    (tmp_path / "few.txt").write_text("\n".join(PROMPTS * 2))
+
+    def words(folder: Path) -> list[str]:
+        return {
+            "evaluate": ["evaluate", "quickstart", "-o", str(folder), *changes],
+            "benchmark": [
+                "benchmark", str(tmp_path / "few.txt"), "tiny-sd3", "--reward", "brightness",
+                "-o", str(folder), "--device", "cpu", "--per-prompt", "8",
+            ],
+            "encode": [
+                "train", "quickstart", "--encode-only", f"memory.prompt_cache={folder}", *changes
+            ],
+        }[command]  # fmt: skip
+
+    generator = random.Random(0)
+    run = [sys.executable, "-m", "flowrl"]
+    started = time.monotonic()
+    subprocess.run([*run, *words(tmp_path / "whole")], check=True)
+    seconds = time.monotonic() - started
+    for _ in range(6):
+        process = subprocess.Popen([*run, *words(tmp_path / "killed")], start_new_session=True)
+        time.sleep(generator.uniform(0.3, 1) * seconds)
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+        process.wait()
+    for path in (tmp_path / "killed").rglob("*.tmp"):
+        os.utime(path, (0, 0))
+    subprocess.run([*run, *words(tmp_path / "killed")], check=True)
+    whole, killed = contents(tmp_path / "whole"), contents(tmp_path / "killed")
+    assert killed.keys() == whole.keys()
+    different = [name for name in whole if killed[name] != whole[name]]
+    assert not different
