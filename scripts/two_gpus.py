@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from flowrl.bench.rollout import bench_learner
-from flowrl.bench.timing import device_name
 from flowrl.utils.files import load_state, save_state, write_text
 from flowrl.utils.launching import count_processes, run_processes
+from scripts.bench.rollout import bench_learner
+from scripts.bench.timing import device_name
 
 ROLLOUT = {"prompts_per_iteration": 5, "group_size": 4, "num_inference_steps": 4}
 SHARDS = ("null", "node", "all")

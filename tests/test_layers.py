@@ -25,7 +25,7 @@ LAYERS = [
     {"assembly"},
     {"export", "planning"},
     {"evaluation", "web"},
-    {"bench", "api", "testing", "verify"},
+    {"api", "testing", "verify"},
     {"voting"},
     {"cli", "__main__"},
 ]

@@ -12,7 +12,6 @@ import typer
 from flowrl import __version__
 from flowrl.cli import (
     audit,
-    bench,
     data,
     evaluation,
     export,
@@ -61,8 +60,6 @@ app.command()(info.explain)
 app.command()(info.doctor)
 app.command()(verify.verify)
 app.command(context_settings=train.RECIPE_COMMAND)(vote.vote)
-app.command()(bench.certify)
-app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:

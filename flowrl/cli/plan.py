@@ -58,8 +58,8 @@ def plan(
 
     Needs no GPU and no weights: networks are built from their shapes alone. Where a recipe does not
     fit, it says what to change, and the exit code is 1. A GPU of 24 GB has 24 * 10^9 bytes here, a
-    little less than it has. Hours and cost come from the rate of a card that flowrl certify has
-    measured, or with --measure from this machine's; docs/memory.md explains the parts of memory.
+    little less than it has. Hours and cost come from the rate of a card whose file is in
+    gallery/gpu, or with --measure from this machine's; docs/memory.md explains the parts of memory.
 
     Examples:
 
@@ -312,7 +312,7 @@ def _time(config: "Config", found: "Duration", price: float | None) -> str:
     if found.seconds is None or found.hours is None or found.rate is None:
         return (
             f"{work} How long that takes is not known: no card like this machine's has been "
-            "measured by flowrl certify; --measure times a step here."
+            "measured by python -m scripts.bench certify; --measure times a step here."
         )
     cost = found.cost(price) if price is not None else None
     paid = "" if cost is None else f", {cost:.2f} at {price:g} for a GPU and an hour"

@@ -24,7 +24,7 @@ from flowrl.planning.memory import MemorySetup
 from flowrl.planning.model_specs import ModelSpec, build_network, randomise
 
 # Operations a second in forwards of transformers in 16 bits, by the name of the card, as
-# `flowrl certify` measured them on it. None has been measured yet.
+# `python -m scripts.bench certify` measured them on it. None has been measured yet.
 RATES: Mapping[str, float] = {}
 SHORT = 2  # blocks of each kind whose operations are counted; every further one adds as much
 MEASURED_SECONDS = 2.0  # of forwards on this machine, at least one after the first

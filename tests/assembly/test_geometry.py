@@ -20,7 +20,6 @@ from flowrl.assembly.work_split import (
     split_work,
     units,
 )
-from flowrl.bench.rollout import bench_padding
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.functional.full_batches import even_rows
@@ -123,18 +122,6 @@ def test_padding_that_is_allowed_is_taken_where_a_tree_is_narrow():
     narrow = replace(BASE, prompts=6, roots=1, widths=(1, 1, 2, 4, 8, 16, 16), batch=96)
     few, many = (split_work(replace(narrow, padding=p), 1).padding for p in (1 / 30, 0.2))
     assert 0 <= few <= 1 / 30 < many <= 0.2
-
-
-def test_the_padding_that_a_recipe_allows_makes_the_calls_of_its_narrow_trees_larger():
-    def sampled(padding: float) -> dict:
-        changes = ["rollout.prompts_per_iteration=1", f"rollout.padding={padding}"]
-        changes += ["evaluation.prompts=null", "rewards=[{name: brightness}]"]
-        return bench_padding(load_config("quickstart-branchgrpo", changes), iterations=1)[0]
-
-    few, many = sampled(1 / 30), sampled(0.2)
-    asked = 1 + 1 + 2 + 4 + 8 + 5 * 16  # the widths of the tree's ten steps
-    assert few["rows"] == many["rows"] == asked
-    assert asked <= few["computed"] <= asked * (1 + 1 / 30) < many["computed"] <= asked * 1.2
 
 
 def test_shapes_without_padding_are_counted_and_preferred():

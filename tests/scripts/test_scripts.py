@@ -33,21 +33,3 @@ def test_the_check_of_two_gpus_shows_on_a_cpu_that_it_works(tmp_path):
     assert found["bits_equal"] == {"null": True, "node": True, "all": True}
     assert found["weights_gb"]["node"] < 0.7 * found["weights_gb"]["null"]
     assert 0 < found["from_one_process"] < 1e-3 and found["device"] == "cpu"
-
-
-# --- gallery entries ----------------------------------------------------------------------------
-
-
-def test_the_spread_of_a_bench_is_that_of_each_of_its_ratios(monkeypatch, capsys):
-    bench_spread = script("bench_spread")
-    row = {"size": "x", "forward_share": 0.9, "seconds": 5.0, "of_planned": None, "phi": None,
-           "phases": [{"phase": "rollout", "in_forwards": 0.9, "seconds": 2.0},
-                      {"phase": "decode", "in_forwards": 0.0}]}  # fmt: skip
-    found = dict(bench_spread.ratios(row))
-    assert found == {"x: forward_share": 0.9, "x rollout: in_forwards": 0.9}
-    texts = iter(json.dumps({"job": "update", "ratio": ratio}) for ratio in (1.0, 0.9, 1.2))
-    monkeypatch.setattr(bench_spread, "printed_by_a_process", lambda words: next(texts))
-    monkeypatch.setattr(sys, "argv", ["", "--runs", "3", "rollout", "--batch", "8"])
-    bench_spread.main()
-    (line,) = capsys.readouterr().out.splitlines()[1:]
-    assert line.split() == ["3", "0.9000", "1.0000", "1.2000", "30.0%", "update:", "ratio"]

@@ -1,4 +1,4 @@
-"""`flowrl ui` and `flowrl bench ui` as commands."""
+"""`flowrl ui` as a command."""
 
 import os
 import signal

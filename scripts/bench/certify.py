@@ -24,14 +24,14 @@ from typing import Any
 import torch
 
 from flowrl import __version__
-from flowrl.bench.iteration import bench_iteration, work_of
-from flowrl.bench.two_stage import PUBLISHED, TINY_MIN_DIM, bench_sizes, parse_counts
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import model_spec
 from flowrl.quantization.backends import capability_of, precision_name, resolve
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
+from scripts.bench.iteration import bench_iteration, work_of
+from scripts.bench.two_stage import PUBLISHED, TINY_MIN_DIM, bench_sizes, parse_counts
 
 Result = dict[str, Any]
 SIZES = ("sd3.5-medium", "sd3.5-large", "flux.1-dev", "sana-1.6b")
@@ -209,8 +209,8 @@ def _kernels(name: str) -> Result:
 
 def _compile() -> Result:
     """Compare a compiled forward of two SD3.5-Medium blocks with the plain one."""
-    from flowrl.bench.random_model import RandomBackbone, random_text
-    from flowrl.bench.timing import compare_turns, time_turns
+    from scripts.bench.random_model import RandomBackbone, random_text
+    from scripts.bench.timing import compare_turns, time_turns
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backbone = RandomBackbone(
@@ -416,7 +416,7 @@ def _read(path: Path) -> Result:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise UserError(f"{path} is no file of flowrl certify: {error}; remove it") from error
+        raise UserError(f"{path} is no file of certify: {error}; remove it") from error
     return found if isinstance(found, dict) else {}
 
 
@@ -430,7 +430,7 @@ def write_page(folder: Path) -> Path:
     lines = [
         "# What ran where",
         "",
-        "Made by `flowrl certify --page` from the files beside it.",
+        "Made by `python -m scripts.bench certify --page` from the files beside it.",
         "",
     ]
     for name, record in records.items():
@@ -485,8 +485,8 @@ def not_run_sentence(folder: Path) -> str:
     """Return the README's line about what the folder's files of GPUs lack."""
     missing = not_run([_read(path) for path in sorted(folder.glob("*.json"))])
     if not missing:
-        return "Every part of `flowrl certify` has been run on a GPU"
-    return f"Not run on a GPU yet, of the parts of `flowrl certify`: {', '.join(missing)}"
+        return "Every part of `certify` has been run on a GPU"
+    return f"Not run on a GPU yet, of the parts of `certify`: {', '.join(missing)}"
 
 
 def failed_parts(path: Path) -> list[str]:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.bench import iteration as bench
-from flowrl.bench import timing
-from flowrl.bench.iteration import (
+from flowrl.errors import UserError
+from flowrl.planning.model_specs import MODEL_SPECS
+from scripts.bench import iteration as bench
+from scripts.bench import timing
+from scripts.bench.iteration import (
     OF_PLANNED,
     PHASES,
     SHARE,
@@ -19,9 +21,7 @@ from flowrl.bench.iteration import (
     measure,
     work_of,
 )
-from flowrl.bench.timing import Phase, Timeline
-from flowrl.errors import UserError
-from flowrl.planning.model_specs import MODEL_SPECS
+from scripts.bench.timing import Phase, Timeline
 
 LITTLE = {"prompts": 2, "group_size": 3, "steps": 3, "batch": 6, "micro_batch": 4}
 

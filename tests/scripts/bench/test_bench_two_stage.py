@@ -7,7 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.bench.timing import (
+from flowrl.errors import UserError
+from flowrl.planning.model_specs import MODEL_SPECS
+from flowrl.sampling.rollout import Timer
+from flowrl.sampling.two_stage import two_stage_ratio
+from scripts.bench.timing import (
     TimedTurn,
     TimedTurns,
     Timeline,
@@ -16,7 +20,7 @@ from flowrl.bench.timing import (
     middle_mean,
     watched,
 )
-from flowrl.bench.two_stage import (
+from scripts.bench.two_stage import (
     PUBLISHED,
     WIDER,
     Costs,
@@ -28,10 +32,6 @@ from flowrl.bench.two_stage import (
     parse_counts,
     summary,
 )
-from flowrl.errors import UserError
-from flowrl.planning.model_specs import MODEL_SPECS
-from flowrl.sampling.rollout import Timer
-from flowrl.sampling.two_stage import two_stage_ratio
 
 # Full images take 10 s to sample and 2 s to finish, a cheap step half as long as an exact one.
 COSTS = Costs(

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from flowrl.bench.random_model import RandomBackbone
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import MODEL_SPECS
 from flowrl.sampling.rollout import with_network
 from flowrl.trajectory import Conditioning
+from scripts.bench.random_model import RandomBackbone
 
 CPU = torch.device("cpu")
 

@@ -18,18 +18,6 @@ from flowrl.assembly.rollout import EXPLORING
 from flowrl.backbones.loading import TINY
 from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.text_cache import TextCache
-from flowrl.bench.random_model import RandomBackbone, move
-from flowrl.bench.rollout import bench_learner, sampler
-from flowrl.bench.timing import (
-    Seconds,
-    Timeline,
-    device_name,
-    in_turns,
-    middle_mean,
-    on_gpu,
-    spread,
-    watched,
-)
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.planning.model_specs import model_spec
@@ -56,6 +44,18 @@ from flowrl.scoring.spec import RewardSpec, load_reward
 from flowrl.trees import presets
 from flowrl.trees.plan import TreePlan
 from flowrl.utils.distributed import Runtime
+from scripts.bench.random_model import RandomBackbone, move
+from scripts.bench.rollout import bench_learner, sampler
+from scripts.bench.timing import (
+    Seconds,
+    Timeline,
+    device_name,
+    in_turns,
+    middle_mean,
+    on_gpu,
+    spread,
+    watched,
+)
 
 ALLOWED = 1.10  # the measured ratio by the predicted one: what the cost model leaves out
 SECONDS = ("single", "two", "exact_step", "low_step", "peft_step", "finish")

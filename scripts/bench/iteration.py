@@ -17,17 +17,6 @@ from flowrl.assembly.work_split import split_work
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import TextCache
-from flowrl.bench.random_model import move, random_text
-from flowrl.bench.rollout import sampler, training_passes, with_random_rewards
-from flowrl.bench.timing import (
-    Phase,
-    Timeline,
-    device_name,
-    middle_mean,
-    on_gpu,
-    spread,
-    watched,
-)
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.planning.duration import forward_of, forward_operations
@@ -41,6 +30,17 @@ from flowrl.sampling.source import Sampler
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.utils.distributed import Runtime
+from scripts.bench.random_model import move, random_text
+from scripts.bench.rollout import sampler, training_passes, with_random_rewards
+from scripts.bench.timing import (
+    Phase,
+    Timeline,
+    device_name,
+    middle_mean,
+    on_gpu,
+    spread,
+    watched,
+)
 
 PHASES = ("encode", "rollout", "decode", "rewards", "training")
 BARE = "bare training"  # the forwards and backwards of training's rows, and nothing else

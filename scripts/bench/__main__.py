@@ -1,4 +1,4 @@
-"""`flowrl bench`: what things cost, as ratios within one run, one command for each subject."""
+"""Measure what sampling and training cost: `python -m scripts.bench`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,7 +7,7 @@ import typer
 
 from flowrl.cli._console import AsJson, Device, print_table
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Model = Annotated[str, typer.Option(help="A diffusers pipeline, or tiny-sd3.")]
 Batch = Annotated[int, typer.Option(min=1, help="Most images in one forward.")]
@@ -21,19 +21,15 @@ def bench() -> None:
 
     Examples:
 
-      flowrl bench rollout --batch 64 --threads 1
+      python -m scripts.bench rollout --batch 64 --threads 1
 
-      flowrl bench padding quickstart
+      python -m scripts.bench tree
 
-      flowrl bench tree
+      python -m scripts.bench two-stage
 
-      flowrl bench solrl
+      python -m scripts.bench iteration --size flux.1-dev
 
-      flowrl bench iteration --size flux.1-dev
-
-      flowrl bench ui
-
-      flowrl bench scale --device cpu
+      python -m scripts.bench scale --device cpu
     """
 
 
@@ -55,44 +51,14 @@ def rollout(
 
     Example:
 
-      flowrl bench rollout --batch 64 --threads 1
+      python -m scripts.bench rollout --batch 64 --threads 1
     """
-    from flowrl.bench.rollout import bench_rollout
+    from scripts.bench.rollout import bench_rollout
 
     rows = bench_rollout(
         model=model, batch=batch, steps=steps, threads=threads, repeats=repeats, device=device
     )
     print_table(rows, as_json=as_json)
-
-
-@app.command(context_settings={"ignore_unknown_options": True})
-def padding(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RECIPE|KEY=VALUE",
-            help="A preset's name or a YAML file, then changes to it. Default quickstart.",
-            show_default=False,
-        ),
-    ] = None,
-    iterations: Annotated[int, typer.Option(min=1, help="Iterations after a first one.")] = 3,
-    as_json: AsJson = False,
-) -> None:
-    """What it costs that every call of a network has a full batch, in a recipe's iterations.
-
-    Missing rows are made up by repeating one, so that equal rows get equal bits on a GPU.
-
-    Example:
-
-      flowrl bench padding quickstart rollout.batch_size=40
-    """
-    from flowrl.bench.rollout import bench_padding
-    from flowrl.config import load_config
-    from flowrl.config.arguments import sort_arguments
-
-    request = sort_arguments(words or [])
-    config = load_config(request.recipe or "quickstart", request.overrides)
-    print_table(bench_padding(config, iterations=iterations), as_json=as_json)
 
 
 @app.command()
@@ -112,9 +78,9 @@ def tree(
 
     Example:
 
-      flowrl bench tree
+      python -m scripts.bench tree
     """
-    from flowrl.bench.rollout import bench_tree
+    from scripts.bench.rollout import bench_tree
 
     rows = bench_tree(
         model=model, prompts=prompts, batch=batch, steps=steps, threads=threads, repeats=repeats,
@@ -124,7 +90,7 @@ def tree(
 
 
 @app.command()
-def solrl(  # noqa: PLR0913  # an argument for each option
+def two_stage(  # noqa: PLR0913  # an argument for each option
     model: Model = "tiny-sd3",
     size: Annotated[
         list[str] | None,
@@ -188,17 +154,17 @@ def solrl(  # noqa: PLR0913  # an argument for each option
 
     Examples:
 
-      flowrl bench solrl
+      python -m scripts.bench two-stage
 
-      flowrl bench solrl --precision nvfp4-emulated
+      python -m scripts.bench two-stage --precision nvfp4-emulated
 
-      flowrl bench solrl --size sd3.5-large --size flux.1-dev --size sana-1.6b --precision fp8
+      python -m scripts.bench two-stage --size sd3.5-large --size flux.1-dev --precision fp8
 
-      flowrl bench solrl --size sana-1.6b --device cpu --layers 2 --pixels 64 \\
+      python -m scripts.bench two-stage --size sana-1.6b --device cpu --layers 2 --pixels 64 \\
         --counts 1/4@2/3 --repeats 1
     """
-    from flowrl.bench.two_stage import PUBLISHED, WIDER, bench_sizes, bench_solrl, parse_counts
     from flowrl.planning.model_specs import model_spec
+    from scripts.bench.two_stage import PUBLISHED, WIDER, bench_sizes, bench_solrl, parse_counts
 
     for name in size or ():
         model_spec(name)  # all of them before the first is measured
@@ -269,14 +235,14 @@ def iteration(  # noqa: PLR0913  # an argument for each option
 
     Examples:
 
-      flowrl bench iteration --json
+      python -m scripts.bench iteration --json
 
-      flowrl bench iteration --size flux.1-dev --gradient-checkpointing
+      python -m scripts.bench iteration --size flux.1-dev --gradient-checkpointing
 
-      flowrl bench iteration --size sana-1.6b --device cpu --layers 2 --pixels 64
+      python -m scripts.bench iteration --size sana-1.6b --device cpu --layers 2 --pixels 64
     """
-    from flowrl.bench.iteration import bench_iteration, work_of
     from flowrl.planning.model_specs import model_spec
+    from scripts.bench.iteration import bench_iteration, work_of
 
     names = size or ["sd3.5-medium", "flux.1-dev", "sana-1.6b"]
     changes = {
@@ -298,29 +264,6 @@ def iteration(  # noqa: PLR0913  # an argument for each option
         print_table(row.pop("phases"))
         print()
         print_table([{"what": what, "is": value} for what, value in row.items()])
-
-
-@app.command()
-def ui(
-    runs: Annotated[int, typer.Option(min=1, help="Runs in the folder.")] = 20,
-    steps: Annotated[int, typer.Option(min=100, help="Iterations of each.")] = 10_000,
-    metrics: Annotated[int, typer.Option(min=5, help="Values of an iteration.")] = 45,
-    seconds: Annotated[float, typer.Option(min=1, help="For which a run grows.")] = 60,
-    samples: Annotated[int, typer.Option(min=1, help="Times that memory is measured.")] = 12,
-    as_json: AsJson = False,
-) -> None:
-    """First paint of `flowrl ui` in a real Chromium, and its memory while a run grows.
-
-    The runs are synthetic. Needs the system's Chromium, and playwright (pip install playwright).
-
-    Example:
-
-      flowrl bench ui
-    """
-    from flowrl.bench.ui import bench_ui
-
-    rows = bench_ui(runs=runs, steps=steps, metrics=metrics, seconds=seconds, samples=samples)
-    print_table(rows, as_json=as_json)
 
 
 @app.command()
@@ -348,11 +291,11 @@ def scale(
 
     Examples:
 
-      flowrl bench scale --device cpu
+      python -m scripts.bench scale --device cpu
 
-      flowrl bench scale --model stabilityai/stable-diffusion-3.5-medium --processes 8 --json
+      python -m scripts.bench scale --processes 8 --json
     """
-    from flowrl.bench.scale import bench_scale
+    from scripts.bench.scale import bench_scale
 
     rows = bench_scale(
         model=model, processes=tuple(processes or (1, 2, 4)), prompts=prompts, steps=steps,
@@ -362,47 +305,6 @@ def scale(
 
 
 @app.command()
-def loop(
-    size: Annotated[
-        list[str] | None,
-        typer.Option(help="sd3.5-medium or sd3.5-large, with random weights; beside tiny-sd3."),
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(help="For sizes: blocks of each kind. Default 2, all on a GPU.")
-    ] = None,
-    pixels: Annotated[int, typer.Option(help="An image's side.")] = 64,
-    dtype: Annotated[str, typer.Option(help="fp32, or bf16 where the device has it.")] = "fp32",
-    threads: Threads = 1,
-    repeats: Repeats = 5,
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """One iteration of Flow-GRPO against the bare passes that the usual loop makes for it.
-
-    32 images in 10 steps, 9 of them trained, rank 32 on the 8 attention projections, 142 text
-    tokens. The usual loop makes 10 forwards, the decodes, and 9 forwards with backwards, with the
-    LoRA beside the weights: nothing else is in what this is compared with. Below 1 is faster. On a
-    CPU published sizes have two blocks of each kind, and 8 images.
-
-    Examples:
-
-      flowrl bench loop
-
-      flowrl bench loop --size sd3.5-medium --dtype bf16
-    """
-    from flowrl.bench.loop import bench_loop
-    from flowrl.bench.timing import on_gpu
-
-    for name in (None, *(size or ["sd3.5-medium"])):
-        depth = layers or (None if on_gpu(device) else 2)
-        rows = bench_loop(
-            size=name, layers=None if name is None else depth, pixels=pixels, dtype=dtype,
-            images=32 if name is None or on_gpu(device) else 8, threads=threads, repeats=repeats,
-            device=device,
-        )  # fmt: skip
-        print_table(rows, as_json=as_json)
-
-
 def certify(
     words: Annotated[
         list[str] | None,
@@ -432,14 +334,14 @@ def certify(
 
     Examples:
 
-      flowrl certify
+      python -m scripts.bench certify
 
-      flowrl certify flux.1-dev-nft-24gb
+      python -m scripts.bench certify flux.1-dev-nft-24gb
 
-      flowrl certify --page
+      python -m scripts.bench certify --page
     """
-    from flowrl.bench.certify import certify as run
-    from flowrl.bench.certify import failed_parts, not_run_sentence, write_page
+    from scripts.bench.certify import certify as run
+    from scripts.bench.certify import failed_parts, not_run_sentence, write_page
 
     if page:
         typer.echo(write_page(folder))
@@ -453,7 +355,7 @@ def certify(
 
 def _print_costs(rows: list[dict[str, Any]], as_json: bool) -> None:
     """Print the phases, the results and the verdict of each row, or one JSON object."""
-    from flowrl.bench.two_stage import labelled, verdict
+    from scripts.bench.two_stage import labelled, verdict
 
     if as_json:
         print_table(rows, as_json=True)
@@ -464,3 +366,7 @@ def _print_costs(rows: list[dict[str, Any]], as_json: bool) -> None:
         print_table(labelled(row))
         print()
         print(verdict(row))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,4 +1,4 @@
-"""`flowrl certify`: one file a machine, part by part, and a page of all of them."""
+"""Certify: one file per machine, part by part, and a page of all of them."""
 
 import functools
 import json
@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 
-from flowrl.bench import certify
-from flowrl.cli import main
 from flowrl.errors import UserError
 from flowrl.training.tracking import Report
+from scripts.bench import certify
+from scripts.bench.__main__ import app
 
 
 def test_a_file_is_written_after_each_part_and_a_second_call_goes_on(tmp_path, monkeypatch):
@@ -129,7 +129,7 @@ def test_the_page_shows_every_file_and_what_no_gpu_has_run(tmp_path):
         f"- {part}\n" in missing for part in ("rewards", "two stages sd3.5-medium", "quickstart")
     )
     (tmp_path / "b.json").write_text("{")
-    with pytest.raises(UserError, match="is no file of flowrl certify"):
+    with pytest.raises(UserError, match="b.json"):
         certify.write_page(tmp_path)
 
 
@@ -166,11 +166,11 @@ def test_a_part_that_fails_ends_the_command_with_1(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(certify, "_parts", lambda recipes: parts)
     words = ["certify", "-o", str(tmp_path)]
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        app(words)
     assert ended.value.code == 1 and "bad: error: ValueError: broken" in capsys.readouterr().out
     parts["bad"] = dict
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        app(words)
     assert not ended.value.code and "good: done before" in capsys.readouterr().out
 
 

@@ -1,13 +1,13 @@
-"""`flowrl bench scale`: its table, and one job in a program of its own."""
+"""`python -m scripts.bench scale`: its table, and one job in a program of its own."""
 
 import json
 
 import pytest
 import torch
 
-from flowrl.bench import scale
 from flowrl.errors import UserError
 from flowrl.sampling.workers import pack_weights
+from scripts.bench import scale
 
 NAMES = [
     "1 process", "1 worker", "2 processes", "2 processes, sharded", "2 workers",

@@ -22,8 +22,6 @@ import torch
 from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
 from flowrl.assembly.worker import build_pool
 from flowrl.backbones.policy import POLICY
-from flowrl.bench.rollout import training_passes, with_random_rewards
-from flowrl.bench.timing import best_of
 from flowrl.config import parse_config
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer
@@ -33,6 +31,8 @@ from flowrl.training.loop import Learner
 from flowrl.trajectory import Transitions
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import write_bytes, write_text
+from scripts.bench.rollout import training_passes, with_random_rewards
+from scripts.bench.timing import best_of
 
 WARM = 1  # iterations before the clock starts, in which workers join
 GROUP = 4
@@ -114,7 +114,7 @@ def _recipe(model: str, prompts: int, steps: int, device: str, wait: float = 0.0
     reward: Row = {"name": "brightness"}
     if wait:
         each = wait / (prompts * GROUP)  # all images are one question
-        reward = {"name": "flowrl.bench.reward:Waiting", "args": {"seconds": each}}
+        reward = {"name": "scripts.bench.scale:Waiting", "args": {"seconds": each}}
     return {
         "pipeline": {"path": model, "device": device, "max_sequence_length": 12},
         "prompts": {"train": "tiny:geneval:train"},
@@ -148,7 +148,7 @@ def _measure(
     to.unlink(missing_ok=True)
     asked = json.dumps({"recipe": recipe, "iterations": iterations, "to": str(to)})
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    words = [sys.executable, *(launcher if processes > 1 else []), "-m", "flowrl.bench.scale"]
+    words = [sys.executable, *(launcher if processes > 1 else []), "-m", "scripts.bench.scale"]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     done = subprocess.run([*words, asked], env=environment, capture_output=True, text=True)
     if done.returncode or not to.is_file():
@@ -231,3 +231,18 @@ def _peak(runtime: Runtime) -> int:
 
 if __name__ == "__main__":
     run_job(**json.loads(sys.argv[1]))
+
+
+class Waiting:
+    """A reward that waits, as one on another machine does, and returns the mean of each image."""
+
+    name = "waiting"
+
+    def __init__(self, seconds: float = 0.0):
+        self.seconds = seconds  # per image
+
+    def __call__(
+        self, images: torch.Tensor, prompts: list[str], metadata: list[dict]
+    ) -> torch.Tensor:
+        time.sleep(self.seconds * len(images))
+        return images.mean((1, 2, 3))

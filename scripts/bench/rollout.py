@@ -1,26 +1,22 @@
 """What the toolkit costs beyond the network's own passes, as ratios measured in one run."""
 
-import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from flowrl.assembly.learner import ProvidedObjects, build_learner
-from flowrl.bench.timing import TimedTurns, compare_turns, time_turns
-from flowrl.config import Config, parse_config
+from flowrl.config import parse_config
 from flowrl.errors import UserError
-from flowrl.functional.full_batches import RowCount, counted_rows
 from flowrl.sampling.rollout import Timer, sample_request
 from flowrl.sampling.source import Sampler
-from flowrl.scoring.spec import closing
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Rollout, Transitions
 from flowrl.trees.plan import PlanCounts, count
 from flowrl.utils.distributed import Runtime
+from scripts.bench.timing import TimedTurns, compare_turns, time_turns
 
 GROUP = 8
 SPLITS = [0, 3, 6, 9]  # steps of the tree
@@ -128,62 +124,6 @@ def update(learner: Learner, rollout: Rollout) -> None:
     """Learn from a rollout again: its likelihood ratio is 1 in the first round only."""
     loose = learner.optim.model_copy(update={"ratio_tolerance": float("inf")})
     replace(learner, optim=loose).learn(rollout, 0)
-
-
-@dataclass(slots=True)
-class _PhaseRows:
-    """The rows and the time of one phase of some iterations."""
-
-    rows: RowCount = field(default_factory=RowCount)
-    seconds: float = 0.0
-
-    def add(self, job: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
-        with counted_rows() as count:
-            result = job()
-        self.seconds += time.perf_counter() - began
-        self.rows.asked += count.asked
-        self.rows.computed += count.computed
-        return result
-
-    @property
-    def made_up(self) -> float:
-        """Seconds for rows that were made up, if all rows take as long."""
-        return self.seconds * (1 - self.rows.asked / max(self.rows.computed, 1))
-
-
-def bench_padding(config: Config, *, iterations: int) -> list[dict[str, Any]]:
-    """Measure what full batches cost in iterations of a recipe, after one that warms up.
-
-    Counted are the rows that sampler and objective ask for, and those that the networks compute.
-    The cost is the share of the iterations' time that goes into the difference, as if a phase did
-    nothing but compute rows: it is at most that. Nothing is written that stays.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        run = config.run.model_copy(update={"output_dir": folder})
-        config = config.model_copy(update={"run": run})
-        runtime = Runtime(device=config.pipeline.device)
-        learner = build_learner(config, runtime, ProvidedObjects())
-        with closing(learner.specs):
-            learner.iterate(0)
-            sampling, learning = _PhaseRows(), _PhaseRows()
-            for i in range(1, iterations + 1):
-                rollout = sampling.add(partial(learner.source.collect, i, Timer()))
-                learning.add(partial(learner.learn, rollout, i))
-    total = sampling.seconds + learning.seconds
-    phases = {"sampling": sampling, "learning": learning}
-    rows = [
-        {
-            "phase": name,
-            "rows": phase.rows.asked,
-            "computed": phase.rows.computed,
-            "seconds": phase.seconds,
-            "cost": phase.made_up / total,
-        }
-        for name, phase in phases.items()
-    ]
-    names = ("rows", "computed", "seconds", "cost")
-    return [*rows, {"phase": "both"} | {name: sum(row[name] for row in rows) for name in names}]
 
 
 def bench_tree(
