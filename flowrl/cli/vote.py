@@ -1,4 +1,4 @@
-"""`flowrl vote`: your taste in some clicks, and a LoRA that has it."""
+"""`flowrl vote`: choose between images, and train a LoRA on your choices."""
 
 import os
 from pathlib import Path
@@ -28,8 +28,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RECIPE|RUN|FOLDER|KEY=VALUE",
-        help="A preset's name or a YAML file, a run, whose LoRA then draws, or a folder of images; "
-        "then changes to the recipe.",
+        help="A recipe, a run (to draw with its LoRA) or a folder of images; then changes to the "
+        "recipe.",
         show_default=False,
         autocompletion=complete_recipe,
     ),
@@ -43,24 +43,20 @@ def vote(  # noqa: PLR0913  # an argument for each option
     ] = Path("votes"),
     images: Annotated[
         Path | None,
-        typer.Option(help="A folder of images that says their prompts, in place of drawing some."),
+        typer.Option(help="Vote on the images of this folder, which also has their prompts."),
     ] = None,
     lora: Lora = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts to draw images of.")] = 60,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts to draw images of.")] = 60,
     per_prompt: Annotated[int, typer.Option(min=2, help="Images of each prompt.")] = 8,
-    goal: Annotated[int, typer.Option(min=1, help="Votes to count up to.")] = 50,
-    pairs: Annotated[
-        Literal["random", "informative"],
-        typer.Option(help="Ask any pair, or the one that tells most about your taste."),
-    ] = "random",
-    seed: Annotated[int, typer.Option(min=0, help="Of the images and the order.")] = 0,
+    goal: Annotated[int, typer.Option(min=1, help="Number of votes that the page counts to.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the images and of the order.")] = 0,
     train: Annotated[
-        bool, typer.Option("--train", help="Train on the votes there are, and ask nothing.")
+        bool, typer.Option("--train", help="Train on the votes so far; open no page.")
     ] = False,
     export: Annotated[
         Path | None,
         typer.Option(
-            help="Write the votes as pairs: .jsonl as flowrl, or .json as HPDv3 has them."
+            help="Write the votes as pairs: .jsonl for flowrl, .json for HPDv3."
         ),
     ] = None,
     host: Host = "127.0.0.1",
@@ -69,11 +65,11 @@ def vote(  # noqa: PLR0913  # an argument for each option
     token_env: TokenVariable = None,
     open_browser: OpenBrowser = False,
 ) -> None:
-    """Say which of two images you like, on a page; then train a LoRA on your votes.
+    """Choose between two images, again and again, in the browser; then train a LoRA on your votes.
 
-    Keys: 1, 2, t (tie), s (skip), u (undo). Each vote is on disk at once: stop with Ctrl-C, and the
-    same command goes on. --train then runs DPO on the votes, or KTO with objective.kind=kto; with
-    --open the gallery opens after it.
+    Keys: 1, 2, t (tie), s (skip), u (undo). Each vote is saved at once: stop with Ctrl-C, and
+    continue with the same command. --train runs DPO on the votes, or KTO with objective.kind=kto;
+    with --open the gallery opens after training.
 
     Examples:
 
@@ -103,18 +99,14 @@ def vote(  # noqa: PLR0913  # an argument for each option
     from flowrl.voting.app import Questions, make_app
     from flowrl.voting.ballot import Ballot
     from flowrl.voting.candidates import read_candidates
-    from flowrl.voting.learn import draw_candidates, encoder_of
+    from flowrl.voting.learn import draw_candidates
 
     with locked_folder(folder, "images", "votes"):
         if images is None:
             draw_candidates(
                 _config(words), folder, prompts=prompts, per_prompt=per_prompt, lora=lora, seed=seed
             )
-        informative = pairs == "informative"
-        candidates = read_candidates(folder, encoder_of(_config(words)) if informative else None)
-        questions = Questions(
-            candidates, Ballot(folder), goal=goal, informative=informative, seed=seed
-        )
+        questions = Questions(read_candidates(folder), Ballot(folder), goal=goal, seed=seed)
         token = page_token(host, token_env)
         serve_page(
             lambda hosts: make_app(questions, token=token, hosts=hosts),
@@ -125,10 +117,10 @@ def vote(  # noqa: PLR0913  # an argument for each option
 def _target(
     words: list[str], images: Path | None, lora: str | None
 ) -> tuple[list[str], Path | None, str | None]:
-    """Return words, images and LoRA, with what the first word says where it names a folder.
+    """Return words, images and LoRA, from a first word that names a folder.
 
-    A run is its recipe and its LoRA; any other folder is one of images, or of earlier votes. A
-    preset's name is the preset.
+    A run stands for its recipe and its LoRA; another folder has images, or images and votes. The
+    name of a preset is the preset, whatever folder has that name.
     """
     from flowrl.config.load import preset_names
 
@@ -147,7 +139,7 @@ def _config(words: list[str]) -> "Config":
     request = recipe_request(words, "flowrl vote quickstart-sana")
     if any(change.startswith("run.output_dir=") for change in request.overrides):
         raise UserError(
-            "run.output_dir is not for votes: the run lies with the images, and -o is their folder."
+            "leave run.output_dir out: the run is saved beside the images, in the folder of -o"
         )
     return load_config(request.recipe, request.overrides)
 

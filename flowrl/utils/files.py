@@ -46,7 +46,7 @@ WRITTEN: dict[FolderKind, tuple[str, ...]] = {
         ".lock", "drawn", "index.html", "leaderboard.png", "leaderboard.csv", "comparisons.csv",
         "scores.csv", "kinds.csv",
     ),
-    "votes": (".lock", "votes.jsonl", "features.safetensors"),
+    "votes": (".lock", "votes.jsonl"),
     "dataset": (".lock", "store.json", "README.md", "data", "latents"),
 }  # fmt: skip
 _TENSOR = "__tensor__"

@@ -1,84 +1,60 @@
 """The page of `flowrl vote`: two images of a prompt, and five keys.
 
-It is guarded as `flowrl ui` is: a token for everything below /api, one host name, nothing from
-elsewhere. A vote is on disk before it is answered.
+A vote is on disk before it is answered.
 """
 
 import threading
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import UserError
-from flowrl.utils.serving import Guard, json_body
-from flowrl.voting.ballot import ANSWERS, CHOICES, Ballot, Vote
-from flowrl.voting.candidates import Candidates
-from flowrl.voting.choose import Pair, all_pairs, next_pair
-from flowrl.web.app import json_answer, page_access
+from flowrl.utils.serving import json_body
+from flowrl.voting.ballot import CHOICES, Ballot, Vote
+from flowrl.voting.candidates import Candidates, next_pair
+from flowrl.web.page import json_answer, make_page
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.responses import Response
 
 STATIC = {
-    "/": ("flowrl.voting", "vote.html", "text/html"),
-    "/vote.js": ("flowrl.voting", "vote.js", "text/javascript"),
-    "/vote.css": ("flowrl.voting", "vote.css", "text/css"),
-    "/ask.js": ("flowrl.web", "ask.js", "text/javascript"),
-    "/page.css": ("flowrl.web", "page.css", "text/css"),
-    "/icon.svg": ("flowrl.web", "icon.svg", "image/svg+xml"),
+    "flowrl.voting": ("vote.html", "vote.js", "vote.css"),
+    "flowrl.web": ("ask.js", "page.css", "icon.svg"),
 }
 
 
 class Questions:
-    """Which pair is asked, and what was said so far. Safe for several requests at a time."""
+    """The pairs to show and the votes so far; several requests at a time may use it."""
 
-    def __init__(
-        self, candidates: Candidates, ballot: Ballot, *, goal: int, informative: bool, seed: int
-    ):
+    def __init__(self, candidates: Candidates, ballot: Ballot, *, goal: int, seed: int):
         self.candidates, self.ballot, self.goal = candidates, ballot, goal
-        self._informative, self._seed = informative, seed
+        self._seed, self._pairs = seed, candidates.pairs()
         self._rows = {name: row for row, name in enumerate(candidates.files)}
-        self._pairs = all_pairs(candidates.numbers)
         self._lock = threading.Lock()
 
     def next(self) -> dict[str, Any]:
-        """Return the next pair and how far the voter is; `pair` is None when all were asked."""
+        """Return the next pair and the number of votes; `pair` is None after the last one."""
         with self._lock:
-            pair = next_pair(
-                self._pairs, self.candidates.numbers, self.candidates.features, self.asked(),
-                informative=self._informative, seed=self._seed,
-            )  # fmt: skip
-            told = {"votes": len(self.ballot.votes), "goal": self.goal, "pair": None}
-            if pair is None:
-                return told
-            prompt = self.candidates.texts[pair[0]]
-            return told | {"pair": {"first": pair[0], "second": pair[1], "prompt": prompt}}
+            texts, votes = self.candidates.texts, self.ballot.votes
+            voted = [(self._rows[v.first], self._rows[v.second]) for v in votes
+                     if v.first in self._rows and v.second in self._rows]  # fmt: skip
+            pair = next_pair(self._pairs, texts, voted, self._seed)
+            if pair is not None:
+                pair = {"first": pair[0], "second": pair[1], "prompt": texts[pair[0]]}
+            return {"votes": len(votes), "goal": self.goal, "pair": pair}
 
-    def asked(self) -> list[tuple[Pair, float | None]]:
-        """Return the votes as pairs of rows with answers; those of images that are gone are out."""
-        return [
-            ((self._rows[v.first], self._rows[v.second]), ANSWERS[v.choice])
-            for v in self.ballot.votes
-            if v.first in self._rows and v.second in self._rows
-        ]
-
-    def cast(self, first: object, second: object, choice: object) -> None:
-        """Write a vote. Raises UserError for what is no pair of one prompt, or no choice."""
+    def cast(self, first: Any, second: Any, choice: Any) -> None:
+        """Write a vote. Raises UserError unless it is a choice between two images of one prompt."""
         rows = [row for row in (first, second) if isinstance(row, int) and row is not True]
-        known = self.candidates.numbers
-        if (
-            choice not in CHOICES
-            or len(rows) != 2
-            or rows[0] == rows[1]
-            or not all(0 <= row < len(known) for row in rows)
-            or known[rows[0]] != known[rows[1]]
-        ):
+        texts, names = self.candidates.texts, self.candidates.files
+        valid = choice in CHOICES and len(set(rows)) == 2
+        valid = valid and all(0 <= row < len(texts) for row in rows)
+        if not valid or texts[rows[0]] != texts[rows[1]]:
             raise UserError(f"a vote is for two images of one prompt, one of {', '.join(CHOICES)}")
-        names = [self.candidates.files[row] for row in rows]
-        prompt = self.candidates.texts[rows[0]]
+        vote = Vote(
+            prompt=texts[rows[0]], first=names[rows[0]], second=names[rows[1]], choice=choice
+        )
         with self._lock:
-            vote = Vote(prompt=prompt, first=names[0], second=names[1], choice=choice)
             self.ballot.cast(vote)
 
     def undo(self) -> None:
@@ -88,32 +64,11 @@ class Questions:
 
 
 def make_app(questions: Questions, *, token: str, hosts: Sequence[str]) -> "FastAPI":
-    """Return the ASGI application that asks. token, hosts: as in `flowrl.web.app.make_app`."""
-    from fastapi import FastAPI
-
-    app = FastAPI(title="flowrl vote", openapi_url=None, docs_url=None, redoc_url=None)
-    _add_page(app)
-    _add_questions(app, questions)
-    _add_errors(app)
-    app.add_middleware(Guard, access=page_access("flowrl vote", token, hosts))
-    return app
-
-
-def _add_page(app: "FastAPI") -> None:
-    from starlette.responses import Response
-
-    for path, (package, name, media) in STATIC.items():
-        data = (files(package) / "static" / name).read_bytes()
-
-        def page(data: bytes = data, media: str = media) -> Response:
-            return Response(data, media_type=media)
-
-        app.add_api_route(path, page, methods=["GET"], response_model=None)
-
-
-def _add_questions(app: "FastAPI", questions: Questions) -> None:
+    """Return the application of the page. token, hosts: as in `make_page`."""
     from starlette.requests import Request
     from starlette.responses import Response
+
+    app = make_page("flowrl vote", STATIC, token=token, hosts=hosts)
 
     @app.get("/api/next")
     def following() -> Response:
@@ -121,9 +76,9 @@ def _add_questions(app: "FastAPI", questions: Questions) -> None:
 
     @app.post("/api/vote")
     async def vote(request: Request) -> Response:
-        told = await json_body(request)
-        told = told if isinstance(told, dict) else {}
-        questions.cast(told.get("first"), told.get("second"), told.get("choice"))
+        body = await json_body(request)
+        body = body if isinstance(body, dict) else {}
+        questions.cast(body.get("first"), body.get("second"), body.get("choice"))
         return json_answer(questions.next())
 
     @app.post("/api/undo")
@@ -135,18 +90,7 @@ def _add_questions(app: "FastAPI", questions: Questions) -> None:
     def image(row: int) -> Response:
         return _image(questions.candidates, row)
 
-
-def _add_errors(app: "FastAPI") -> None:
-    from starlette.requests import Request
-    from starlette.responses import Response
-
-    @app.exception_handler(UserError)
-    def refused(request: Request, error: UserError) -> Response:
-        return json_answer({"error": str(error)}, 400)
-
-    @app.exception_handler(ValueError)
-    def malformed(request: Request, error: ValueError) -> Response:
-        return json_answer({"error": "expected JSON"}, 400)
+    return app
 
 
 def _image(candidates: Candidates, row: int) -> "Response":
@@ -155,8 +99,8 @@ def _image(candidates: Candidates, row: int) -> "Response":
     from flowrl.utils.images import png_of_file
 
     if not 0 <= row < len(candidates.files):
-        return json_answer({"error": "there is no such image"}, 404)
+        raise FileNotFoundError
     data = png_of_file(candidates.folder / candidates.files[row])
     if data is None:
-        return json_answer({"error": "the image cannot be read"}, 404)
+        raise FileNotFoundError
     return Response(data, media_type="image/png")

@@ -1,4 +1,4 @@
-"""Votes: an append-only journal, and the pairs that they decide."""
+"""Votes: an append-only journal, and the pairs that follow from them."""
 
 import json
 import os
@@ -15,13 +15,13 @@ from flowrl.utils.journal import append_line, read_lines
 FILE = "votes.jsonl"
 Choice = Literal["first", "second", "tie", "skip"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
-ANSWERS = {"first": 1.0, "second": 0.0, "tie": 0.5, "skip": None}  # as the taste is learned
+ANSWERS = {"first": 1.0, "second": 0.0, "tie": 0.5}  # preference for the first image
 PairFormat = Literal["flowrl", "hpdv3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """What a person said of two images of one prompt."""
+    """A choice between two images of one prompt."""
 
     prompt: str
     first: str  # image files, below the folder of candidates
@@ -30,16 +30,16 @@ class Vote:
 
     @property
     def preferred(self) -> tuple[str, str] | None:
-        """Return (better, worse), None for a tie and for a pair that was skipped."""
-        decided = {"first": (self.first, self.second), "second": (self.second, self.first)}
-        return decided.get(self.choice)
+        """Return (better, worse), None for a tie and a skipped pair."""
+        pairs = {"first": (self.first, self.second), "second": (self.second, self.first)}
+        return pairs.get(self.choice)
 
 
 class Ballot:
     """The journal of votes in a folder. A line is on disk before `cast` returns.
 
-    `{"undo": true}` takes the last vote back. Damaged lines (see `flowrl.utils.journal`) are logged
-    and count as no vote.
+    `{"undo": true}` takes the last vote back. A damaged line (see `flowrl.utils.journal`) is logged
+    and does not count.
     """
 
     def __init__(self, folder: Path):
@@ -73,14 +73,15 @@ class Ballot:
 
 
 def write_pairs(votes: Iterable[Vote], folder: Path, path: Path, kind: PairFormat) -> int:
-    """Write decided votes as pairs that others read, too; return their number.
+    """Write votes that prefer an image as pairs; return their number.
 
     Args:
-        folder: of the images; the file names them from where it lies itself.
-        kind: "flowrl" writes lines of prompt, chosen and rejected, as open-image-preferences has
-            them; "hpdv3" one JSON list of prompt, path1 (preferred) and path2.
+        folder: of the images.
+        path: of the file, which names images relative to its own folder.
+        kind: "flowrl" writes lines with prompt, chosen and rejected, as in open-image-preferences;
+            "hpdv3" one JSON list with prompt, path1 (preferred) and path2.
 
-    Raises UserError when no vote decides anything.
+    Raises UserError when no vote prefers an image.
     """
     names = {"flowrl": ("chosen", "rejected"), "hpdv3": ("path1", "path2")}[kind]
     rows = []
@@ -89,7 +90,7 @@ def write_pairs(votes: Iterable[Vote], folder: Path, path: Path, kind: PairForma
             images = (os.path.relpath(folder / name, path.parent) for name in vote.preferred)
             rows.append({"prompt": vote.prompt} | dict(zip(names, images, strict=True)))
     if not rows:
-        raise UserError(f"no vote in {folder} prefers an image: there is nothing to learn from")
+        raise UserError(f"no vote in {folder} prefers an image: there is nothing to train on")
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     text = "[\n" + ",\n".join(lines) + "\n]\n" if kind == "hpdv3" else "\n".join(lines) + "\n"
     write_text(path, text)

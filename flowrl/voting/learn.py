@@ -1,11 +1,9 @@
-"""From a recipe to candidates, and from votes to a LoRA."""
+"""Draw candidates for a recipe, and train a LoRA on votes."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +20,10 @@ from flowrl.prompts.records import PromptSampler
 from flowrl.utils.distributed import Runtime
 from flowrl.voting.ballot import ANSWERS, Ballot, Vote, write_pairs
 from flowrl.voting.candidates import Candidates, read_candidates
-from flowrl.voting.choose import taste_of
+from flowrl.voting.taste import image_features, learn_taste
 
-SURE = 0.7  # probability from which an expected vote is learned from
-DPO = {  # held to the base: with few pairs DPO alone runs away from both images
+SURE = 0.7  # least probability of a predicted vote that is trained on
+DPO = {  # with a KL penalty: with few pairs DPO alone moves away from both images
     "kind": "dpo",
     "implicit_beta": 40.0,
     "kl_coef": 0.2,
@@ -34,42 +32,33 @@ DPO = {  # held to the base: with few pairs DPO alone runs away from both images
 PAIRS, STORE, RUN = "pairs.jsonl", "store", "run"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentEncoder:
-    """A backbone's autoencoder, as `read_candidates` wants it."""
-
-    backbone: Any
-
-    @property
-    def size(self) -> tuple[int, int]:
-        return self.backbone.image_size()
+def features_of(config: Config, candidates: Candidates) -> Tensor:
+    """Return features (N, D) of candidates, by the autoencoder of a recipe's pipeline."""
+    p = config.pipeline
+    device = Runtime(device=p.device).device
+    pipeline = load_pipeline(p.path, dtype=p.dtype, device=device, revision=p.revision)
+    backbone = build_backbone(p, pipeline, guidance=1.0)
 
     @torch.no_grad()
-    def __call__(self, images: Tensor) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> latents (B, C, h, w)."""
-        latents = self.backbone.encode_images(images)
+    def encode(images: Tensor) -> Tensor:
+        latents = backbone.encode_images(images)
         if latents.ndim == 4:
             return latents
         side = round(latents.shape[1] ** 0.5)  # packed: (B, h * w, C)
         return latents.transpose(1, 2).unflatten(2, (side, -1))
 
-
-def encoder_of(config: Config) -> LatentEncoder:
-    """Load a recipe's pipeline for its autoencoder."""
-    p = config.pipeline
-    where = Runtime(device=p.device).device
-    pipeline = load_pipeline(p.path, dtype=p.dtype, device=where, revision=p.revision)
-    return LatentEncoder(backbone=build_backbone(p, pipeline, guidance=1.0))
+    paths = [candidates.folder / file for file in candidates.files]
+    return image_features(paths, encode, backbone.image_size())
 
 
 def draw_candidates(
     config: Config, folder: Path, *, prompts: int, per_prompt: int, lora: str | None, seed: int
 ) -> Path:
-    """Draw images of some of a recipe's training prompts; go on where an earlier call ended.
+    """Draw images of some of a recipe's training prompts; continue where an earlier call stopped.
 
     Args:
-        prompts: how many.
-        lora: draws in place of the base.
+        prompts: number of prompts.
+        lora: to draw with, None for the base model.
     """
     settings = call_settings(config)
     options = DrawingOptions(
@@ -81,26 +70,27 @@ def draw_candidates(
         device=config.pipeline.device,
         revision=config.pipeline.revision,
     )
-    every = training_prompts(config, ProvidedObjects())
+    records = training_prompts(config, ProvidedObjects())
     p = config.prompts
-    chosen = PromptSampler(
-        every, min(prompts, len(every)), seed, balance=p.balance, weights=p.weights
+    sampler = PromptSampler(
+        records, min(prompts, len(records)), seed, balance=p.balance, weights=p.weights
     )
     return draw_prompts(
-        options.build(), chosen.at(0), folder, per_prompt=per_prompt, seed=seed, distinct_noise=True
-    )  # otherwise votes would be about four noises
+        options.build(), sampler.at(0), folder, per_prompt=per_prompt, seed=seed,
+        distinct_noise=True,  # otherwise votes would be about the same few noises
+    )  # fmt: skip
 
 
 def train_on_votes(config: Config, folder: Path, *, lora: str | None = None) -> TrainedRun:
-    """Train a LoRA with DPO or KTO on the votes of a folder of candidates.
+    """Train a LoRA with DPO or KTO on the votes of a folder of candidates, and on predicted votes.
 
-    And on votes that are expected: few votes say little of single images, and much of the taste.
-    After more votes the pairs are others, which get a store and a run of their own.
+    More votes make other pairs, which get a data set and a run of their own.
 
     Args:
-        lora: that drew the candidates; training starts from it.
+        lora: with which the candidates were drawn; training starts from it.
 
-    Raises UserError when no vote decides anything, and for candidates of a LoRA that is not named.
+    Raises:
+        UserError: no vote prefers an image, or the LoRA of the candidates is not named.
     """
     drawn = folder / SETTINGS
     if lora is None and drawn.is_file() and json.loads(drawn.read_text("utf-8")).get("lora"):
@@ -109,54 +99,59 @@ def train_on_votes(config: Config, folder: Path, *, lora: str | None = None) -> 
             "that training starts from it."
         )
     votes = Ballot(folder).votes
-    write_pairs(votes, folder, folder / PAIRS, "flowrl")  # refuses votes that decide nothing
-    expected = expected_votes(read_candidates(folder, encoder_of(config)), votes)
-    write_pairs([*votes, *expected], folder, folder / PAIRS, "flowrl")
+    write_pairs(votes, folder, folder / PAIRS, "flowrl")  # refuses votes that prefer no image
+    candidates = read_candidates(folder)
+    predicted = expected_votes(candidates, features_of(config, candidates), votes)
+    write_pairs([*votes, *predicted], folder, folder / PAIRS, "flowrl")
     digest = blake2b((folder / PAIRS).read_bytes(), digest_size=4).hexdigest()
     store = folder / f"{STORE}-{digest}"
     collect_pairs(config, folder / PAIRS, store)
     return align(training_config(config, folder, store, lora))
 
 
-def expected_votes(candidates: Candidates, votes: Sequence[Vote]) -> list[Vote]:
-    """Return votes that nobody cast: for a prompt's best image against its worst, as expected.
+def expected_votes(
+    candidates: Candidates, features: Tensor, votes: Sequence[Vote]
+) -> list[Vote]:
+    """Return votes that nobody cast: each prompt's best image against its worst, as predicted.
 
-    Only those that the votes make probable enough; none where no vote prefers an image.
+    Only those with a probability of at least SURE; none where no vote prefers an image.
+
+    Args:
+        features: (N, D) of the candidates.
     """
     rows = {name: row for row, name in enumerate(candidates.files)}
-    known = [v for v in votes if v.first in rows and v.second in rows]
-    if not any(vote.preferred for vote in known):
+    votes = [v for v in votes if v.first in rows and v.second in rows and v.choice in ANSWERS]
+    if not any(vote.preferred for vote in votes):
         return []
-    pairs = [((rows[v.first], rows[v.second]), ANSWERS[v.choice]) for v in known]
-    taste, features = taste_of(candidates.features, pairs), candidates.features
+    first, second = ([rows[getattr(v, side)] for v in votes] for side in ("first", "second"))
+    answers = torch.tensor([ANSWERS[vote.choice] for vote in votes])
+    taste = learn_taste(features[first] - features[second], answers)
     liking = taste.scores(features).tolist()
-    members: dict[int, list[int]] = {}
-    for row, prompt in enumerate(candidates.numbers):
-        members.setdefault(prompt, []).append(row)
-    found = []
-    for own in members.values():
-        best, worst = (end(own, key=liking.__getitem__) for end in (max, min))
-        if taste.probability(features[[best]] - features[[worst]]).item() >= SURE:
-            first, second = candidates.files[best], candidates.files[worst]
-            prompt = candidates.texts[best]
-            found.append(Vote(prompt=prompt, first=first, second=second, choice="first"))
-    return found
+    predicted = []
+    for members in candidates.by_prompt().values():
+        best, worst = (end(members, key=liking.__getitem__) for end in (max, min))
+        if taste.probability(features[best] - features[worst]) >= SURE:
+            names, prompt = candidates.files, candidates.texts[best]
+            predicted.append(
+                Vote(prompt=prompt, first=names[best], second=names[worst], choice="first")
+            )
+    return predicted
 
 
 def training_config(config: Config, folder: Path, store: Path, lora: str | None) -> Config:
-    """Return the recipe that learns from the votes of a folder.
+    """Return the recipe that trains on the votes of a folder.
 
-    The recipe's own rewards become held-out ones, so that its card still shows what they say.
+    The recipe's rewards become held-out ones: the card still shows their scores.
 
     Args:
-        store: of the pairs.
-        lora: that training starts from; None for the recipe's own start.
+        store: offline data set of the pairs.
+        lora: from which training starts; None for the recipe's `lora.init_from`.
     """
     data = config.model_dump(mode="json")
     if config.objective.kind not in ("dpo", "kto"):
         data["objective"] = DPO
-    others = {r["name"]: r | {"held_out": True} for r in data["rewards"]}  # one of each name
-    data["rewards"] = [{"name": "preference"}, *others.values()]
+    held_out = {r["name"]: r | {"held_out": True} for r in data["rewards"]}  # one of each name
+    data["rewards"] = [{"name": "preference"}, *held_out.values()]
     data["rollout"] |= {
         "store": {"path": str(store)}, "group_size": 2, "tree": {"kind": "ode"},
         "explore": None,

@@ -1,26 +1,17 @@
-"""The server of `flowrl ui`: a page, and its data as JSON and PNG.
+"""The server of `flowrl ui`: runs as JSON and PNG. The page polls; unchanged is 304."""
 
-The page itself holds nothing of a run and needs no token. Everything below `/api` needs it, as
-`Authorization: Bearer TOKEN`, which no other site can make a browser send. The page has it from
-the fragment of its address, which browsers do not send either. `flowrl.utils.serving.Guard` checks
-Host, Origin and token, and the page may load from this server alone.
-
-The page polls; an answer that has not changed is 304 without a body.
-"""
-
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.config.load import preset_names
 from flowrl.errors import UserError
 from flowrl.utils.digests import digest
-from flowrl.utils.serving import Access, Guard, json_body
+from flowrl.utils.serving import json_body
 from flowrl.web.jobs import Jobs
 from flowrl.web.metrics_log import chosen_first, held_out_first
+from flowrl.web.page import json_answer, make_page
 from flowrl.web.runs import RunFiles, RunFolders, recipe_differences
 
 if TYPE_CHECKING:
@@ -29,30 +20,11 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 STATIC = {
-    "/": ("page.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/ask.js": ("ask.js", "text/javascript"),
-    "/chart.js": ("chart.js", "text/javascript"),
-    "/lists.js": ("lists.js", "text/javascript"),
-    "/parts.js": ("parts.js", "text/javascript"),
-    "/run.js": ("run.js", "text/javascript"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
-MAX_BODY = 64 * 2**10  # bytes
+    "flowrl.web": (
+        "page.html", "page.css", "page.js", "ask.js", "chart.js", "lists.js", "parts.js", "run.js",
+        "icon.svg",
+    ),
+}  # fmt: skip
 MOST_POINTS = 2000  # of a curve in an answer
 MOST_CURVES = 400  # runs times metrics in an answer
 
@@ -64,38 +36,14 @@ def make_app(root: Path, *, token: str, hosts: Sequence[str]) -> "FastAPI":
         token: that every request below /api carries.
         hosts: names and addresses, without ports, that requests may name as Host.
     """
-    from fastapi import FastAPI
-
-    app = FastAPI(title="flowrl", openapi_url=None, docs_url=None, redoc_url=None)
+    app = make_page("flowrl ui", STATIC, token=token, hosts=hosts)
     folders, jobs = RunFolders(root), Jobs(root)
     app.state.jobs = jobs
-    _add_page(app)
     _add_tables(app, folders, jobs)
     _add_curves(app, folders)
     _add_images(app, folders)
     _add_actions(app, folders, jobs)
-    _add_errors(app)
-    app.add_middleware(Guard, access=page_access("flowrl ui", token, hosts))
     return app
-
-
-def page_access(server: str, token: str, hosts: Sequence[str]) -> Access:
-    """Return whom a page of flowrl answers: with the token, on these hosts, JSON bodies alone."""
-    return Access(
-        server=server, hosts=frozenset(hosts), token=token, private="/api", max_body=MAX_BODY,
-        json_only=True, headers=HEADERS,
-    )  # fmt: skip
-
-
-# --- answers -------------------------------------------------------------------------------------
-
-
-def json_answer(content: Any, status: int = 200) -> "Response":
-    from starlette.responses import Response
-
-    # ASCII: halves of characters, which a damaged file may hold, have no UTF-8.
-    body = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    return Response(body, status, media_type="application/json")
 
 
 def unless_current(request: "Request", stamp: Any, make: Callable[[], Any]) -> "Response":
@@ -111,19 +59,6 @@ def unless_current(request: "Request", stamp: Any, make: Callable[[], Any]) -> "
     answer = json_answer(make())
     answer.headers["ETag"] = tag
     return answer
-
-
-def _add_page(app: "FastAPI") -> None:
-    from starlette.responses import Response
-
-    folder = files("flowrl.web") / "static"
-    for path, (name, media) in STATIC.items():
-        data = (folder / name).read_bytes()
-
-        def page(data: bytes = data, media: str = media) -> Response:
-            return Response(data, media_type=media)
-
-        app.add_api_route(path, page, methods=["GET"], response_model=None)
 
 
 def _add_tables(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
@@ -242,31 +177,3 @@ def _add_actions(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
             return json_answer(await run_in_threadpool(act, order))
 
         app.add_route(f"/api/{name}", action, methods=["POST"])
-
-
-def _add_errors(app: "FastAPI") -> None:
-    from fastapi.exceptions import RequestValidationError
-    from pydantic import ValidationError
-    from starlette.exceptions import HTTPException
-
-    def answered(status: int, sentence: Callable[[Any], str]) -> Callable[..., Any]:
-        async def answer(_: "Request", error: Any) -> "Response":
-            return json_answer({"error": sentence(error)}, status)
-
-        return answer
-
-    kinds: Mapping[type[Exception], tuple[int, Callable[[Any], str]]] = {
-        UserError: (409, str),
-        KeyError: (404, lambda _: "no such run"),
-        FileNotFoundError: (404, lambda _: "the file is missing or cannot be read"),
-        RequestValidationError: (422, lambda _: "not a request of the page"),
-        ValidationError: (422, lambda _: "not a request of the page"),
-        Exception: (500, lambda error: f"{type(error).__name__} in the server"),
-    }
-    for kind, (status, sentence) in kinds.items():
-        app.add_exception_handler(kind, answered(status, sentence))
-
-    async def other(_: "Request", error: Any) -> "Response":
-        return json_answer({"error": str(error.detail)}, error.status_code)
-
-    app.add_exception_handler(HTTPException, other)

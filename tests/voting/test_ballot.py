@@ -1,7 +1,6 @@
 """A vote that was cast is there, whatever happens to the program."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -12,7 +11,6 @@ from flowrl.errors import UserError
 from flowrl.offline.pairs import read_pairs
 from flowrl.utils.files import locked_folder
 from flowrl.voting.ballot import FILE, Ballot, Vote, write_pairs
-from flowrl.voting.candidates import read_candidates
 
 
 def vote(choice, number=0):
@@ -34,7 +32,7 @@ def test_votes_are_read_back_and_the_last_can_be_taken_back(tmp_path):
 def test_a_second_vote_on_one_folder_is_refused_and_leftovers_are_swept(tmp_path):
     folder = tmp_path / "votes"
     folder.mkdir()
-    half = folder / ".features.safetensors.abcd1234.tmp"
+    half = folder / ".votes.jsonl.abcd1234.tmp"
     half.touch()
     with locked_folder(folder, "images", "votes"):
         assert not half.exists()
@@ -44,20 +42,6 @@ def test_a_second_vote_on_one_folder_is_refused_and_leftovers_are_swept(tmp_path
         assert second.returncode and b"in use by another flowrl process" in second.stderr
     with locked_folder(folder, "images", "votes"):
         pass
-
-
-@pytest.mark.parametrize("name", ["../secret.png", "/dev/zero", "pipe.png", "link.png"])
-def test_images_outside_of_the_folder_and_pipes_are_refused(tmp_path, name):
-    folder = tmp_path / "images"
-    folder.mkdir()
-    Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
-    Image.new("RGB", (8, 8)).save(folder / "a.png")
-    os.mkfifo(folder / "pipe.png")
-    (folder / "link.png").symlink_to(tmp_path / "secret.png")
-    rows = [{"file_name": file, "prompt": "a cat"} for file in ("a.png", name)]
-    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match=name.rpartition("/")[2]):
-        read_candidates(folder, None)
 
 
 def test_a_killed_program_loses_no_vote_that_it_had_answered(tmp_path):
@@ -72,9 +56,9 @@ for number in range(20):
     if number == 13:
         os.kill(os.getpid(), signal.SIGKILL)
 """
-    told = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True)
-    assert told.returncode == -9
-    assert len(Ballot(tmp_path).votes) == len(told.stdout.split()) == 14
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True)
+    assert done.returncode == -9
+    assert len(Ballot(tmp_path).votes) == len(done.stdout.split()) == 14
 
 
 @pytest.mark.parametrize("kind", ["flowrl", "hpdv3"])
@@ -86,8 +70,8 @@ def test_pairs_that_are_written_are_read_as_any_others(tmp_path, kind):
     votes = [vote("first"), vote("tie"), vote("second")]
     assert write_pairs(votes, tmp_path, path, kind) == 2
     pairs, _ = read_pairs(path)
-    found = [(p.record.text, str(p.chosen)[-5:], str(p.rejected)[-5:]) for p in pairs]
-    assert found == [("a cat", "0.png", "b.png"), ("a cat", "b.png", "0.png")]
-    with pytest.raises(UserError, match="no vote in .* prefers an image"):
+    read = [(p.record.text, str(p.chosen)[-5:], str(p.rejected)[-5:]) for p in pairs]
+    assert read == [("a cat", "0.png", "b.png"), ("a cat", "b.png", "0.png")]
+    with pytest.raises(UserError, match="prefers an image"):
         write_pairs([vote("skip")], tmp_path, path, kind)
     assert json.loads(path.read_text().strip("[],\n ").splitlines()[0].rstrip(","))["prompt"]

@@ -27,10 +27,10 @@ def test_the_recipes_own_rewards_are_only_measured(tmp_path):
     assert config.objective.kind == "dpo" and config.rollout.store is not None
 
 
-def test_dpo_and_kto_are_kept_as_the_reader_sets_them(tmp_path):
+def test_dpo_and_kto_keep_the_options_of_the_recipe(tmp_path):
     for kind, beta in (("dpo", 7.0), ("kto", 9.0)):
-        own = [f"objective={{kind: {kind}, implicit_beta: {beta}}}"]
-        config = training_config(load_config("quickstart-sana", own), tmp_path, tmp_path, None)
+        changes = [f"objective={{kind: {kind}, implicit_beta: {beta}}}"]
+        config = training_config(load_config("quickstart-sana", changes), tmp_path, tmp_path, None)
         objective = config.objective
         assert (objective.kind, objective.implicit_beta) == (kind, beta)
     recipe = load_config("quickstart-vote")
@@ -52,7 +52,6 @@ def test_images_are_expected_to_be_liked_as_the_votes_say_and_only_where_these_a
     names = tuple(f"{row // 4:05d}/samples/{row % 4:04d}.png" for row in range(80))
     candidates = Candidates(
         folder=tmp_path, files=names, texts=tuple(f"prompt {row // 4}" for row in range(80)),
-        numbers=tuple(row // 4 for row in range(80)), features=features,
     )  # fmt: skip
     liking = features[:, 0]
 
@@ -61,14 +60,14 @@ def test_images_are_expected_to_be_liked_as_the_votes_say_and_only_where_these_a
         return Vote(prompt="", first=names[a], second=names[b], choice=choice)
 
     pairs = [(4 * k, 4 * k + 1) for k in range(20)]
-    found = expected_votes(candidates, [vote(*pair) for pair in pairs])
-    rows = [(names.index(v.first), names.index(v.second)) for v in found]
+    predicted = expected_votes(candidates, features, [vote(*pair) for pair in pairs])
+    rows = [(names.index(v.first), names.index(v.second)) for v in predicted]
     assert len(rows) >= 15 and len({a // 4 for a, _ in rows}) == len(rows)
     assert sum(bool(liking[a] > liking[b]) for a, b in rows) >= len(rows) - 1
-    assert all(v.prompt == f"prompt {a // 4}" for v, (a, _) in zip(found, rows, strict=True))
-    few = expected_votes(candidates, [vote(*pairs[0])])
-    assert len(few) < len(found)
-    assert expected_votes(candidates, [vote(*pair, "tie") for pair in pairs]) == []
+    assert all(v.prompt == f"prompt {a // 4}" for v, (a, _) in zip(predicted, rows, strict=True))
+    few = expected_votes(candidates, features, [vote(*pairs[0])])
+    assert len(few) < len(predicted)
+    assert expected_votes(candidates, features, [vote(*pair, "tie") for pair in pairs]) == []
 
 
 @pytest.mark.slow

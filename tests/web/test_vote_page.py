@@ -1,31 +1,17 @@
-"""The page of `flowrl vote` in a real Chromium: keys, sizes, hostile texts, a server that dies."""
+"""The page of `flowrl vote` in a real Chromium: keys, sizes, hostile texts, a lost server."""
 
 import contextlib
 import json
-import os
-import socket
-import subprocess
-import sys
 from itertools import product
 
 import pytest
-import torch
 from PIL import Image
 
 from flowrl.voting.app import Questions, make_app
-from flowrl.voting.ballot import FILE, Ballot
+from flowrl.voting.ballot import Ballot
 from flowrl.voting.candidates import read_candidates
 
 HOSTILE = '<img src=x onerror="window.hacked=1">\u202e' + "x" * 5000
-
-
-class Encoder:
-    """Stands for an autoencoder: a quarter of the size, three channels."""
-
-    size = (16, 16)
-
-    def __call__(self, images):
-        return torch.nn.functional.avg_pool2d(images, 4)
 
 
 def make_candidates(folder, texts, images=4):
@@ -44,8 +30,8 @@ def serving(serve_app):
     """A context manager that serves the votes of a folder and yields the page's address."""
 
     def serve(folder):
-        candidates = read_candidates(folder, Encoder())
-        questions = Questions(candidates, Ballot(folder), goal=4, informative=True, seed=0)
+        candidates = read_candidates(folder)
+        questions = Questions(candidates, Ballot(folder), goal=4, seed=0)
         return serve_app(make_app(questions, token="a-token", hosts=["127.0.0.1"]))
 
     return serve
@@ -76,7 +62,7 @@ def open_page(browser):
         yield open_page
 
 
-def told(page, start):
+def wait_for_count(page, start):
     """Wait until the page counts so many votes."""
     page.wait_for_function(
         "start => document.querySelector('#told').textContent.startsWith(start) && "
@@ -97,16 +83,16 @@ def test_keys_vote_and_every_vote_is_on_disk_when_the_page_counts_it(serving, op
         for key, choice in (("1", "first"), ("2", "second"), ("t", "tie"), ("s", "skip")):
             page.keyboard.press(key)
             wanted.append(choice)
-            told(page, f"{len(wanted)} of 4 votes")
+            wait_for_count(page, f"{len(wanted)} of 4 votes")
             assert choices(folder) == wanted
         assert "enough to train" in page.locator("#told").inner_text()
         page.keyboard.press("u")
-        told(page, "3 of 4 votes")
+        wait_for_count(page, "3 of 4 votes")
         assert choices(folder) == wanted[:-1]
         page.keyboard.press("Control+1")  # the browser's own
         page.locator("#first").focus()
         page.keyboard.press("Enter")  # as a button
-        told(page, "4 of 4 votes")
+        wait_for_count(page, "4 of 4 votes")
         assert choices(folder) == [*wanted[:-1], "first"]
         prompts = {vote.prompt for vote in Ballot(folder).votes}
         assert prompts == {"a cat", HOSTILE} and page.evaluate("window.hacked") is None
@@ -121,7 +107,7 @@ def test_the_page_fits_and_can_be_read(serving, open_page, tmp_path, width, sche
     folder = make_candidates(tmp_path, [HOSTILE])
     with serving(folder) as address:
         page = open_page(address, width, scheme)
-        told(page, "0 of 4 votes")
+        wait_for_count(page, "0 of 4 votes")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         for name in ("first", "second"):
             box = page.locator(f"#{name} img").bounding_box()
@@ -133,7 +119,7 @@ def test_the_page_fits_and_can_be_read(serving, open_page, tmp_path, width, sche
         assert (min(light) > 200 > 100 > max(ink)) == (scheme == "light")
         assert (max(light) < 60 < 150 < min(ink)) == (scheme == "dark")
         page.keyboard.press("1")
-        told(page, "1 of 4 votes")
+        wait_for_count(page, "1 of 4 votes")
 
 
 def test_an_image_that_is_gone_can_be_skipped(serving, open_page, tmp_path):
@@ -143,50 +129,19 @@ def test_an_image_that_is_gone_can_be_skipped(serving, open_page, tmp_path):
         for file in folder.glob("*/samples/*.png"):
             file.write_bytes(b"no image")
         page.keyboard.press("1")
-        told(page, "1 of 4 votes")
+        wait_for_count(page, "1 of 4 votes")
         page.wait_for_selector('#second img[alt*="skip it"]')
         page.keyboard.press("s")
-        told(page, "2 of 4 votes")
+        wait_for_count(page, "2 of 4 votes")
         assert choices(folder) == ["first", "skip"] and not page.faults
 
 
-def start_vote(folder, port):
-    """Start `flowrl vote` on a folder; return its process and the page's address."""
-    command = [sys.executable, "-m", "flowrl", "vote", "quickstart", "--images", str(folder),
-               "--port", str(port), "pipeline.device=cpu"]  # fmt: skip
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "#token=" in line:
-            return process, next(word for word in line.split() if "#token=" in word)
-    raise AssertionError(f"flowrl vote ended with {process.wait()}")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_killed_server_keeps_every_vote_and_the_same_command_goes_on(open_page, tmp_path):
+def test_a_vote_that_no_server_hears_is_not_counted(serving, open_page, tmp_path):
     folder = make_candidates(tmp_path, ["a cat", "a dog"])
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process, address = start_vote(folder, port)
-    try:
+    with serving(folder) as address:
         page = open_page(address)
-        for count, key in enumerate("12t", 1):
-            page.keyboard.press(key)
-            told(page, f"{count} of 50 votes")
-        process.kill()
-        process.wait()
-        page.keyboard.press("1")  # nobody hears it, and the page says so
-        page.wait_for_selector("#trouble:not([hidden])")
-        assert choices(folder) == ["first", "second", "tie"]
-        (folder / FILE).open("ab").write(b'{"prompt": "a c')  # a line that was cut off
-        process, address = start_vote(folder, port)
-        page = open_page(address)
-        told(page, "3 of 50 votes")
-        page.keyboard.press("2")
-        told(page, "4 of 50 votes")
-        assert choices(folder) == ["first", "second", "tie", "second"]
-    finally:
-        process.kill()
+        page.keyboard.press("1")
+        wait_for_count(page, "1 of 4 votes")
+    page.keyboard.press("2")
+    page.wait_for_selector("#trouble:not([hidden])")
+    assert choices(folder) == ["first"]

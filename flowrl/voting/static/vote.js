@@ -1,4 +1,4 @@
-// Two images, five keys. A vote is shown as done when the server has written it.
+// Two images, five keys. A vote counts on the page once the server has written it.
 
 import { get, send, image, TOKEN } from "./ask.js";
 
@@ -6,7 +6,7 @@ const KEYS = { 1: "first", 2: "second", t: "tie", s: "skip" };
 const SMALL = 128; // pixels up to which an image is shown in hard pixels
 const by = (id) => document.getElementById(id);
 let shown = null; // the pair that is on the page
-let busy = false; // until both images are there; a vote on what is not seen would be none
+let busy = false; // until both images are loaded: nobody votes on an image unseen
 
 function trouble(error) {
   by("trouble").textContent = error.message;
@@ -18,9 +18,9 @@ async function show(answer) {
   by("done").max = answer.goal;
   by("done").value = Math.min(answer.votes, answer.goal);
   by("told").textContent = `${answer.votes} of ${answer.goal} votes` +
-    (answer.votes >= answer.goal ? ": enough to train. Stop the program with Ctrl-C, or go on." : "");
+    (answer.votes >= answer.goal ? ": enough to train. Stop the program with Ctrl-C, or continue." : "");
   shown = answer.pair;
-  by("prompt").textContent = shown ? shown.prompt : "All pairs were asked";
+  by("prompt").textContent = shown ? shown.prompt : "No pairs are left";
   for (const name of ["first", "second"]) {
     const button = by(name);
     button.disabled = !shown;
@@ -61,9 +61,9 @@ for (const button of document.querySelectorAll("[data-choice]")) {
 }
 by("undo").addEventListener("click", undo);
 
-const given = new URLSearchParams(location.hash.slice(1)).get("token");
-if (given) {
-  sessionStorage.setItem(TOKEN, given);
+const token = new URLSearchParams(location.hash.slice(1)).get("token");
+if (token) {
+  sessionStorage.setItem(TOKEN, token);
   history.replaceState(null, "", location.pathname);
 }
 act(async () => (await get("/api/next")).data);

@@ -1,0 +1,110 @@
+"""What the pages of `flowrl ui` and `flowrl vote` share: files, headers, JSON answers, errors.
+
+A page itself holds nothing private and needs no token. Everything below `/api` needs it, as
+`Authorization: Bearer TOKEN`, which no other site can make a browser send. The page has it from
+the fragment of its address, which browsers do not send either. `flowrl.utils.serving.Guard` checks
+Host, Origin and token, and the page may load from this server alone.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from flowrl.errors import UserError
+from flowrl.utils.serving import Access, Guard
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+MEDIA = {
+    ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml",
+}  # fmt: skip
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+MAX_BODY = 64 * 2**10  # bytes
+
+
+def make_page(
+    server: str, static: Mapping[str, Sequence[str]], *, token: str, hosts: Sequence[str]
+) -> "FastAPI":
+    """Return an application that serves a page; add routes below /api to it.
+
+    Args:
+        server: the command, for error messages.
+        static: names of files in `PACKAGE/static`, by package; the .html file is at /.
+        token: that every request below /api carries.
+        hosts: names and addresses, without ports, that requests may name as Host.
+    """
+    from fastapi import FastAPI
+
+    app = FastAPI(title=server, openapi_url=None, docs_url=None, redoc_url=None)
+    for package, names in static.items():
+        for name in names:
+            _add_file(app, package, name)
+    _add_errors(app)
+    access = Access(
+        server=server, hosts=frozenset(hosts), token=token, private="/api", max_body=MAX_BODY,
+        json_only=True, headers=HEADERS,
+    )  # fmt: skip
+    app.add_middleware(Guard, access=access)
+    return app
+
+
+def _add_file(app: "FastAPI", package: str, name: str) -> None:
+    from starlette.responses import Response
+
+    path = files(package) / "static" / name
+    data, media = path.read_bytes(), MEDIA[name[name.rindex(".") :]]
+    address = "/" if media == "text/html" else f"/{name}"
+    app.add_api_route(address, lambda: Response(data, media_type=media), response_model=None)
+
+
+def json_answer(content: Any, status: int = 200) -> "Response":
+    from starlette.responses import Response
+
+    # ASCII: halves of characters, which a damaged file may hold, have no UTF-8.
+    body = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    return Response(body, status, media_type="application/json")
+
+
+def _add_errors(app: "FastAPI") -> None:
+    """Answer every error with one sentence in JSON."""
+    from fastapi.exceptions import RequestValidationError
+    from pydantic import ValidationError
+    from starlette.exceptions import HTTPException
+
+    kinds: Mapping[type[Exception], tuple[int, Callable[[Any], str]]] = {
+        UserError: (409, str),
+        KeyError: (404, lambda _: "no such run"),
+        FileNotFoundError: (404, lambda _: "the file is missing or cannot be read"),
+        RequestValidationError: (422, lambda _: "not a request of the page"),
+        ValidationError: (422, lambda _: "not a request of the page"),
+        Exception: (500, lambda error: f"{type(error).__name__} in the server"),
+    }
+    for kind, (status, sentence) in kinds.items():
+
+        async def answer(
+            _: "Request", error: Any, status: int = status, sentence: Any = sentence
+        ) -> "Response":
+            return json_answer({"error": sentence(error)}, status)
+
+        app.add_exception_handler(kind, answer)
+
+    async def refusal(_: "Request", error: Any) -> "Response":
+        return json_answer({"error": str(error.detail)}, error.status_code)
+
+    app.add_exception_handler(HTTPException, refusal)
