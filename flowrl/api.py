@@ -83,7 +83,7 @@ from flowrl.scoring.files import (
 )
 from flowrl.scoring.spec import Reward, closing
 from flowrl.training.checkpoint import CONFIG, LATEST, claim
-from flowrl.training.evaluate import EvaluationComparison, compare, table
+from flowrl.training.evaluate import compare, table
 from flowrl.training.loop import Learner, train
 from flowrl.training.resume import AUTO, Facts, Start
 from flowrl.trajectory import Rollout
@@ -150,13 +150,12 @@ def align(
     # A launcher ends all processes when one fails, so only the main one has to look.
     owned = claim(start.folder, resume=LATEST if start.holds_run and resume is not None else None)
     with runtime.leaving(), owned if runtime.is_main else nullcontext():
-        rows = _train(config, given, runtime, start, facts)
-        return TrainedRun(folder=start.folder, comparisons=rows)
+        return _train(config, given, runtime, start, facts)
 
 
 def _train(
     config: Config, given: ProvidedObjects, runtime: Runtime, start: Start, facts: Facts
-) -> list[EvaluationComparison]:
+) -> TrainedRun:
     """Train in the folder that the caller has claimed."""
     pushed, state = config.run.push_to_hub, start.state
     repository = repository_of(config) if pushed and runtime.is_main else None
@@ -185,7 +184,7 @@ def _train(
             if pushed:
                 publish(run, repository)
             run.record_stop()
-            return rows
+            return TrainedRun(folder=start.folder, comparisons=rows, stopped=run.stopped)
 
 
 def repository_of(config: Config) -> str:

@@ -60,9 +60,11 @@ def load_pipeline(
             "to null"
         )
     from diffusers import DiffusionPipeline
-    from transformers.utils import logging
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
 
-    logging.disable_progress_bar()
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     try:
         pipeline = DiffusionPipeline.from_pretrained(
             pipeline_path(path),

@@ -48,6 +48,9 @@ def runs(
         raise UserError(f"There is no run in {folder}: flowrl train RECIPE makes one.")
     if not prune:
         print_table([_row(run, as_json) for run in found], as_json=as_json, whole="run")
+        for run in () if as_json else found:
+            if (state := run.state()).name in ("stopped", "failed", "killed"):
+                typer.echo(f"{run.name}: {state.detail}")
         return
     spare = {run.name: (run, list(_spare(run))) for run in found}
     rows = [

@@ -147,7 +147,9 @@ def train(
 
 
 def print_what_next(config: "Config", trained: "TrainedRun") -> None:
-    """Print the paths of the results, and the next two commands."""
+    """Print why the run stopped early, the paths of the results, and the next two commands."""
+    if trained.stopped:
+        typer.echo(trained.stopped)
     paths = {"LoRA": trained.lora, "gallery": trained.gallery, "model card": trained.card}
     for name, path in paths.items():
         if path is not None:

@@ -181,7 +181,7 @@ def publish(run: Run, repository: str | None) -> None:
     if repository is None:
         return
     ended = "was interrupted" if interrupted else "was ended by run.stop_when_hacking"
-    if interrupted or run.stopped:
+    if interrupted or (run.stopped and not run.out_of_time):
         LOG.warning("the run %s and is not uploaded; %s", ended, push_later(run.folder, repository))
         return
     try:

@@ -44,6 +44,7 @@ class TrainedRun:
 
     folder: Path  # of everything, with the LoRA and the model card
     comparisons: list[EvaluationComparison]  # with the base; none on other processes
+    stopped: str = ""  # a sentence: why it ended before its last iteration
 
     @property
     def lora(self) -> Path | None:
@@ -102,7 +103,7 @@ def write_summary(
         how = f"{run.done} iterations of {method_name(config)}, seed {config.run.seed}"
         write_gallery(
             run.folder / "gallery", rows, title=f"{name}: base and aligned", summary=summary,
-            caption=f"{name}, {how}",
+            caption=f"{name}, {how}" + (f". {run.stopped}" if run.stopped else ""),
         )  # fmt: skip
     pictures = ""
     if before and after and rows and run.evaluator:

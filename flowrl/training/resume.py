@@ -161,8 +161,8 @@ def _finished(folder: Path, config: Config) -> str:
         return f"{folder} holds this recipe's finished run of {step} iterations"
     if config.run.max_minutes is not None and minutes >= config.run.max_minutes:
         return (
-            f"{folder} holds this recipe's run, which ended after {step} iterations and its "
-            f"{config.run.max_minutes:g} minutes (run.max_minutes)"
+            f"{folder} holds this recipe's run, which run.max_minutes stopped after {step} of "
+            f"{config.run.iterations} iterations: raise it to continue"
         )
     if last["reason"] == "hacking" and config.run.stop_when_hacking is not None:
         return f"{folder} holds this recipe's run, which run.stop_when_hacking ended at {step}"

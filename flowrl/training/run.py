@@ -4,11 +4,12 @@ import json
 import logging
 import math
 import os
+import shlex
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ from flowrl.utils.stopping import StopRequest, when_done
 
 LOG = logging.getLogger(__name__)
 GRID_IMAGES = 16
+TIME_LIMIT = "run.max_minutes"
+CPU_CHECK = 20.0  # seconds of training after which the share of the CPU is looked at
+ENOUGH = 0.6  # of the CPU time that the threads ask for
 RECIPE_OPTIONS = ("lr", "betas", "weight_decay")  # of the optimizer, that a recipe sets
 
 
@@ -80,7 +84,7 @@ class Run:
     elapsed: float = 0.0  # seconds of training in earlier sessions
     best: tuple[float, int] | None = None  # (score, iteration)
     saved: int = -1  # iteration of the last checkpoint
-    stopped: str = ""  # why the stop rule ended the run
+    stopped: str = ""  # a sentence: why the run ended early, by the stop rule or the time limit
     _policy: Policy = field(init=False)
     _optimizer: torch.optim.Optimizer = field(init=False)
     _began: float = field(init=False, default_factory=time.monotonic)
@@ -89,6 +93,8 @@ class Run:
     # (trained score, held-out score) of the evaluations by iteration, for the stop rule
     _history: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
     _latest: tuple[int, Evaluation] | None = field(init=False, default=None)
+    out_of_time: bool = field(init=False, default=False)
+    _cpu_checked: bool = field(init=False, default=False)
 
     # --- before the loop --------------------------------------------------------------------
 
@@ -195,7 +201,27 @@ class Run:
             shown = {"reward": metrics["reward/mean"], "no signal": metrics["groups/no_signal"]}
             if "workers/joined" in metrics:
                 shown["workers"] = int(metrics["workers/joined"])
-            self.steps.advance(shown)
+            limit = None
+            if o.max_minutes is not None:
+                limit = 60 * o.max_minutes - self.seconds(), TIME_LIMIT
+            self.steps.advance(shown, limit=limit)
+        self._check_cpu_time()
+
+    def _check_cpu_time(self) -> None:
+        """Warn once if other processes take the CPU time that this one's threads ask for."""
+        threads = torch.get_num_threads()
+        if self._cpu_checked or threads == 1 or self.runtime.device.type != "cpu":
+            return
+        if time.monotonic() - self._began < CPU_CHECK:
+            return
+        self._cpu_checked, share = True, cpu_share()
+        if share is not None and share < ENOUGH:
+            LOG.warning(
+                "this process gets %.0f %% of the CPU time that its %d threads ask for: other "
+                "programs use this machine, and run.threads=1 is often faster then",
+                100 * share,
+                threads,
+            )
 
     def evaluate_policy(self, *, whole: bool = False) -> Evaluation | None:
         """Score the weights that the run would export now, and remember the best.
@@ -223,16 +249,20 @@ class Run:
         assert self.evaluator is not None
         # Its own backbone: the same network, with the guidance of evaluation; and the weights
         # that the LoRA meets elsewhere, whatever it was trained beside.
-        network = self._policy.network
+        network, began = self._policy.network, time.monotonic()
+        of = f"the LoRA of iteration {step}" if step else "the base"
         with phase("evaluate"), exact_weights(network):
-            velocity = self.evaluator.backbone.velocity
-            evaluation = self.evaluator(velocity, self.runtime, whole=whole)
+            evaluator = replace(self.evaluator, title=f"evaluating {of}")
+            evaluation = evaluator(evaluator.backbone.velocity, self.runtime, whole=whole)
+        if whole and self.steps is not None:
+            self.steps.after = time.monotonic() - began  # as long as the last one will take
         if self.runtime.is_main:
             measures = evaluation.measures(self.evaluator.quality)
             scores = {f"eval/{name}": values.nanmean().item() for name, values in measures.items()}
             # The line first: a resumed run evaluates the base again only if the file is missing.
             if self.report is not None:
                 self.report.log(step, scores)
+                self.report.sync()
             evaluation.save(self.evaluation_path(step))
         if self.stop is not None:
             self._history[step] = self.score(evaluation), self.stop.score(evaluation)
@@ -281,6 +311,8 @@ class Run:
 
         The state comes last: once it is there, a resumed run takes the rest for written.
         """
+        if self.report is not None:
+            self.report.sync()
         state = {
             "run": self.ledger.run_id,
             "policy": self._policy.state_dict(),
@@ -322,7 +354,7 @@ class Run:
         elif self.done >= self.options.iterations:
             reason = "finished"
         else:
-            reason = "hacking" if self.stopped else "time"
+            reason = "time" if self.out_of_time else "hacking"
         self._write_stop(reason, complete=not interrupted, detail=self.stopped)
 
     def _write_stop(self, reason: str, *, complete: bool, detail: str) -> None:
@@ -336,9 +368,15 @@ class Run:
 
     def should_stop(self) -> bool:
         """Return whether time is up, a signal came or the rule stops; the same on all processes."""
-        limit = self.options.max_minutes
-        late = limit is not None and self.seconds() >= 60 * limit
-        return self.runtime.any(late or bool(self._request.name) or bool(self.stopped))
+        limit, total = self.options.max_minutes, self.options.iterations
+        late = self.runtime.any(limit is not None and self.seconds() >= 60 * limit)
+        if late and not self.stopped and self.done < total and not self.interrupted:
+            self.out_of_time = True
+            self.stopped = (
+                f"Stopped by {TIME_LIMIT} after {self.done} of {total} iterations; continue: "
+                f"flowrl train --resume {shlex.quote(str(self.folder))} {TIME_LIMIT}=null"
+            )
+        return late or self.interrupted or self.runtime.any(bool(self.stopped))
 
     @property
     def interrupted(self) -> bool:
@@ -412,12 +450,26 @@ class Run:
             return "No checkpoint is saved."
         return (
             f"Saved: {self.checkpoints.path(steps[-1])}, after {steps[-1]} of "
-            f"{self.options.iterations} iterations. Go on with --resume latest."
+            f"{self.options.iterations} iterations. The same command continues it."
         )
 
     def _print(self, text: str) -> None:
         if self.steps is not None:
             self.steps.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def cpu_share() -> float | None:
+    """Return the share of the time that this process's threads could run in which they did.
+
+    Since the process began; None where the system does not say.
+    """
+    try:
+        tasks = Path("/proc/self/task").iterdir()
+        times = [(task / "schedstat").read_text().split() for task in tasks]
+    except OSError:
+        return None
+    ran, waited = (sum(int(time[i]) for time in times) for i in (0, 1))
+    return ran / (ran + waited) if ran else None
 
 
 # --- stop when the trained reward still rises and a held-out one falls --------------------------

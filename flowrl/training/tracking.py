@@ -159,6 +159,10 @@ class Report:
         for tracker in self._trackers:
             tracker.log(step, finite)
 
+    def sync(self) -> None:
+        """Flush the lines to disk, so that a power cut loses none of what a checkpoint follows."""
+        os.fsync(self._file.fileno())
+
     def log_images(self, step: int, images: Tensor, captions: Sequence[str]) -> Path:
         """Write images (B, 3, H, W) in [0, 1] with captions to `samples/step-<step>.png`."""
         columns = [

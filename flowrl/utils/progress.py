@@ -1,5 +1,6 @@
 """Progress of a long job: a live bar on a terminal, an occasional plain line elsewhere."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 
 from flowrl.utils.templates import number
@@ -29,7 +29,8 @@ class SafeConsole(Console):
 class Steps:
     """Shows the steps of a job while it is entered; `start` of them are done already.
 
-    every: seconds between printed lines where there is no terminal, or another job's bar is live.
+    Args:
+        every: seconds between printed lines where there is no terminal, or another bar is live.
     """
 
     _live: ClassVar["Steps | None"] = None  # whose bar is on the terminal; there is one at most
@@ -47,31 +48,47 @@ class Steps:
         self._what, self._total, self._done, self._start = what, total, start, start
         self._every, self._began, self._printed = every, time.monotonic(), float("-inf")
         self._first = 0.0  # when the first step was done, which is slower than the others
+        self.after = 0.0  # seconds of work after the last step, as far as is known
         if Steps._live is not None:
             self.console, self._bar = Steps._live.console, None
         else:
             self._bar = _bar(self.console) if self.console.is_terminal else None
-        self._task = self._bar and self._bar.add_task(what, total=total, completed=start, notes="")
+        fields = {"total": total, "completed": start, "left": "", "notes": ""}
+        self._task = self._bar and self._bar.add_task(what, **fields)
 
-    def advance(self, values: Mapping[str, float | None] | None = None) -> None:
-        """Count one step; show `values` (reward, loss, ...) beside it."""
+    def advance(
+        self,
+        values: Mapping[str, float | None] | None = None,
+        *,
+        limit: tuple[float, str] | None = None,
+    ) -> None:
+        """Count one step; show `values` (reward, loss, ...) beside it.
+
+        limit: seconds after which the steps end in any case, and the option that says so.
+        """
         self._done += 1
         notes = " ".join(f"{name} {_note(value)}" for name, value in (values or {}).items())
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done, notes=notes)
-            return
         now = time.monotonic()
         self._first = self._first or now
+        left = self._left(now, limit)
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._done, left=left, notes=notes)
+            return
         if now - self._printed >= self._every or self._done == self._total:
             self._printed = now
-            line = self._line(now, notes)
+            done = f"{self._what} {self._done}/{self._total} {clock(now - self._began)}"
+            line = " ".join(part for part in (done, left, notes) if part)
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def _line(self, now: float, notes: str) -> str:
+    def _left(self, now: float, limit: tuple[float, str] | None) -> str:
+        """Return the time that is left, "" where it is unknown."""
         timed, rest = self._done - self._start - 1, self._total - self._done
-        left = f" (left {clock((now - self._first) / timed * rest)})" if timed > 0 else ""
-        done = f"{self._what} {self._done}/{self._total}"
-        return f"{done} {clock(now - self._began)}{left} {notes}".rstrip()
+        seconds, reason = math.inf, ""
+        if timed > 0:
+            seconds = (now - self._first) / timed * rest
+        if limit is not None and limit[0] < seconds:
+            seconds, reason = max(limit[0], 0.0), f" by {limit[1]}"
+        return f"(left {clock(seconds + self.after)}{reason})" if seconds < math.inf else ""
 
     def __enter__(self) -> "Steps":
         if self._bar is not None:
@@ -117,7 +134,7 @@ def _bar(console: Console) -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}", markup=False),
         TextColumn("{task.fields[notes]}", markup=False),
         console=console,
     )

@@ -21,9 +21,11 @@ from flowrl.config import config_yaml
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import CONFIG, STATE
 from flowrl.training.evaluate import Evaluation
+from flowrl.training.run import cpu_share
 from flowrl.training.tracking import read_metrics, read_rows
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import load_state, write_text
+from flowrl.web.runs import RunFiles
 
 # Schedules of the iteration: a window that is drawn, and pruning that ends.
 MOVING = {
@@ -183,12 +185,83 @@ def newest(folder: Path) -> Path:
 
 def test_a_time_limit_stops_after_an_iteration_and_is_no_end(whole, config_for, tmp_path):
     folder = tmp_path / "run"
-    align(config_for(folder, max_minutes=1e-6))
+    trained = align(config_for(folder, max_minutes=1e-6))
     assert [line["step"] for line in read_metrics(folder)] == [0, 1]
+    # Whoever looks at the run reads that it is not finished.
+    said = f"run.max_minutes after 1 of {ITERATIONS} iterations"
+    state = RunFiles(name="run", path=folder).state()
+    texts = [(folder / name).read_text() for name in ("README.md", "gallery/index.html")]
+    assert all(said in text.replace("\\_", "_") for text in (trained.stopped, state.detail, *texts))
+    assert state.name == "stopped" and f"--resume {folder} run.max_minutes=null" in trained.stopped
     assert load_state(newest(folder))["iteration"] == 1
     align(config_for(folder), resume="latest")
     ours, theirs = lora(folder), lora(whole)
     assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+def test_the_screen_says_what_is_evaluated_and_shows_no_bar_of_a_third_party(
+    config_for, tmp_path, capfd
+):
+    align(config_for(tmp_path / "run", iterations=1))
+    screen = "".join(capfd.readouterr())
+    assert "evaluating the base" in screen and "evaluating the LoRA of iteration 1" in screen
+    assert "Loading" not in screen and "it/s" not in screen
+
+
+def test_metrics_are_on_the_disk_before_what_a_resumed_run_takes_for_written(
+    config_for, tmp_path, monkeypatch
+):
+    """A power cut keeps what was synced: of metrics no less than of checkpoints and evaluations."""
+    metrics, on_disk, late = tmp_path / "run" / "metrics.jsonl", {}, []
+    fsync, replace = os.fsync, os.replace
+
+    def record(handle: int) -> None:
+        fsync(handle)
+        on_disk[os.fstat(handle).st_ino] = os.fstat(handle).st_size
+
+    def check(source, target) -> None:
+        if Path(target).name == STATE or "evaluations" in str(target):
+            whole = metrics.stat()
+            if whole.st_size and on_disk.get(whole.st_ino) != whole.st_size:
+                late.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "replace", check)
+    align(config_for(tmp_path / "run", iterations=2, checkpoint_every=1))
+    assert late == [] and on_disk
+
+
+def test_a_process_that_others_keep_from_the_cpu_knows_its_share():
+    """Three processes on one core: each gets a third of what it asks for."""
+    if cpu_share() is None:
+        pytest.skip("the system does not say")
+    burn = (
+        "import os, sys, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "while time.process_time() < 1.0: pass\n"
+        "if sys.argv[1:]: from flowrl.training.run import cpu_share; print(cpu_share())"
+    )
+    noise = [subprocess.Popen([sys.executable, "-c", burn.replace("1.0", "9")]) for _ in "ab"]
+    try:
+        done = subprocess.run([sys.executable, "-c", burn, "x"], capture_output=True, text=True)
+    finally:
+        for process in noise:
+            process.kill()
+    assert float(done.stdout) < 0.6, done
+
+
+def test_too_little_cpu_time_is_said_once_with_the_remedy(
+    config_for, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("flowrl.training.run.CPU_CHECK", 0.0)
+    monkeypatch.setattr("flowrl.training.run.cpu_share", lambda: 0.4)
+    threads = torch.get_num_threads()
+    try:
+        align(config_for(tmp_path / "run", iterations=2, threads=2))
+    finally:
+        torch.set_num_threads(threads)
+    (said,) = [r.getMessage() for r in caplog.records if "run.threads" in r.getMessage()]
+    assert "40 %" in said and "2 threads" in said
 
 
 class Killed(BaseException):
