@@ -1,4 +1,7 @@
-"""What an image adds to the diversity of its set, as in SGRPO: 1 - mean similarity of two."""
+"""What an image adds to the diversity of its set, SGRPO's term: 1 - mean similarity of two.
+
+Only this term: SGRPO also learns over sets of images, which flowrl does not.
+"""
 
 import math
 from typing import Any

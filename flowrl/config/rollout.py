@@ -212,7 +212,7 @@ class RolloutOptions(Options):
         "The stochastic step: flow_sde (noise a*sqrt(s/(1-s))), dance_sde (constant noise), "
         "cps (keeps the coefficients, no excess noise), overshoot (flow_sde's noise for few steps: "
         "denoises too far and adds noise back) or renoise (all noise anew, for consistency "
-        "models).",
+        "models; one part of RLCM, not the whole method).",
         "arXiv 2505.05470, 2505.07818, 2509.05952, 2404.03673",
     )
     noise_level: Positive = option(

@@ -1,7 +1,7 @@
 """One diagonal Gaussian step: density, ratio to another mean, and divergence. All return (B,).
 
-Densities and ratios are *means* over the latent elements, as all published code has them, so a
-ratio here is the true one to the power 1/D; `kl_sum` alone is in nats of the whole latent.
+Densities and ratios are *means* over the latent elements, as in all published code, so a ratio here
+is the true one to the power 1/D.
 Shapes: x, mean, v: (B, *latent); std, dt: () or (B,). Every axis but the first is reduced.
 """
 

@@ -19,7 +19,7 @@ from flowrl.functional.groups import group_rows
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardResult, RewardSpec
 
-Z_FLOOR = 1e-4  # added to a group's standard deviation, as in GDPO's and Flow-Factory's code
+Z_FLOOR = 1e-4  # added to a group's standard deviation, as in GDPO; Flow-Factory: max(std, 1e-6)
 
 
 def combine(
