@@ -354,7 +354,10 @@ class OldDecayOptions(ComponentOptions):
     """How slowly the old policy follows: the share of it that stays at each iteration."""
 
     component: ClassVar[str] = "flowrl.objectives.nft:old_decay"
-    start: Whole = option(0, "Iterations before the share begins to rise.", "75 updates, 37.5 iterations, for OCR in NFT")
+    start: Whole = option(
+        0, "Iterations before the share begins to rise.",
+        "75 updates, 37.5 iterations, for OCR in NFT",
+    )  # fmt: skip
     rate: NonNegative | None = option(
         0.001, "How much it rises an iteration; null is to its limit at once.", f"0.001 in {NFT}"
     )

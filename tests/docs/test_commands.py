@@ -187,7 +187,7 @@ def test_every_training_and_plan_of_a_page_is_a_valid_recipe():
                 request = sort_arguments(parsed([found[1], *shlex.split(found[2])])["words"])
                 assert load_config(request.recipe, request.overrides), command
                 checked += 1
-    assert checked > 40
+    assert checked > 30
 
 
 @pytest.mark.parametrize(
