@@ -152,8 +152,8 @@ class PairwiseWinRate:
 
     def _preferred(self, reply: Reply) -> float:
         if self.mode == "text":
-            return verdict(reply.heard().text)
-        return expectation(reply.heard().first, FIRST, self.min_mass)
+            return verdict(reply.answer().text)
+        return expectation(reply.answer().first, FIRST, self.min_mass)
 
     def _question(self, first: bytes, second: bytes, text: str) -> Question:
         if self.mode == "text":

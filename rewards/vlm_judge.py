@@ -87,11 +87,11 @@ class VLMJudge:
         """
         rubric = self.rubric
         if not rubric.reads_text:
-            score = expectation(replies[0].heard().first, rubric.tokens, self.min_mass)
+            score = expectation(replies[0].answer().first, rubric.tokens, self.min_mass)
             return {"score": rubric.normalise(score)}
         scores = {}
         for name, pattern in rubric.patterns.items():
-            text = replies[pattern.question].heard().text
+            text = replies[pattern.question].answer().text
             score = text_score(
                 text, pattern.regex, rubric.lowest, rubric.highest, optional=pattern.optional
             )

@@ -108,7 +108,7 @@ class VLMQuestions:
         return MEANS[self.mean]([self._atom(answer, reply) for answer, reply in answered])
 
     def _atom(self, answer: str | Sequence[str], reply: Reply) -> float:
-        known = sum(probability for _, probability in reply.heard().first)
+        known = sum(probability for _, probability in reply.answer().first)
         if not known >= self.min_mass:
             raise ValueError(
                 f"the likeliest answers hold {known:.2f} of the probability together, at least "

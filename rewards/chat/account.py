@@ -1,6 +1,6 @@
-"""What processes that ask one judge must know of each other: answers, spending, turns and rests.
+"""What processes that use one judge share: replies, requests and tokens spent, turns and rests.
 
-An SQLite file in a folder that they share, also with later runs; without one, the same in memory.
+An SQLite file in a folder, also for later runs; without a folder, the same in memory.
 """
 
 import contextlib
@@ -11,12 +11,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from .messages import Reply
 
 FILE = "judge.sqlite"
-WAIT = 30.0  # seconds for another process that writes
+WAIT_S = 30.0  # for another process that writes
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, reply TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS numbers (name TEXT PRIMARY KEY, value REAL NOT NULL);
@@ -25,15 +24,15 @@ now = time.time  # a clock that processes share
 
 
 class BudgetSpent(RuntimeError):
-    """What a judge may cost is used up: no further question is sent, and the run ends."""
+    """The judge's budget is used up: no further request is sent, and the run ends."""
 
     ends_run = True  # flowrl stops a run for it, with a checkpoint
 
 
 class Account:
-    """Answers by key, and numbers by name that several processes change.
+    """Replies by key, and numbers by name that several processes change.
 
-    folder: where the file lies; None keeps all in memory, for this process.
+    folder: of the file; None keeps all in memory, for this process.
     """
 
     def __init__(self, folder: str | None = None):
@@ -41,59 +40,59 @@ class Account:
         self._lock = threading.Lock()
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
-        place = ":memory:" if folder is None else str(Path(folder) / FILE)
+        path = ":memory:" if folder is None else str(Path(folder) / FILE)
         self._file = sqlite3.connect(
-            place, timeout=WAIT, isolation_level=None, check_same_thread=False
+            path, timeout=WAIT_S, isolation_level=None, check_same_thread=False
         )
         with contextlib.suppress(sqlite3.OperationalError):  # a disk that cannot do it
             self._file.execute("PRAGMA journal_mode=WAL")
         self._file.executescript(SCHEMA)
 
-    def known(self, key: str) -> Reply | None:
-        """The answer that is kept under this key."""
+    def reply(self, key: str) -> Reply | None:
+        """Return the stored reply, None where there is none."""
         with self._lock:
             row = self._file.execute("SELECT reply FROM answers WHERE key = ?", (key,)).fetchone()
         if row is None:
             return None
-        kept = json.loads(row[0])
-        return Reply(text=kept["text"], first=tuple((t, p) for t, p in kept["first"]))
+        stored = json.loads(row[0])
+        return Reply(text=stored["text"], first=tuple((t, p) for t, p in stored["first"]))
 
-    def keep(self, key: str, reply: Reply) -> None:
-        said = {name: value for name, value in asdict(reply).items() if name in ("text", "first")}
+    def store(self, key: str, reply: Reply) -> None:
+        fields = {name: value for name, value in asdict(reply).items() if name != "missing"}
         with self._lock:
             self._file.execute(
-                "INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, json.dumps(said))
+                "INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, json.dumps(fields))
             )
 
     def number(self, name: str) -> float:
-        """A number, 0 until it is set."""
+        """Return a number, 0 until it is set."""
         with self._lock:
             return self._read(name)
 
-    def add(self, name: str, value: float, *, most: float | None = None) -> bool:
-        """Adds to a number, unless it would be more than `most` then; says whether it did."""
-        with self._lock, self._alone():
+    def add(self, name: str, value: float, *, limit: float | None = None) -> bool:
+        """Add to a number, unless it would exceed `limit`; return whether it was added."""
+        with self._lock, self._transaction():
             after = self._read(name) + value
-            if most is not None and after > most:
+            if limit is not None and after > limit:
                 return False
             self._write(name, after)
             return True
 
     def raise_to(self, name: str, value: float) -> None:
-        """Makes a number at least so large."""
-        with self._lock, self._alone():
+        """Make a number at least `value`."""
+        with self._lock, self._transaction():
             self._write(name, max(value, self._read(name)))
 
     def take_turn(self, name: str, interval: float) -> float:
-        """The seconds until a turn of one's own, `interval` after the one before it."""
-        with self._lock, self._alone():
+        """Return the seconds until the next turn, `interval` after the one before it."""
+        with self._lock, self._transaction():
             at = max(now(), self._read(name))
             self._write(name, at + interval)
         return at - now()
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other process reads or writes meanwhile."""
+    def _transaction(self) -> Iterator[None]:
+        """Keep other processes from reading and writing."""
         self._file.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -101,9 +100,7 @@ class Account:
             self._file.execute("COMMIT")
 
     def _read(self, name: str) -> float:
-        row: Any = self._file.execute(
-            "SELECT value FROM numbers WHERE name = ?", (name,)
-        ).fetchone()
+        row = self._file.execute("SELECT value FROM numbers WHERE name = ?", (name,)).fetchone()
         return 0.0 if row is None else row[0]
 
     def _write(self, name: str, value: float) -> None:

@@ -1,8 +1,9 @@
-"""What is said to a model on a chat server, and what its answers and failures mean."""
+"""Requests to a model on a chat server, and the meaning of its answers and failures."""
 
 import base64
 import contextlib
 import hashlib
+import json
 import math
 import re
 import time
@@ -13,59 +14,53 @@ from typing import Any, Literal, TypeVar
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 LEAST_SECRET = 8  # characters of a key that are never shown in a row
-MESSAGE = 200  # characters of what a server says that are shown
+MESSAGE = 200  # characters of a server's message that are shown
+MAX_ANSWER = 4 * 2**20  # bytes
+LONGEST_REST_S = 120.0  # whatever Retry-After a server sends
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One request: images (PNG files), then a text.
-
-    max_tokens: how long the answer may be. alternatives: of how many spellings of its first token
-    the probability is wanted, at most 20 on most servers; 0 for none. begins: the words that the
-    answer goes on from.
-    """
+    """One request: images (PNG files), then a text."""
 
     images: tuple[bytes, ...]
     text: str
-    max_tokens: int = 1
-    alternatives: int = 0
-    begins: str = ""
+    max_tokens: int = 1  # of the answer
+    alternatives: int = 0  # likeliest first tokens whose probabilities are returned, at most 20
+    begins: str = ""  # start of the answer, which the model continues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """An answer, or why there is none.
-
-    first: (spelling, probability) of the likeliest first tokens; missing: "" when it is there.
-    """
+    """An answer, or the reason why it is missing."""
 
     text: str = ""
-    first: tuple[tuple[str, float], ...] = ()
-    missing: str = ""
+    first: tuple[tuple[str, float], ...] = ()  # spelling and probability of likely first tokens
+    missing: str = ""  # the reason, "" where there is an answer
 
-    def heard(self) -> "Reply":
-        """Itself. Raises ValueError with the reason when it is missing."""
+    def answer(self) -> "Reply":
+        """Return itself. Raises ValueError with the reason when it is missing."""
         if self.missing:
             raise ValueError(self.missing)
         return self
 
 
 def check_template(template: str, field: str = "prompt") -> None:
-    """Raises ValueError unless the question that a judge asks holds {field}."""
+    """Raise ValueError unless a judge's question holds {field}."""
     if f"{{{field}}}" not in template:
         raise ValueError(f"template must hold {{{field}}} where the {field} goes")
 
 
-def digest(*said: Any) -> str:
-    """Eight hex digits, for a judge's version: of its question and what reads the answer."""
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:8]
+def digest(*settings: Any) -> str:
+    """Return eight hex digits for a judge's version: of its question and how answers are read."""
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
 
 
 def request(
     question: Question, model: str, thinking: bool | None, left_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Arguments of a chat completion; left_out: parameters that the server refuses."""
+    """Return arguments of a chat completion; left_out: parameters that the server refuses."""
     urls = (base64.b64encode(image).decode() for image in question.images)
     content: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{url}"}} for url in urls
@@ -73,44 +68,54 @@ def request(
     content.append({"type": "text", "text": question.text})
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     extra: dict[str, Any] = {}
-    if question.begins:  # vLLM and SGLang go on with a turn of the assistant that is not ended
+    if question.begins:  # vLLM and SGLang continue an unfinished turn of the assistant
         messages.append({"role": "assistant", "content": question.begins})
         extra = {"add_generation_prompt": False, "continue_final_message": True}
-    said: dict[str, Any] = {"model": model, "messages": messages}
-    said |= {"temperature": 0.0, "max_tokens": question.max_tokens}
+    arguments: dict[str, Any] = {"model": model, "messages": messages}
+    arguments |= {"temperature": 0.0, "max_tokens": question.max_tokens}
     if question.alternatives:
-        said |= {"logprobs": True, "top_logprobs": question.alternatives}
+        arguments |= {"logprobs": True, "top_logprobs": question.alternatives}
     if thinking is not None:
         extra["chat_template_kwargs"] = {"enable_thinking": thinking}
     if "max_tokens" in left_out:  # OpenAI's newer models have another name for it
-        said["max_completion_tokens"] = said.pop("max_tokens")
+        arguments["max_completion_tokens"] = arguments.pop("max_tokens")
     extra = {name: value for name, value in extra.items() if name not in left_out}
-    said = {name: value for name, value in said.items() if name not in left_out}
-    return said | ({"extra_body": extra} if extra else {})
+    arguments = {name: value for name, value in arguments.items() if name not in left_out}
+    return arguments | ({"extra_body": extra} if extra else {})
 
 
 class Unusable(ValueError):
-    """An answer that asking again cannot mend."""
+    """An answer that a retry cannot mend."""
 
 
 class Cut(Unusable):
-    """An answer that did not come to its end."""
+    """An answer that was cut at max_tokens."""
+
+
+class NoCompletion(ValueError):
+    """An answer with status 200 that is no chat completion; the message quotes it."""
+
+
+class TooLong(ValueError):
+    """An answer of more than `MAX_ANSWER` bytes."""
 
 
 def read_reply(completion: Any, question: Question, thinking: bool | None) -> Reply:
-    """What a chat completion says.
+    """Return the reply in a chat completion.
 
-    Raises Unusable for one with thoughts that were not asked for, for a text that was cut (it may
-    hold a score that was only thought of), and for one without log-probabilities that were asked
-    for; TypeError, AttributeError and the like for anything that is no chat completion.
+    Raises NoCompletion for anything else, Cut for a text that was cut (it may hold a score that was
+    only considered), and Unusable for unwanted thoughts and for missing log-probabilities.
     """
-    choice = completion.choices[0]
-    text = choice.message.content or ""
-    if not isinstance(text, str):
-        raise TypeError("the answer is no text")
-    extra = (getattr(choice.message, n, None) for n in ("reasoning_content", "reasoning"))
+    try:
+        choice = completion.choices[0]
+        text = choice.message.content or ""
+        if not isinstance(text, str):
+            raise TypeError
+    except (AttributeError, IndexError, TypeError):
+        raise NoCompletion(_quote(completion)) from None
+    thoughts = (getattr(choice.message, n, None) for n in ("reasoning_content", "reasoning"))
     opened, closed = text.lstrip().startswith("<think>"), "</think>" in text
-    if not thinking and (opened or closed or any(extra)):
+    if not thinking and (opened or closed or any(thoughts)):
         raise Unusable(
             "thinks before it answers: switch that off where the server is started, or take a "
             "model that does not think"
@@ -118,42 +123,50 @@ def read_reply(completion: Any, question: Question, thinking: bool | None) -> Re
     if opened and not closed:
         raise Unusable("thinks up to the end of its answer: raise max_tokens")
     if not question.alternatives and getattr(choice, "finish_reason", None) == "length":
-        raise Cut(
-            f"did not come to the end of its answer in {question.max_tokens} tokens: raise "
-            "max_tokens"
-        )
+        raise Cut(f"did not complete its answer in {question.max_tokens} tokens: raise max_tokens")
     first: tuple[tuple[str, float], ...] = ()
     if question.alternatives:
-        places = choice.logprobs and choice.logprobs.content
-        if not places:
+        tokens = choice.logprobs and choice.logprobs.content
+        if not tokens:
             raise Unusable(
-                "gives no log-probabilities: take a mode that reads text, or a server that gives "
-                "them, such as vLLM, or SGLang without a reasoning parser"
+                "gives no log-probabilities: take a rubric or mode that reads text, or a server "
+                "that gives them, such as vLLM, or SGLang without a reasoning parser"
             )
-        first = tuple((at.token, math.exp(at.logprob)) for at in places[0].top_logprobs)
+        try:
+            first = tuple((top.token, math.exp(top.logprob)) for top in tokens[0].top_logprobs)
+        except (AttributeError, IndexError, TypeError):
+            raise NoCompletion(_quote(completion)) from None
     return Reply(text=text.rpartition("</think>")[2].strip(), first=first)
+
+
+def _quote(answer: Any) -> str:
+    """Return the words of an answer that is no completion: those of its error, if it has one."""
+    if hasattr(answer, "model_dump"):
+        answer = {k: v for k, v in answer.model_dump(warnings=False).items() if v is not None}
+    if isinstance(answer, Mapping) and answer.get("error"):
+        answer = answer["error"]
+        answer = answer.get("message", answer) if isinstance(answer, Mapping) else answer
+    text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+    return " ".join(text.split())[:MESSAGE] or "nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a try brought no answer, and what may be done.
+    """Why a try failed, and what may be done.
 
-    kind: "again" mends with time alone and is tried until the deadline; "few" is tried a few times,
-    "cut" where the server ends other answers; "final" never mends for this question, "quota" for
-    none. after: seconds that the server asks
-    everybody to wait, None where it does not say. refuses: a parameter that it does not take.
-    limited: the server had too many questions.
+    kind: "again" is retried until the deadline, "few" a few times, "cut" where the server completes
+    other answers; "final" never mends for this question, "quota" for none.
     """
 
     words: str
     kind: Literal["again", "few", "cut", "final", "quota"]
-    after: float | None = None
-    refuses: str = ""
-    limited: bool = False
+    retry_after: float | None = None  # seconds, None where the server does not say
+    refuses: str = ""  # a parameter that the server does not take
+    limited: bool = False  # the server had too many questions
 
 
-def failure(openai: Any, error: Any, timeout: float, sent: Mapping[str, Any]) -> Failure:
-    """What happened in a try that sent these arguments."""
+def failure(openai: Any, error: Any, timeout: float, arguments: Mapping[str, Any]) -> Failure:
+    """Return what happened in a try that sent these arguments."""
     if isinstance(error, Cut):
         return Failure(words=str(error), kind="cut")
     if isinstance(error, Unusable):
@@ -161,41 +174,37 @@ def failure(openai: Any, error: Any, timeout: float, sent: Mapping[str, Any]) ->
     if isinstance(error, TimeoutError):
         words = f"did not answer within {timeout:g} s: raise timeout, or lower in_flight"
         return Failure(words=words, kind="few")
+    if isinstance(error, openai.APIStatusError):
+        return _refusal(error, arguments)
+    cause = error.__cause__ or error
+    if isinstance(cause, TooLong):
+        return Failure(words=str(cause), kind="few")
     if isinstance(error, openai.APIConnectionError):
-        cause = error.__cause__ or error
         if type(cause).__name__ in ("RemoteProtocolError", "ReadError"):
             return Failure(words=f"broke off its answer ({cause})", kind="again")
         words = f"cannot be reached ({cause}): is it running, is base_url right?"
         return Failure(words=words, kind="few")
-    if isinstance(error, openai.APIStatusError):
-        return _refusal(error, sent)
-    words = f"answered with no chat completion ({type(error).__name__}: {str(error)[:100]})"
+    said = str(error) if isinstance(error, NoCompletion) else f"{type(error).__name__}: {error}"
+    words = f"answered 200 without a chat completion ({said[:MESSAGE]}): {_HINTS[200]}"
     return Failure(words=words, kind="few")
 
 
-def _refusal(error: Any, sent: Mapping[str, Any]) -> Failure:
-    code, after = error.status_code, _wait(error)
-    said = str(error).removeprefix(f"Error code: {code} - ")[:MESSAGE]
-    told = f"answered {code} ({said})"
-    if "insufficient_quota" in f"{error} {error.body}":
-        words = f"{told}: the account's quota is used up, which no waiting mends: pay, or lower use"
-        return Failure(words=words, kind="quota")
-    if code == 429:
-        return Failure(words=told, kind="again", after=after, limited=True)
-    if code >= 500 or code in (408, 409, 425):
-        return Failure(words=told, kind="again", after=after)
-    if refused := _refused_parameter(error, sent):
-        return Failure(words=told, kind="again", refuses=refused)
-    return Failure(words=f"{told}{_HINTS.get(code, _HINTS[400])}", kind="final")
-
-
-_HINTS = {
-    400: "; base_url ends in /v1, model is one that the server lists",
-    401: ": it does not take the key: look at the variable that api_key_env names",
-    403: ": the key may not use this model: look at the account, and at api_key_env",
-    404: ": there is no such model, or nothing that chats at this address: base_url ends in /v1, "
-    "model is one that the server lists",
+_HINTS = {  # advice by status
+    200: "see its log, and that base_url ends in /v1",
+    400: "see that model is one that the server lists, and that it takes images",
+    401: "it does not take the key: see the variable that api_key_env names",
+    402: "the account has to be paid: no retry mends that",
+    403: "the key may not use this model: see the account, and api_key_env",
+    404: "no such model, or no chat at this address: base_url ends in /v1, model is one that the "
+    "server lists",
+    408: "raise timeout, or lower in_flight",
+    413: "the images are too large: lower longest",
+    422: "see that model is one that the server lists, and that it takes images",
+    429: "lower in_flight, or set requests_per_minute",
+    503: "it is loading or overloaded: wait, or lower in_flight",
+    504: "a proxy gave up waiting: lower in_flight, or raise its timeout",
 }
+_SERVER_HINT = "see its log"
 _UNKNOWN = re.compile(
     r"unsupported|not support|unknown|unrecognized|unexpected|not permitted|extra (inputs|fields)"
     r"|only the default",
@@ -205,75 +214,91 @@ _UNKNOWN = re.compile(
 _OPTIONAL = ("chat_template_kwargs", "enable_thinking", "temperature", "max_tokens")
 
 
-def _refused_parameter(error: Any, sent: Mapping[str, Any]) -> str:
-    """The parameter that a server does not know, "" for none that can be left out."""
-    said = f"{error} {error.body}"
-    if error.status_code not in (400, 422) or not _UNKNOWN.search(said):
+def _refusal(error: Any, arguments: Mapping[str, Any]) -> Failure:
+    code = error.status_code
+    text = _quote(_body(error.response))
+    hint = _HINTS.get(code, _SERVER_HINT if code >= 500 else _HINTS[404])
+    words = f"answered {code} ({text}): {hint}"
+    if "insufficient_quota" in f"{error} {error.body}":
+        words = f"answered {code} ({text}): the account's quota is used up, and no retry mends that"
+        return Failure(words=words, kind="quota")
+    after = _retry_after(error.response.headers.get("retry-after"))
+    if code == 429 or code >= 500 or code in (408, 409, 425):
+        return Failure(words=words, kind="again", retry_after=after, limited=code == 429)
+    if parameter := _refused_parameter(error, arguments):
+        return Failure(words=f"answered {code} ({text})", kind="again", refuses=parameter)
+    return Failure(words=words, kind="final")
+
+
+def _body(response: Any) -> Any:
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(response.text)
+    return response.text
+
+
+def _refused_parameter(error: Any, arguments: Mapping[str, Any]) -> str:
+    """Return the parameter that a server does not know, "" for none that can be left out."""
+    text = f"{error} {error.body}"
+    if error.status_code not in (400, 422) or not _UNKNOWN.search(text):
         return ""
-    there = {*sent, *sent.get("extra_body", {})}
+    sent = {*arguments, *arguments.get("extra_body", {})}
     for name in _OPTIONAL:
-        if re.search(rf"\b{name}\b", said):
-            known = "chat_template_kwargs" if name == "enable_thinking" else name
-            return known if known in there else ""
+        if re.search(rf"\b{name}\b", text):
+            parameter = "chat_template_kwargs" if name == "enable_thinking" else name
+            return parameter if parameter in sent else ""
     return ""
 
 
-def _wait(error: Any) -> float | None:
-    """Seconds that a refusal asks to wait, None when it does not say."""
-    text = error.response.headers.get("retry-after")
+def _retry_after(text: str | None) -> float | None:
+    """Return the seconds of a Retry-After header, at most `LONGEST_REST_S`; None without one."""
     if text is None:
         return None
-    try:
-        return max(0.0, float(text))
-    except ValueError:  # a date
-        with contextlib.suppress(ValueError, TypeError):
-            return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-    return None
+    seconds = math.nan
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+    if math.isnan(seconds):  # a date
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            seconds = parsedate_to_datetime(text).timestamp() - time.time()
+    return None if math.isnan(seconds) else min(max(0.0, seconds), LONGEST_REST_S)
 
 
 def redacted(text: str, secret: str) -> str:
-    """The text without any part of a secret that has `LEAST_SECRET` characters or more."""
+    """Return the text without any part of a secret of `LEAST_SECRET` characters or more."""
     if len(secret) < LEAST_SECRET:
         return text.replace(secret, "***") if secret else text
-    kept, at = [], 0
+    parts, at = [], 0
     while at < len(text):
         end = at + LEAST_SECRET
         if text[at:end] not in secret or end > len(text):
-            kept.append(text[at])
+            parts.append(text[at])
             at += 1
             continue
         while end < len(text) and text[at : end + 1] in secret:
             end += 1
-        kept.append("***")
+        parts.append("***")
         at = end
-    return "".join(kept)
+    return "".join(parts)
 
 
 def scored(judge: Callable[[T], float], answers: Sequence[T]) -> tuple[list[float], dict[int, str]]:
-    """judge(answer) of each, a float; a ValueError it raises is why that score is missing."""
-    scores, reasons = [], {}
-    for row, answer in enumerate(answers):
-        try:
-            scores.append(judge(answer))
-        except ValueError as error:
-            scores.append(math.nan)
-            reasons[row] = str(error)
-    return scores, reasons
+    """Return judge(answer) of each, and why scores are missing: the ValueErrors it raised."""
+    parts, reasons = scored_parts(lambda answer: {"": judge(answer)}, answers, [""])
+    return parts[""], reasons
 
 
 def scored_parts(
     judge: Callable[[T], Mapping[str, float]], answers: Sequence[T], components: Sequence[str]
 ) -> tuple[dict[str, list[float]], dict[int, str]]:
-    """judge(answer) of each, floats by component, as lists by component; see `scored`."""
-    found: list[Mapping[str, float]] = []
+    """Return judge(answer) of each as lists by component; see `scored`."""
+    rows: list[Mapping[str, float]] = []
     reasons: dict[int, str] = {}
     for row, answer in enumerate(answers):
         try:
-            found.append(judge(answer))
+            rows.append(judge(answer))
         except ValueError as error:
-            found.append({})
+            rows.append({})
             reasons[row] = str(error)
-    return {name: [one.get(name, math.nan) for one in found] for name in components}, reasons
+    return {name: [row.get(name, math.nan) for row in rows] for name in components}, reasons
 
 
 def text_score(

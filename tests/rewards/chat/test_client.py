@@ -19,7 +19,7 @@ SLACK = 1.5  # seconds, for a busy machine
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
     chat_module.import_openai()  # slow the first time, and time counts here
-    monkeypatch.setattr(chat_module, "PAUSE", 0.01)
+    monkeypatch.setattr(chat_module, "PAUSE_S", 0.01)
 
 
 def question(text="?", *images, **more) -> Question:
@@ -58,12 +58,12 @@ FAULTS = (  # what the server answers, given itself; the words of the reason
     (lambda server: server.hang, "0.3 s"),
     (lambda server: server.drip, "0.3 s"),
     (lambda server: server.truncated, "broke off"),
-    (lambda server: b"<html>", "no chat completion"),
-    (lambda server: (200, {"Content-Type": "text/plain"}, b"hi"), "no chat completion"),
-    (lambda server: {"choices": []}, "no chat completion"),
-    (lambda server: b"null", "no chat completion"),
-    (lambda server: completion({"a": 1}), "no chat completion"),
-    (lambda server: NO_PROBABILITY, "no chat completion"),
+    (lambda server: b"<html>", "without a chat completion"),
+    (lambda server: (200, {"Content-Type": "text/plain"}, b"hi"), "without a chat completion"),
+    (lambda server: {"choices": []}, "without a chat completion"),
+    (lambda server: b"null", "without a chat completion"),
+    (lambda server: completion({"a": 1}), "without a chat completion"),
+    (lambda server: NO_PROBABILITY, "without a chat completion"),
 )
 
 
@@ -76,7 +76,7 @@ def test_a_fault_is_a_missing_reply_that_names_the_server_in_time():
                 replies = ask(url, *several, timeout=0.3, deadline=2)
         for reply in replies:
             with pytest.raises(ValueError, match=says):
-                reply.heard()
+                reply.answer()
             assert reply.missing.startswith(url), says
             assert not reply.text and not reply.first, says
 
@@ -170,7 +170,7 @@ def test_a_failure_is_not_kept_and_only_so_many_replies_are(monkeypatch):
     with scripted(lambda body: answers.pop(0)) as server:
         chat = Chat("m", server.url, cache=True)
         assert [chat.ask([question()])[0].text for _ in range(2)] == ["", "better"]
-    monkeypatch.setattr(chat_module, "REPLIES_KEPT", 3)
+    monkeypatch.setattr(chat_module, "REPLIES_STORED", 3)
     with scripted(echo) as server:
         chat = Chat("m", server.url, cache=True)
         assert len(chat.ask([question(f"q{n}") for n in range(5)])) == 5

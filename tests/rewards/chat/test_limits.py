@@ -127,6 +127,22 @@ def test_a_rest_is_kept_by_all_questions_and_by_other_processes_of_the_folder(
     assert asked[-1] >= began + 50
 
 
+def test_a_huge_retry_after_is_capped_and_said_in_this_run_and_in_later_ones(monkeypatch, tmp_path):
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(429, headers={"Retry-After": "1000000000"}, json={})
+
+    clock = Clock(monkeypatch, answer)
+    url, folder = "https://example.com/v1", str(tmp_path)
+    for deadline in (300.0, 60.0):
+        (reply,) = Chat("m", url, cache=folder, deadline=deadline).ask(questions(1))
+        assert url in reply.missing and "rest until" in reply.missing
+    assert Account(folder).number(f"rest {url}") <= clock() + 120
+    Account(folder).raise_to(f"rest {url}", clock() + 1e9)  # of an older version
+    began = clock()
+    Chat("m", url, cache=folder, deadline=400.0).ask(questions(1))
+    assert clock() - began <= 400
+
+
 def test_requests_per_minute_spaces_the_requests_of_all_who_share_a_folder(monkeypatch, tmp_path):
     asked: list[float] = []
 
@@ -153,7 +169,7 @@ def test_a_refused_parameter_is_left_out_from_then_on():
 
     with scripted(script) as server:
         chat = Chat("m", server.url, in_flight=1)
-        with pytest.warns(UserWarning, match="asked without temperature"):
+        with pytest.warns(UserWarning, match="sent without temperature"):
             assert chat.ask(questions(2))[1].text == "at most 9"
         assert len(server.asked) == 3 + 2
         chat.ask([Question(images=(), text="later", max_tokens=4)])
@@ -164,19 +180,45 @@ def test_a_refused_parameter_is_left_out_from_then_on():
         assert len(server.asked) == 1  # a limit is no unknown name
 
 
-def test_a_wrong_key_a_wrong_address_and_a_spent_quota_are_told_apart():
-    quota = b'{"error": {"message": "You exceeded your quota", "code": "insufficient_quota"}}'
-    for status, body, said in (
-        (401, b'{"error": {"message": "Incorrect API key"}}', "does not take the key.*api_key_env"),
+@pytest.mark.parametrize(
+    "status, body, words",
+    [
+        (401, b'{"error": {"message": "Incorrect API key"}}', "Incorrect.*does not take the key"),
         (403, b"{}", "may not use this model"),
-        (404, b"{}", "no such model, or nothing that chats at this address"),
-    ):
-        with scripted(lambda _, status=status, body=body: (status, {}, body)) as server:
-            with pytest.raises(ValueError, match=said):
-                Chat("m", server.url).ask(questions(1))[0].heard()
-            assert len(server.asked) == 1
+        (404, b"{}", "no such model"),
+        (413, b"too big", "too big.*longest"),
+        (422, b"no", "takes images"),
+        (500, b'{"error": {"message": "CUDA"}}', "CUDA.*its log"),
+        (503, b"", "loading"),
+        (200, b'{"error": {"message": "model is loading", "code": 503}}', r"\(model is loading\)"),
+        (200, b'{"object": "error", "message": "no such adapter"}', "no such adapter"),
+        (200, b'{"choices": null}', "completion"),
+        (200, b"[]", "completion"),
+    ],
+)
+def test_a_failure_quotes_the_server_and_its_advice_follows_the_status(status, body, words):
+    with scripted(lambda _: (status, {}, body)) as server:
+        chat = Chat("m", server.url, rounds=1, deadline=1)
+        with pytest.raises(ValueError, match=words) as caught:
+            chat.ask(questions(1))[0].answer()
+    assert server.url in str(caught.value) and "Error" not in str(caught.value)
+    assert status >= 500 or len(server.asked) == 1
+
+
+def test_an_answer_of_many_megabytes_is_ended_within_the_deadline():
+    large = json.dumps(completion("x" * 30 * 2**20)).encode()
+    with scripted(lambda _: (200, {}, large)) as server:
+        chat = Chat("m", server.url, rounds=1, deadline=6)
+        began = time.monotonic()
+        replies = chat.ask(questions(4))
+        assert time.monotonic() - began < 6
+    assert all("more than" in reply.missing for reply in replies)
+
+
+def test_a_spent_quota_ends_the_run():
+    quota = b'{"error": {"message": "You exceeded your quota", "code": "insufficient_quota"}}'
     with scripted(lambda _: (429, {"Retry-After": "1"}, quota)) as server:
-        with pytest.raises(BudgetSpent, match="quota is used up, which no waiting mends"):
+        with pytest.raises(BudgetSpent, match="quota is used up"):
             Chat("m", server.url, in_flight=1).ask(questions(9))
         assert len(server.asked) == 1
 
@@ -189,7 +231,7 @@ def test_budgets_of_requests_and_tokens_hold_for_all_who_share_a_folder(tmp_path
         for limits, sent in (({"max_requests": 5}, 5), ({"max_tokens_total": 700}, 7)):
             common = {"cache": str(tmp_path / str(sent)), "in_flight": 1, **limits}
             Chat("m", server.url, **common).ask(questions(3))
-            with pytest.raises(BudgetSpent, match=f"{next(iter(limits))}.*raise that to go on"):
+            with pytest.raises(BudgetSpent, match=f"{next(iter(limits))}.*raise that to continue"):
                 Chat("m", server.url, **common).ask(questions(20))
             assert len(server.asked) == sent, "what was answered before counts"
             more = common | {name: 10 * value for name, value in limits.items()}
