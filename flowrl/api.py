@@ -397,14 +397,23 @@ def collect(
 
 
 def collect_pairs(
-    config: Config, source: Path, folder: Path, *, pipeline: Any = None
+    config: Config,
+    source: str | Path,
+    folder: Path,
+    *,
+    columns: Mapping[str, str] | None = None,
+    pipeline: Any = None,
 ) -> tuple[list[Row], list[str]]:
     """Encode pairs of preferred and rejected images as groups of two, scored 1 and 0.
 
     Pairs that the folder already holds are kept. Returns the data set's summary, and a reason for
     each pair that was left out. Raises UserError when no pair is left.
+
+    Args:
+        source: a table of pairs, see `flowrl.offline.pairs`.
+        columns: its columns of prompt, chosen and rejected, where they have other names.
     """
-    preferences, left_out = read_pairs(source)
+    preferences, left_out = read_pairs(str(source), columns)
     config = with_pipeline_name(config, pipeline)
     p = config.pipeline
     runtime = Runtime(device=p.device)
@@ -424,7 +433,7 @@ def collect_pairs(
                 dtype="float32",
                 sigmas=backbone.sigmas(config.rollout.num_inference_steps).tolist(),
                 rewards=[{"name": REWARD, "version": None, "weight": 1.0}],
-                recipe={PAIRS: pairs_digest(source)},
+                recipe={PAIRS: pairs_digest(str(source), columns)},
             ),
         )
         with Steps("encoding", -(-len(preferences) // SHARD)) as steps:

@@ -152,7 +152,7 @@ def _check_latents(store: OfflineDataset) -> CheckResult:
         rows = bad.nonzero().flatten().tolist()
         wrong += [f"shard {shard}, latent {row} is constant or not finite" for row in rows[:3]]
     detail = "; ".join(wrong[:3]) or "finite, none constant"
-    return _result("latents", not wrong, detail, "Delete the rows of that shard and collect again.")
+    return _result("latents", not wrong, detail, "Delete that shard and collect again.")
 
 
 # --- runs ---------------------------------------------------------------------------------------

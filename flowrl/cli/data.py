@@ -21,20 +21,28 @@ def collect(
         int | None, typer.Option(min=1, help="Prompts to sample; rounded up to whole iterations.")
     ] = None,
     pairs: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Pairs of images: a file or a folder.")
+        str | None,
+        typer.Option(metavar="FILE|hf:NAME", help="Table of pairs of images, or a folder of it."),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="YAML",
+            help="Columns of --pairs: '{prompt: caption, chosen: path1, rejected: path2}', or "
+            "'{prompt: caption, first: jpg_0, second: jpg_1, label: label_0}'.",
+        ),
     ] = None,
     lora: Lora = None,
     as_json: AsJson = False,
 ) -> None:
     """Sample and score groups once, to train on many times with rollout.store.path.
 
-    Images are sampled as in the recipe's rollouts; its objective plays no part. Groups that the
-    folder already holds are kept, so that a second call goes on after an interruption, or to more
-    groups.
+    Images are sampled as in the recipe's rollouts; its objective has no effect. The same command
+    resumes, and a larger --groups adds to the data set.
 
-    --pairs encodes images you have, of which people preferred one: {"prompt": ..., "chosen":
-    "a.png", "rejected": "b.png"} in each line, other keys are metadata. They become groups of two
-    with the reward `preference`.
+    --pairs encodes images of which people preferred one: a .jsonl file with lines {"prompt": ...,
+    "chosen": "a.png", "rejected": "b.png"}, or any table that `datasets` reads. They become groups
+    of two with the reward `preference`; other columns are metadata.
 
     Examples:
 
@@ -43,6 +51,9 @@ def collect(
       flowrl collect quickstart -o stores/aligned --groups 512 --lora runs/quickstart
 
       flowrl collect quickstart -o stores/pairs --pairs pairs.jsonl
+
+      flowrl collect quickstart -o stores/pairs --pairs pickapic.parquet \\
+        --columns "{prompt: caption, first: jpg_0, second: jpg_1, label: label_0}"
     """
     from flowrl.config import load_config
     from flowrl.config.arguments import sort_arguments
@@ -66,7 +77,12 @@ def collect(
     if pairs is None:
         rows, left_out = collect_groups(config, output_dir, groups=groups or 1, lora=lora), []
     else:
-        rows, left_out = collect_pairs(config, pairs, output_dir)
+        from flowrl.config.yaml12 import load_yaml
+
+        names = load_yaml(columns, "--columns") if columns else None
+        if not isinstance(names, dict | None):
+            raise UserError(f"--columns is {columns!r}, expected names such as '{{prompt: text}}'.")
+        rows, left_out = collect_pairs(config, pairs, output_dir, columns=names)
     more = len(left_out) - SHOWN
     for reason in [*left_out[:SHOWN], *([f"{more} more pairs"] if more > 0 else [])]:
         typer.echo(f"left out: {reason}", err=True)

@@ -129,11 +129,6 @@ def compare_loras(
     held_out = evaluation_prompts(config, ProvidedObjects())
     if not held_out:
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
-    if len(config.evaluation.step_counts) > 1:
-        raise UserError(
-            "evaluation.num_inference_steps lists several numbers, and a leaderboard is made at "
-            "one: name it, as in evaluation.num_inference_steps=28"
-        )
     check_evaluation_alone(config, specs, held_out)
     check_unseen(config, held_out)
     with closing(specs):

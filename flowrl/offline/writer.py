@@ -1,12 +1,9 @@
-"""Write offline data sets: a sampler's iterations, or pairs of images that a person compared."""
+"""Write offline data sets: iterations of a sampler, or pairs of images that people compared."""
 
-import io
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -14,7 +11,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from flowrl.backbones.base import Backbone
-from flowrl.errors import UserError
+from flowrl.errors import DamagedFile, UserError
 from flowrl.offline.format import (
     METADATA,
     PAIRS,
@@ -25,9 +22,10 @@ from flowrl.offline.format import (
     create_dataset,
     finished_shards,
     open_dataset,
-    rows_file,
+    read_shard,
+    shard_file,
 )
-from flowrl.offline.pairs import Pair, Picture, encoded, exists, members, opened
+from flowrl.offline.pairs import Pair
 from flowrl.sampling.rollout import Timer, occurrences
 from flowrl.sampling.source import Sampler
 from flowrl.training.checkpoint import step_of
@@ -45,7 +43,7 @@ def write_groups(
     first: int = 0,
     advance: Callable[[Rollout], None] = lambda rollout: None,
 ) -> OfflineDataset:
-    """Write the missing ones of the shards 0, 1, ...; shard k is iteration `first` + k.
+    """Write the missing shards of 0, 1, ...; shard k is iteration `first` + k.
 
     All processes call this; the main one writes. advance: called after each new shard.
     """
@@ -88,10 +86,10 @@ def _rollout_rows(
     records = sampler.prompts.at(iteration)
     before = occurrences(records)
     groups, leaves = rollout.group.tolist(), len(rollout.tree.leaf)
-    seen: list[int] = [0] * len(records)
+    images = [0] * len(records)  # of each group, so far
     scores, valid = rollout.scores.tolist(), rollout.valid.tolist()
+    # Trees are numbered among all candidates of their group.
     trees = len(groups) // len(records) // leaves
-    # The numbers of a group's trees among all its candidates, and how many those were.
     chosen = torch.arange(trees).expand(len(records), -1)
     if rollout.explored is not None:
         chosen, trees = rollout.explored.chosen, rollout.explored.proxy.shape[1]
@@ -99,21 +97,21 @@ def _rollout_rows(
         yield StoredImage(
             record=records[group],
             group=shard * len(records) + group,
-            image=seen[group],
+            image=images[group],
             valid=valid[i],
             scores=scores[i],
             seed=sampler.seed,
             iteration=iteration,
-            root=before[group] * trees + int(chosen[group, seen[group] // leaves]),
+            root=before[group] * trees + int(chosen[group, images[group] // leaves]),
         )
-        seen[group] += 1
+        images[group] += 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refresher:
-    """Replaces a data set every `every` iterations by one as large from the current policy.
+    """Replaces a data set every `every` iterations by an equally large one of the current policy.
 
-    Raises UserError when the data set to replace holds given images, which no policy generated.
+    Raises UserError when the data set to replace holds images of files.
     """
 
     original: OfflineDataset
@@ -125,8 +123,8 @@ class Refresher:
     def __post_init__(self) -> None:
         if PAIRS in self.original.metadata.recipe:
             raise UserError(
-                f"{self.original.folder} holds pairs of given images, which the policy cannot "
-                "generate anew: set rollout.store.refresh_every to null"
+                f"{self.original.folder} holds pairs of images from files, which no policy "
+                "generates: set rollout.store.refresh_every to null"
             )
 
     def path(self, iteration: int) -> Path:
@@ -134,8 +132,8 @@ class Refresher:
 
     def steps(self) -> list[int]:
         """Return the iterations that have a data set, complete or not, ascending."""
-        found = (step_of(path) for path in self.folder.glob("step-*"))
-        return sorted(step for step in found if step is not None)
+        steps = (step_of(path) for path in self.folder.glob("step-*"))
+        return sorted(step for step in steps if step is not None)
 
     @property
     def shards(self) -> int:
@@ -157,25 +155,22 @@ class Refresher:
         return write_groups(folder, metadata, self.sampler, shards=self.shards, first=first)
 
 
-# --- pairs of images of which a person chose one ------------------------------------------------
+# --- pairs of images ----------------------------------------------------------------------------
 
 REWARD = "preference"
 SHARD = 128  # pairs
 
 
-def load_image(path: Path | io.BytesIO, size: tuple[int, int]) -> Image.Image:
-    """Load an RGB image, scaled and cropped to `size` (height, width).
+def fit_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Return an RGB image, scaled and cropped to `size` (height, width).
 
     It is turned upright by its EXIF data; transparent pixels become white.
     """
-    with Image.open(path) as file:
-        image = ImageOps.exif_transpose(file)
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        return ImageOps.fit(
-            image.convert("RGB"), (size[1], size[0]), method=Image.Resampling.LANCZOS
-        )
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return ImageOps.fit(image.convert("RGB"), (size[1], size[0]), method=Image.Resampling.LANCZOS)
 
 
 def _load_pair(pair: Pair, size: tuple[int, int]) -> Tensor:
@@ -184,12 +179,14 @@ def _load_pair(pair: Pair, size: tuple[int, int]) -> Tensor:
     Raises UserError, naming the line, for files that are missing, unreadable or the same image.
     """
     loaded = []
-    for name, picture in members(pair):
+    for name, cell in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         try:
-            loaded.append(load_image(opened(picture), size))
+            with cell.open() as file:
+                loaded.append(fit_image(file, size))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            reason = "is not there" if not exists(picture) else f"cannot be read ({error})"
-            raise UserError(f"{pair.where}: the {name} image {picture} {reason}") from error
+            raise UserError(
+                f"{pair.where}: cannot read the {name} image {cell}: {error}"
+            ) from error
     images = to_tensor(loaded)
     if torch.equal(images[0], images[1]):
         raise UserError(f"{pair.where}: chosen and rejected are the same image")
@@ -201,30 +198,19 @@ def write_pairs(
 ) -> Iterator[list[str]]:
     """Encode and write the incomplete shards; yield why pairs of each shard were left out.
 
-    batch_size: images in the encoder at once.
+    A shard that lacks a pair is encoded again. batch_size: images in the encoder at once.
     """
+    metadata = DatasetMetadata.read(folder)
     for first in range(0, len(pairs), SHARD):
         part = range(first, min(first + SHARD, len(pairs)))
-        if _is_complete(folder, pairs, part):
-            yield []
-        else:
-            yield _write_shard(folder, pairs, part, backbone, max(1, batch_size // 2))
-
-
-def _is_complete(folder: Path, pairs: Sequence[Pair], part: range) -> bool:
-    """Return whether the shard has every image as its file is now, or was, if the file is gone."""
-    try:
-        text = rows_file(folder, part.start // SHARD).read_text(encoding="utf-8")
-        rows = [json.loads(line) for line in text.splitlines()]
-        found = {(row["group"], row["image"]): row["seed"] for row in rows}
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return all(
-        (number, image) in found
-        and (not exists(picture) or found[number, image] == _file_number(picture))
-        for number in part
-        for image, (_, picture) in enumerate(members(pairs[number]))
-    )
+        try:
+            rows, _ = read_shard(shard_file(folder, first // SHARD), metadata)
+        except DamagedFile:  # or missing
+            rows = []
+        complete = len(rows) == 2 * len(part)
+        yield (
+            [] if complete else _write_shard(folder, pairs, part, backbone, max(1, batch_size // 2))
+        )
 
 
 def _write_shard(
@@ -239,24 +225,18 @@ def _write_shard(
         for number in range(start, min(start + per_batch, part.stop)):
             try:
                 images.append(_load_pair(pairs[number], backbone.image_size()))
-                rows += _pair_rows(pairs[number], number)
             except UserError as error:
                 reasons.append(str(error))
+                continue
+            rows += [
+                StoredImage(
+                    record=pairs[number].record, group=number, image=image, valid=True,
+                    scores=[1.0 - image], seed=0, iteration=number // SHARD, root=image,
+                )
+                for image in range(2)
+            ]  # fmt: skip
         if images:
             latents.append(backbone.encode_images(torch.cat(images)).cpu())
     if rows:
         append_shard(folder, part.start // SHARD, torch.cat(latents), rows)
     return reasons
-
-
-def _pair_rows(pair: Pair, number: int) -> Iterator[StoredImage]:
-    for image, (_, picture) in enumerate(members(pair)):
-        yield StoredImage(
-            record=pair.record, group=number, image=image, valid=True, scores=[1.0 - image],
-            seed=_file_number(picture), iteration=number // SHARD, root=image,
-        )  # fmt: skip
-
-
-def _file_number(picture: Picture) -> int:
-    """Return 63 bits of the file's digest; they fit a signed column."""
-    return int.from_bytes(blake2b(encoded(picture), digest_size=8).digest(), "big") >> 1

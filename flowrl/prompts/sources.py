@@ -104,12 +104,13 @@ def _file(path: Path, column: str = "") -> Iterator[dict]:
     if kind == ".txt":
         yield from ({"prompt": line.strip()} for line in text.split("\n") if line.strip())
         return
-    read = {".jsonl": _json_lines, ".json": _json_rows}.get(kind, _table_rows)
+    read = {".jsonl": json_lines, ".json": json_rows}.get(kind, _table_rows)
     for where, row in read(text, path):
         yield check_row(_with_prompt(row, where, column), where)
 
 
-def _json_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+def json_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the value of each line."""
     for number, line in enumerate(text.split("\n"), start=1):
         where = f"{path}, line {number}"
         if not line.strip():
@@ -121,7 +122,7 @@ def _json_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
             raise UserError(f"{where}: not valid JSON ({reason}), expected an object") from error
 
 
-def _json_rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+def json_rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
     """Yield a list of prompts (HPDv2) or objects (HPDv3), or the objects by name (GenAI-Bench)."""
     content = parse_json(text, str(path))
     if isinstance(content, dict):
@@ -315,18 +316,18 @@ def _select(table: Any, place: str, split: str, column: str) -> tuple[Any, str]:
             f"the prompts {place} have the columns {', '.join(names)}; expected {wanted}: name "
             f"the column of texts as hf:{place}:{split}:COLUMN"
         )
-    other = [name for name, kind in table.features.items() if not _is_json(kind)]
+    other = [name for name, kind in table.features.items() if not is_json(kind)]
     return table.remove_columns(other), chosen
 
 
-def _is_json(kind: Any) -> bool:
+def is_json(kind: Any) -> bool:
     """Return whether JSON can hold a column of this type: no images, sound, bytes or dates."""
     if isinstance(kind, dict):
-        return all(map(_is_json, kind.values()))
+        return all(map(is_json, kind.values()))
     if isinstance(kind, list):
-        return all(map(_is_json, kind))
+        return all(map(is_json, kind))
     if hasattr(kind, "feature"):
-        return _is_json(kind.feature)
+        return is_json(kind.feature)
     mixed = type(kind).__name__ == "Json"  # what `datasets` makes of lists of several types
     return mixed or str(getattr(kind, "dtype", "")).rstrip("0123456789") in JSON_TYPES
 

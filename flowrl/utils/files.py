@@ -47,7 +47,7 @@ WRITTEN: dict[FolderKind, tuple[str, ...]] = {
         "scores.csv", "kinds.csv",
     ),
     "votes": (".lock", "votes.jsonl"),
-    "dataset": (".lock", "store.json", "README.md", "data", "latents"),
+    "dataset": (".lock", "store.json", "shards", "precision.json", "training-precision.json"),
 }  # fmt: skip
 _TENSOR = "__tensor__"
 _INT_KEYS = "__int_keys__"

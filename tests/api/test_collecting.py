@@ -1,6 +1,5 @@
 """Collecting: what is drawn is what is stored, interrupted or not."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from flowrl.assembly import backbone as build_memory
 from flowrl.assembly.offline import dataset_metadata
 from flowrl.backbones.lora_files import save_lora
 from flowrl.errors import UserError
-from flowrl.offline.format import latents_file, open_dataset, rows_file
+from flowrl.offline.format import open_dataset, read_shard, shard_file
 from flowrl.offline.source import StoredGroups
 from flowrl.offline.writer import Refresher, write_groups
 from flowrl.sampling.rollout import Timer
@@ -92,12 +91,11 @@ def test_the_table_and_the_rows_tell_where_images_come_from_and_their_means(coll
     store = open_dataset(folder)
     assert (row["groups"], row["images"]) == (6, 24)
     assert row["compressibility"] == pytest.approx(store.scores[:, 1].mean().item())
-    lines = rows_file(collected[0], 2).read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows, _ = read_shard(shard_file(folder, 2), store.metadata)
     assert [row["group"] for row in rows] == [4] * 4 + [5] * 4
     assert [row["image"] for row in rows] == [row["root"] for row in rows] == [0, 1, 2, 3] * 2
     assert {row["iteration"] for row in rows} == {2} and {row["valid"] for row in rows} == {True}
-    assert json.loads(rows[0]["metadata"])["tag"]
+    assert rows[0]["metadata"]["tag"]
 
 
 def test_a_collection_that_was_killed_goes_on_to_the_same_store(
@@ -105,12 +103,11 @@ def test_a_collection_that_was_killed_goes_on_to_the_same_store(
 ):
     folder = tmp_path / "store"
     collect(config, folder, groups=3, pipeline=load_tiny())
-    rows_file(folder, 1).unlink()
-    latents = latents_file(folder, 1)
-    latents.write_bytes(latents.read_bytes()[:100])
-    (folder / "data" / ".000002.jsonl.abcd1234.tmp").write_text('{"half')
+    shard_file(folder, 1).unlink()
+    half = folder / "shards" / ".000002.safetensors.abcd1234.tmp"
+    half.write_text("half")
     collect(config, folder, groups=5, pipeline=load_tiny())
-    assert not (folder / "data" / ".000002.jsonl.abcd1234.tmp").exists()
+    assert not half.exists()
     assert files(folder) == files(collected[0])
 
 
@@ -133,11 +130,10 @@ def test_missing_scores_are_stored_as_missing(make_learner, config, tmp_path):
     stage = replace(sampler.generator, specs=specs, failures=FailureLimit(max_invalid_fraction=1.0))
     sampler = replace(sampler, generator=stage)
     store = write_groups(tmp_path / "s", dataset_metadata(config, sampler), sampler, shards=2)
-    rows = [json.loads(line) for n in (0, 1) for line in rows_file(store.folder, n).open()]
+    rows = [r for n in (0, 1) for r in read_shard(shard_file(store.folder, n), store.metadata)[0]]
     missing = store.scores[:, 0].isnan()
     assert 0 < int(missing.sum()) < len(store)
     assert [row["valid"] for row in rows] == (~missing).tolist()
-    assert [row["reward/patchy"] is None for row in rows] == missing.tolist()
 
 
 def test_a_lora_draws_other_images_and_is_named(
@@ -174,11 +170,11 @@ def test_a_refresh_draws_as_many_groups_from_prompts_of_its_own(collected, make_
     assert len(store.groups) == len(like.groups) and refresher.finished(10)
     assert [g.record.uid for g in store.groups[:2]] == [r.uid for r in sampler.prompts.at(6)]
     before = files(folder)
-    rows_file(folder, 2).unlink()
+    shard_file(folder, 2).unlink()
     assert not refresher.finished(10)
     refresher.generate(10)
     assert files(folder) == before
-    with pytest.raises(UserError, match="holds pairs of given images"):
+    with pytest.raises(UserError, match="refresh_every"):
         pairs = replace(like, metadata=replace(like.metadata, recipe={"pairs": "digest"}))
         replace(refresher, original=pairs)
 

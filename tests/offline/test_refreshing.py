@@ -21,13 +21,13 @@ class Policy:
         self.found.append(folder.exists())
         store = write(folder, plain_scores(), first=1000.0 * iteration)
         if self.stop:
-            for path in sorted(folder.glob("data/*"))[1:]:
+            for path in sorted(folder.glob("shards/*"))[1:]:
                 path.unlink()
             raise KeyboardInterrupt
         return store
 
     def finished(self, iteration):
-        return len([*self.path(iteration).glob("data/*")]) == 4
+        return len([*self.path(iteration).glob("shards/*")]) == 4
 
 
 def refreshed(store, policy, folder):

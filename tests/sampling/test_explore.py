@@ -1,4 +1,3 @@
-import json
 import math
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ import torch
 import flowrl.sampling.rollout
 from flowrl.assembly.offline import dataset_metadata
 from flowrl.errors import UserError
-from flowrl.offline.format import rows_file
+from flowrl.offline.format import read_shard, shard_file
 from flowrl.offline.writer import write_groups
 from flowrl.sampling.rollout import Timer
 from flowrl.sampling.two_stage import fill_selection
@@ -253,6 +252,6 @@ def test_a_store_knows_which_candidates_its_images_were(make_learner, tiny_confi
         tmp_path / "s", dataset_metadata(tiny_config(**changes), sampler), sampler, shards=1
     )
     chosen = sampler.collect(0, Timer()).explored.chosen
-    lines = rows_file(store.folder, 0).read_text().splitlines()
-    assert [json.loads(line)["root"] for line in lines] == chosen.flatten().tolist()
+    rows, _ = read_shard(shard_file(store.folder, 0), store.metadata)
+    assert [row["root"] for row in rows] == chosen.flatten().tolist()
     assert store.metadata.recipe["rollout"]["explore"]["candidates"] == 9

@@ -47,8 +47,7 @@ READERS = {
     f"run/{FILE}": read_lora,
     "run/evaluations/step-000000.safetensors": Evaluation.load,
     "store/store.json": read_store,
-    "store/data/000000.jsonl": read_store,
-    "store/latents/000000.safetensors": read_store,
+    "store/shards/000000.safetensors": read_store,
 }
 
 

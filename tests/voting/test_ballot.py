@@ -69,7 +69,8 @@ def test_pairs_that_are_written_are_read_as_any_others(tmp_path, kind):
     path.parent.mkdir()
     votes = [vote("first"), vote("tie"), vote("second")]
     assert write_pairs(votes, tmp_path, path, kind) == 2
-    pairs, _ = read_pairs(path)
+    columns = {"prompt": "prompt", "chosen": "path1", "rejected": "path2"}
+    pairs, _ = read_pairs(str(path), columns if kind == "hpdv3" else None)
     read = [(p.record.text, str(p.chosen)[-5:], str(p.rejected)[-5:]) for p in pairs]
     assert read == [("a cat", "0.png", "b.png"), ("a cat", "b.png", "0.png")]
     with pytest.raises(UserError, match="prefers an image"):
