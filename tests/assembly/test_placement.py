@@ -91,7 +91,7 @@ def placements(monkeypatch):
 
     def run(config):
         device = PretendedDevice()
-        register, runtime = DiffusionPipeline.register_modules, api._runtime
+        register, runtime = DiffusionPipeline.register_modules, api.training_runtime
 
         def watched(self, **modules):
             for name, module in modules.items():
@@ -105,7 +105,7 @@ def placements(monkeypatch):
             return found
 
         monkeypatch.setattr(DiffusionPipeline, "register_modules", watched)
-        monkeypatch.setattr(api, "_runtime", pretended)
+        monkeypatch.setattr(api, "training_runtime", pretended)
         with device:
             api.align(config)
         return device

@@ -10,7 +10,6 @@ import pytest
 
 from flowrl.config import Config
 from flowrl.config.messages import walk
-from flowrl.training.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -51,8 +50,6 @@ def test_the_site_builds_strictly_and_has_every_option_command_metric_and_functi
     assert sum(len(headings(page)) for page in pages) == len(options) - len(sections)
     told = headings(site / "reference" / "commands" / "index.html")
     assert told == [name for name, _ in commands()] and len(told) > 25
-    rows = re.findall(r"<tr>\s*<td><code>", (site / "metrics" / "index.html").read_text())
-    assert len(rows) == len(METRICS)
     python = (site / "reference" / "python" / "index.html").read_text()
     assert headings(site / "reference" / "python" / "index.html") == public_names()
     assert python.count('class="doc doc-contents') >= len(public_names())
