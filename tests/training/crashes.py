@@ -1,33 +1,24 @@
-"""Killed before each file operation: the folders that a process leaves, and what becomes of them.
+"""Kill a process before one of its file operations; writes are also cut in half.
 
-A recorder copies the folder of a run before every operation on it, so that the copies are what a
-process leaves that is killed there; writes are also cut in half. Copies that are equal, but for
-what is in temporary files, stand for all of their operations. Each is then gone on with in a
-process forked from this one, which has everything imported and loaded.
+Processes are forked from this one, which has everything imported and loaded.
 """
 
 import io
 import os
-import shutil
 import signal
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrl.training.tracking import Report
-from flowrl.utils.files import TEMPORARY
 
 CHANGES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.truncate"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 KILLED = 137
-# What may differ between runs that are the same: random names, and TensorBoard's own files.
-LOCK = ".lock"
 
 
 @dataclass
@@ -143,77 +134,3 @@ def kill_at(number: int, folder: Path, work: Callable[[], object]) -> bool:
         return 0
 
     return fork(doomed) == KILLED
-
-
-def copies(folder: Path, work: Callable[[], object], into: Path) -> list[list[str]]:
-    """Do the work in a forked process; keep a copy of the folder before each of its operations.
-
-    Copy i is `into/i`. Returns for each distinct copy the operations that it stands for.
-    """
-
-    def recorded() -> int:
-        known: dict[str, int] = {}
-
-        def seen(event: str, half: Path | None) -> None:
-            place = into / "next"
-            if folder.exists():
-                shutil.copytree(folder, place, symlinks=True)
-            else:
-                place.mkdir(parents=True)
-            if half is not None and (place / half.relative_to(folder)).exists():
-                halve(place / half.relative_to(folder))
-            name = fingerprint(place)
-            if name in known:
-                shutil.rmtree(place)
-            else:
-                known[name] = len(known)
-                place.rename(into / str(known[name]))
-            with open(into / f"{known[name]}.operations", "a") as file:
-                file.write(f"{event}\n")
-
-        into.mkdir(parents=True)
-        recorder = Recorder(folder, seen)
-        begin(recorder)
-        with recorder.recording():
-            work()
-        return 0
-
-    assert fork(recorded) == 0
-    paths = sorted(into.glob("*.operations"), key=lambda path: int(path.stem))
-    return [path.read_text().split() for path in paths]
-
-
-def fingerprint(folder: Path) -> str:
-    """Return a digest of names and contents; of temporary files only of what they were to be.
-
-    Nobody reads those: the next start removes them by their names, which end in random letters.
-    """
-    found = blake2b()
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.suffix == TEMPORARY:
-            found.update(name.rpartition(".")[0].rpartition(".")[0].encode() + b"\0")
-            continue
-        found.update(name.encode() + b"\0")
-        if path.is_file():
-            found.update(str(path.stat().st_size).encode() + path.read_bytes())
-    return found.hexdigest()
-
-
-@dataclass
-class Tally:
-    """Counts of one kind of state."""
-
-    kind: str
-    kills: Counter[str] = field(default_factory=Counter)  # by operation
-    resumed: int = 0
-    wrong: list[str] = field(default_factory=list)
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "kills": self.kills.total(),
-            "folders": self.resumed,
-            "wrong": len(self.wrong),
-            "by operation": dict(self.kills),
-        }

@@ -1,10 +1,9 @@
 """What ends a run from outside, at every phase: the sentence, the exit code and what is saved.
 
 Each cell starts the command line's boundary in this process and injects one failure. A sample by
-default; all sixty, with a table that is printed, under `--slow`.
+default; all sixty under `--slow`.
 """
 
-import contextlib
 import errno
 import itertools
 import os
@@ -152,33 +151,15 @@ def expected(phase: PhaseName, failure: str) -> tuple[int, list[str], int | None
     ids=lambda value: value,
 )
 def test_a_failure_at_any_phase_is_told_and_what_is_whole_is_saved(
-    phase, failure, config_for, load_tiny, tmp_path, monkeypatch, capfd, record_table
+    phase, failure, config_for, load_tiny, tmp_path, monkeypatch, capfd
 ):
     config = config_for(tmp_path / "run")
     cell = run_cell(config, tmp_path / "run", load_tiny(), monkeypatch, capfd, phase, failure)
     code, words, saved = expected(phase, failure)
-    record_table(phase, failure, cell)
     assert cell[0] == code, cell
     assert all(word in cell[1] for word in words), (words, cell[1])
     assert cell[2] == saved, cell
     assert "Traceback" not in cell[1] and "not expected" not in cell[1]
-
-
-@pytest.fixture(scope="module")
-def record_table():
-    """Print exit code and saved iteration of every cell that ran, when all have."""
-    cells: dict[tuple[str, str], str] = {}
-
-    def record(phase: str, failure: str, cell) -> None:
-        cells[phase, failure] = f"{cell[0]} / {'none' if cell[2] is None else cell[2]}"
-
-    yield record
-    lines = ["phase     " + "".join(f"{name:>12}" for name in INJECTED)]
-    for phase in PHASES:
-        row = "".join(f"{cells.get((phase, name), ''):>12}" for name in INJECTED)
-        lines.append(f"{phase:<10}{row}")
-    with contextlib.suppress(OSError):
-        os.write(2, ("\nexit code / iterations saved\n" + "\n".join(lines) + "\n").encode())
 
 
 # --- what the saved state is worth ----------------------------------------------------------------

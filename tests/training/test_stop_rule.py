@@ -180,24 +180,6 @@ def test_a_resumed_run_knows_the_evaluations_before_it(scripted):
     assert run.done == 4 and "since iteration 2" in run.stopped and run.best == (4.0, 2)
 
 
-def test_a_reward_of_weight_0_has_no_part_in_the_score(scripted):
-    _, learner, run = scripted()
-    learner.specs.append(spec("unscored", weight=0.0))
-    made = Evaluation(
-        scores=torch.tensor([[0.25, NAN], [0.75, NAN]]), names=("brightness", "unscored"),
-        images=torch.empty(0), prompts=(), draws=(), key="", prompt=torch.arange(2),
-    )  # fmt: skip
-    assert run.score(made) == 0.5
-
-
-def test_evaluations_after_the_checkpoint_do_not_count(scripted):
-    _, learner, run = scripted(keep_checkpoints=9)
-    trained(learner, run)
-    _, learner, run = scripted(state_of(run.folder, 1), keep_checkpoints=9)
-    trained(learner, run)
-    assert run.evaluator.calls == [2, 3, 4] and run.done == 4
-
-
 @pytest.mark.slow
 def test_evaluations_of_another_kind_do_not_count(scripted):
     _, learner, run = scripted()
@@ -218,16 +200,6 @@ def test_a_stopped_run_stays_stopped_until_the_rule_is_gone(scripted):
     _, learner, run = scripted(state_of(run.folder), rule=None)
     trained(learner, run)
     assert run.done == 6
-
-
-@pytest.mark.slow
-def test_scores_that_are_best_by_another_reward_are_forgotten(scripted):
-    _, learner, run = scripted()
-    trained(learner, run, iterations=2)
-    assert run.best == (4.0, 2)
-    _, learner, run = scripted(state_of(run.folder), rule=None)
-    trained(learner, run, iterations=3)
-    assert run.best == (pytest.approx(0.4), 3)  # less than 4, but of what is trained
 
 
 def test_a_rollout_without_images_has_no_sample_sheet(scripted):
