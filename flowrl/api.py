@@ -39,8 +39,8 @@ from flowrl.assembly.start import begin_session, recipe_to_show, runtime_to_eval
 from flowrl.assembly.text import TextCaches, prompts_to_encode
 from flowrl.assembly.worker import build_pool
 from flowrl.backbones.loading import load_pipeline
-from flowrl.backbones.lora_files import load_lora
-from flowrl.backbones.lora_formats import check_fits, lora_of_main, open_lora
+from flowrl.backbones.lora_files import fit_lora, load_lora, network_of
+from flowrl.backbones.lora_formats import lora_of_main, open_lora
 from flowrl.config import Config, load_config
 from flowrl.config.load import load_recipe
 from flowrl.config.rewards import RewardOptions
@@ -230,7 +230,7 @@ def evaluate(
     check_unseen(config, held_out)
     pipeline, texts = build_evaluated_pipeline(config, runtime, held_out)
     if added is not None:
-        check_fits(added, pipeline.transformer)
+        added = fit_lora(added, network_of(pipeline), type(pipeline))
     evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects(), texts)
     assert evaluator is not None  # there are prompts
     with closing(specs):
@@ -313,7 +313,7 @@ def gallery(
     config = _changed(config, "evaluation", **changes)
     held_out = evaluation_prompts(config, ProvidedObjects())
     pipeline, texts = build_evaluated_pipeline(config, runtime, held_out)
-    check_fits(added, pipeline.transformer)
+    added = fit_lora(added, network_of(pipeline), type(pipeline))
     config = config if run else with_pipeline_family(config, pipeline)
     evaluator = build_evaluator(config, pipeline, rewards, ProvidedObjects(), texts)
     if evaluator is None:
@@ -449,8 +449,8 @@ def collect_pairs(
 
 def with_lora(config: Config, source: str) -> Config:
     """Return the recipe starting from a LoRA: its rank and alpha, and its layers if it is a run."""
-    found = open_lora(source)
-    rank, alpha = found.rank, round(found.strength * found.rank, 6)  # as it was before dividing
+    lora = open_lora(source)
+    rank, alpha = lora.rank, round(lora.scale * lora.rank, 6)  # as it was before dividing
     saved = Path(source) / CONFIG
     if saved.is_file():
         config = config.model_copy(update={"lora": load_config(saved).lora})
@@ -703,7 +703,6 @@ def export(
     base: str | None = None,
     revision: str | None = None,
     dtype: str | None = None,
-    backbone: str | None = None,
     lora_alpha: float | None = None,
 ) -> Path | str:
     """Write a run's LoRA in another format, or upload it; return the path or the address.
@@ -714,12 +713,12 @@ def export(
         return formats.export_hub(source, repository=repo_id, private=private)
     assert to is not None
     if format == "comfyui":
-        return formats.export_comfyui(source, to, backbone=backbone, alpha=lora_alpha)
+        return formats.export_comfyui(source, to, base=base, revision=revision, alpha=lora_alpha)
     if format == "merged":
         return formats.export_merged(
             source, to, base=base, revision=revision, dtype=dtype, alpha=lora_alpha
         )
-    return formats.export_diffusers(source, to, alpha=lora_alpha)
+    return formats.export_diffusers(source, to, base=base, revision=revision, alpha=lora_alpha)
 
 
 # --- what several of them need -----------------------------------------------------------------

@@ -78,7 +78,7 @@ def _check_lora(source: Path, trained: LoRAOptions | None = None) -> Iterator[Ch
         yield _result("lora", False, _reason(error), remedy)
         return
     ranks = sorted({len(down) for down, _ in layers.values()})
-    scales = sorted(set(lora.strengths.values()))
+    scales = sorted(set(lora.scales.values()))
     detail = f"rank {_listed(ranks)}, scale {_listed(scales)}"
     yield _result("lora", True, f"{lora.path.name} of {lora.make}: {len(layers)} layers, {detail}")
     if not any(bool(up.any()) for _, up in layers.values()):

@@ -23,6 +23,7 @@ from flowrl.assembly.text import GuidedPrompts, TextCaches, prompts_to_encode, s
 from flowrl.assembly.work_split import check_split, iteration_work
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import pipeline_call_arguments
+from flowrl.backbones.lora_files import fit_lora
 from flowrl.backbones.lora_formats import LoRA, lora_of_main
 from flowrl.backbones.policy import Policy
 from flowrl.config import Config
@@ -210,9 +211,9 @@ def starting_lora(config: Config, runtime: Runtime | None = None) -> LoRA | None
     if lora.init_from is None:
         return None
     start = lora_of_main(lora.init_from, runtime, default_alpha=lora.alpha)
-    if start.strength != lora.alpha / lora.rank:
+    if start.scale != lora.alpha / lora.rank:
         raise UserError(
-            f"{lora.init_from} has alpha / rank = {start.strength:g}, but lora.alpha / "
+            f"{lora.init_from} has alpha / rank = {start.scale:g}, but lora.alpha / "
             f"lora.rank is {lora.alpha / lora.rank:g}: set them as it was trained"
         )
     return start
@@ -228,6 +229,7 @@ def build_policy(
         seed=config.run.seed, ema_decay=config.ema.decay, keep_old=keep_old,
     )  # fmt: skip
     if start is not None:
+        start = fit_lora(start, policy.network, type(backbone.pipeline))
         policy.start_from(start.state)
     return policy
 

@@ -87,6 +87,27 @@ def load_pipeline(
     return pipeline if device is None else place_pipeline(pipeline, torch.device(device), away)
 
 
+def outline(path: str, revision: str | None = None) -> tuple[type, torch.nn.Module]:
+    """Return a pipeline's class and its network without weights, on the meta device.
+
+    Raises UserError where there is no pipeline, or its network is no class of diffusers.
+    """
+    import diffusers
+
+    try:
+        index: Any = diffusers.DiffusionPipeline.load_config(pipeline_path(path), revision=revision)
+        part = next(name for name in ("transformer", "unet") if name in index)
+        kind, network = (
+            getattr(diffusers, name) for name in (index["_class_name"], index[part][1])
+        )
+        config = network.load_config(pipeline_path(path), subfolder=part, revision=revision)
+        with torch.device("meta"):
+            return kind, network.from_config(config)
+    except Exception as error:  # of the Hub, of files, of classes
+        message = hub_error_message(error, path, revision) or str(error).partition("\n")[0]
+        raise UserError(f"cannot read the pipeline {path!r}: {message}") from error
+
+
 def _channels_last(vae: torch.nn.Module) -> None:
     """Lay out the weights of 2-d convolutions anew; those of videos have another number of axes."""
     for tensor in (*vae.parameters(), *vae.buffers()):

@@ -1,7 +1,9 @@
-"""Save, load and merge LoRAs: `save_lora`, `load_lora` and `read_lora`, `merge_lora`."""
+"""Fit LoRAs to a pipeline's network; save, load and merge them."""
 
+import inspect
 import json
-import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +16,59 @@ from flowrl.backbones.lora_formats import (
     METADATA,
     PREFIX,
     LoRA,
-    are_finite,
-    check_fits,
-    normalised,
+    few,
     open_lora,
+    plain_name,
 )
-from flowrl.backbones.original_layers import layers_of, weight_change
+from flowrl.backbones.original_layers import (
+    Factors,
+    from_original,
+    layers_of,
+    state_of,
+    weight_change,
+)
 from flowrl.errors import UserError
 from flowrl.utils.digests import seal
 from flowrl.utils.files import write_bytes
 
 
+def network_of(pipeline: Any) -> nn.Module:
+    """Return the network that a pipeline denoises with."""
+    return pipeline.transformer if hasattr(pipeline, "transformer") else pipeline.unet
+
+
+def file_prefix(pipeline: type) -> str:
+    """Return the prefix of keys in a file that diffusers loads into a pipeline class.
+
+    It is "" where the class has no LoRA loader for a transformer: then the network loads the file.
+    """
+    saver = getattr(pipeline, "save_lora_weights", None)
+    named = saver is not None and "transformer_lora_layers" in inspect.signature(saver).parameters
+    return PREFIX if named else ""
+
+
+# --- save -----------------------------------------------------------------------------------------
+
+
 def save_lora(pipeline: Any, folder: Path, *, adapter: str) -> Path:
-    """Save an adapter of the transformer for diffusers' `load_lora_weights`; return the path.
+    """Save an adapter for diffusers' `load_lora_weights` or `load_lora_adapter`; return the path.
 
     The file holds the adapter's configuration, without which diffusers would take alpha = rank, and
     a digest of tensors and header. Written atomically. Raises UserError, and writes nothing, for
-    weights that are not finite.
+    weights that are NaN or infinite.
     """
     from peft import get_peft_model_state_dict
 
-    network = pipeline.transformer
+    network: Any = network_of(pipeline)
     layers = get_peft_model_state_dict(network, adapter_name=adapter)
-    if not are_finite(layers):
-        raise UserError(
-            f"the LoRA has numbers that are not finite: {folder / FILE} was not written"
-        )
-    config = {k: _plain(v) for k, v in network.peft_config[adapter].to_dict().items()}
-    named = {f"{PREFIX}{key}": value for key, value in config.items()}
+    if not all(bool(tensor.isfinite().all()) for tensor in layers.values()):
+        raise UserError(f"the LoRA has NaN or infinite numbers: {folder / FILE} was not written")
+    prefix = file_prefix(type(pipeline))
+    config = network.peft_config[adapter].to_dict()
+    named = {f"{prefix}{key}": _plain(value) for key, value in config.items()}
     header = {"format": "pt", METADATA: json.dumps(named, indent=2, sort_keys=True)}
-    parts: list[bytes] = []
-    # In memory, since a scratch folder may be full or missing; diffusers only names the tensors.
-    type(pipeline).save_lora_weights(
-        folder,
-        transformer_lora_layers=layers,
-        save_function=lambda tensors, _: parts.append(save(tensors, metadata=header)),
-    )
-    (data,) = parts
-    write_bytes(folder / FILE, seal(data))
+    tensors = {f"{prefix}{name}": tensor.contiguous() for name, tensor in layers.items()}
+    write_bytes(folder / FILE, seal(save(tensors, metadata=header)))
     return folder / FILE
 
 
@@ -59,95 +76,172 @@ def _plain(value: Any) -> Any:
     """Return a value as JSON has it: sets sorted, enumerations by their text."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
-    kept = (bool, int, float, str, list, dict, type(None))
-    return value if isinstance(value, kept) else str(value)
+    json_types = (bool, int, float, str, list, dict, type(None))
+    return value if isinstance(value, json_types) else str(value)
 
 
 def read_lora(source: str | Path) -> tuple[dict[str, Tensor], float]:
-    """Return the tensors of a transformer's LoRA by PEFT name, and its strength alpha / rank.
+    """Return the tensors of a transformer's LoRA by PEFT name, and its scale alpha / rank.
 
-    Raises UserError for what `open_lora` refuses, and for layers of different strengths.
+    Raises UserError for what `open_lora` refuses, and for layers of different scales.
     """
     lora = open_lora(source)
-    return lora.state, lora.strength
+    return lora.state, lora.scale
+
+
+# --- fit to a network -----------------------------------------------------------------------------
+
+
+def fit_lora(lora: LoRA, network: nn.Module, pipeline: type) -> LoRA:
+    """Return the LoRA with the names of a network's layers.
+
+    Names are compared without wrappers' prefixes and with underscores for dots, then looked up in
+    the map of the original checkpoint, then given to diffusers' converter of the pipeline class.
+
+    Raises:
+        UserError: a layer of the LoRA is missing in the network, or has another shape.
+    """
+    modules = {n: m for n, m in network.named_modules() if getattr(m, "weight", None) is not None}
+    kind = type(network).__name__
+    names = {plain_name(name).replace(".", "_"): name for name in modules}
+    layers: dict[str, Factors] = {}
+    scales: dict[str, float] = {}
+    unknown = []
+    for name, factors in layers_of(lora.state).items():
+        if (own_name := names.get(name.replace(".", "_"))) is not None:
+            parts: Mapping[str, Factors] | None = {own_name: factors}
+        else:
+            parts = from_original(name, factors, kind)
+        if parts is None or not parts.keys() <= modules.keys():
+            unknown.append(name)
+        else:
+            layers |= parts
+            scales |= dict.fromkeys(parts, lora.scales[name])
+    if unknown:
+        layers = _converted(lora, pipeline)
+        scales = dict.fromkeys(layers, 1.0)
+        if not layers or not layers.keys() <= modules.keys():
+            raise UserError(
+                f"{lora.path} adapts {len(lora.scales)} layers, of which {kind} lacks "
+                f"{len(unknown)}, {few(unknown)}: it was trained for another pipeline"
+            )
+    if not layers:
+        raise UserError(f"{lora.path} has zeros alone in its upper factors: it changes nothing")
+    for name, (down, up) in layers.items():
+        shape = _shape(modules[name])
+        if shape != (len(up), down.shape[1]):
+            raise UserError(
+                f"{lora.path} changes {name} by {len(up)} x {down.shape[1]}, but it is "
+                f"{shape[0]} x {shape[1]} in {kind}: it was trained for another pipeline"
+            )
+    return replace(lora, state=state_of(layers), scales=scales)
+
+
+def _shape(module: Any) -> tuple[int, int]:
+    """Return (outputs, inputs) of a layer, also where its weight is packed into 4 bits."""
+    weight = module.weight
+    rows, columns = weight.shape[:2] if weight.ndim > 1 else (0, 0)
+    return getattr(module, "out_features", rows), getattr(module, "in_features", columns)
+
+
+def _converted(lora: LoRA, pipeline: type) -> dict[str, Factors]:
+    """Return the layers as the converter of the pipeline class reads them; {} where it fails."""
+    reader = getattr(pipeline, "lora_state_dict", None)
+    if reader is None:
+        return {}
+    state: dict[str, Tensor] = {}
+    for name, (down, up) in layers_of(lora.state).items():
+        # Kohya's names have no dots. The scale goes into a factor, as converters round it.
+        start, ends = ("diffusion_model.", ("lora_A", "lora_B"))
+        if "." not in name:
+            start, ends = "lora_unet_", ("lora_down", "lora_up")
+        state[f"{start}{name}.{ends[0]}.weight"] = down.clone()
+        state[f"{start}{name}.{ends[1]}.weight"] = up * lora.scales[name]
+    try:
+        tensors = reader(state)
+        tensors = tensors[0] if isinstance(tensors, tuple) else tensors
+        return layers_of({plain_name(name): tensor for name, tensor in tensors.items()})
+    except Exception:  # each converter has its own, also AssertionError without a text
+        return {}
+
+
+# --- load and merge -------------------------------------------------------------------------------
 
 
 def load_lora(pipeline: Any, source: str | Path | LoRA) -> int:
-    """Load a LoRA of any make into the pipeline; return the number of adapted layers.
+    """Load a LoRA of any program into the pipeline; return the number of adapted layers.
 
-    Raises UserError when a tensor of the file fits no layer, where diffusers stays silent; then
+    Raises UserError when a layer of the file is not the network's, which diffusers ignores; then
     the pipeline is as it was.
     """
     lora = source if isinstance(source, LoRA) else open_lora(source)
-    check_fits(lora, pipeline.transformer)
-    try:
-        if lora.ready:
-            pipeline.load_lora_weights(str(lora.path.parent), weight_name=lora.path.name)
-        else:
-            with tempfile.TemporaryDirectory() as scratch:
-                (Path(scratch) / FILE).write_bytes(normalised(lora))
-                pipeline.load_lora_weights(scratch, weight_name=FILE)
-    except (ValueError, RuntimeError) as error:  # what diffusers itself finds wrong
+    network: Any = network_of(pipeline)
+    if count_layers(network):
         raise UserError(
-            f"{lora.path} does not fit this pipeline: {str(error).splitlines()[0]}"
-        ) from error
-    wanted, attached = len(lora.strengths), count_layers(pipeline.transformer)
-    if attached != wanted:
-        missing = sorted(set(lora.strengths) - set(_adapted(pipeline.transformer)))
-        if not missing:
-            raise UserError(
-                f"{lora.path} adapts {wanted} layers, but {attached} of this pipeline have a LoRA: "
-                "it has another one already, which unload_lora_weights() removes"
-            )
+            f"{lora.path} cannot be loaded: the pipeline has another LoRA already, which "
+            "unload_lora() removes"
+        )
+    lora = fit_lora(lora, network, type(pipeline))
+    if hasattr(network, "load_lora_adapter"):
+        # Not the pipeline's method, which warns of text encoders that the file does not adapt.
+        network.load_lora_adapter(
+            dict(lora.state), prefix=None, metadata=lora.header(), _pipeline=pipeline
+        )
+    else:
+        from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
+
+        config = LoraConfig(**lora.header())
+        inject_adapter_in_model(config, network, state_dict=lora.state)
+        set_peft_model_state_dict(network, lora.state)
+    attached = count_layers(network)
+    if attached != len(lora.scales):
         raise UserError(
-            f"{lora.path} adapts {wanted} layers, but {attached} of this pipeline took it, without "
-            f"{', '.join(missing[:3])}: it was trained for another pipeline"
+            f"{lora.path} adapts {len(lora.scales)} layers, and {attached} of this pipeline have a "
+            "LoRA now: load the pipeline anew, or merge the LoRA with flowrl export --to merged"
         )
     return attached
 
 
-def _adapted(network: nn.Module) -> list[str]:
-    from peft.tuners.lora import LoraLayer
+def unload_lora(pipeline: Any) -> None:
+    """Remove the LoRA from the pipeline's network; its own weights are as they were."""
+    from diffusers.utils.peft_utils import recurse_remove_peft_layers
 
-    return [name for name, module in network.named_modules() if isinstance(module, LoraLayer)]
+    network: Any = network_of(pipeline)
+    if hasattr(network, "unload_lora"):
+        network.unload_lora()
+    else:
+        recurse_remove_peft_layers(network)
+        network.__dict__.pop("peft_config", None)
 
 
 def count_layers(network: nn.Module) -> int:
     """Return the number of layers with a LoRA."""
-    return len(_adapted(network))
+    from peft.tuners.lora import LoraLayer
+
+    return sum(isinstance(module, LoraLayer) for module in network.modules())
 
 
 @torch.no_grad()
 def merge_lora(pipeline: Any, source: str | Path | LoRA) -> int:
-    """Add a LoRA to the weights of the pipeline's transformer; return the number of layers.
+    """Add a LoRA to the weights of the pipeline's network; return the number of layers.
 
     From the file's own numbers, which diffusers would round to the network's dtype: each sum is
     taken in fp32 and rounded once. Raises UserError for a quantised network, and when a layer of
-    the file is not there or of another shape; then nothing is changed.
+    the file is missing or of another shape; then nothing is changed.
     """
     lora = source if isinstance(source, LoRA) else open_lora(source)
-    layers, network = layers_of(lora.state), pipeline.transformer
-    weights = {name: _weight(network, name, *factors) for name, factors in layers.items()}
+    network = network_of(pipeline)
+    lora = fit_lora(lora, network, type(pipeline))
+    weights = {name: network.get_submodule(name).weight for name in lora.scales}
     for name, weight in weights.items():
-        change = weight_change(*layers[name], lora.strengths[name]).to(weight.device)
+        packed = type(weight.data) is not Tensor or weight.dtype.itemsize < 2
+        if packed or getattr(network, "hf_quantizer", None) is not None:
+            raise UserError(
+                f"{name} of {type(network).__name__} is quantised, and a LoRA cannot be added to "
+                "such weights: merge into the pipeline in 16 or 32 bits"
+            )
+    for name, (down, up) in layers_of(lora.state).items():
+        weight: Any = weights[name]
+        change = weight_change(down, up, lora.scales[name]).to(weight.device)
         weight.data = (weight.data.float() + change).to(weight.dtype)
     return len(weights)
-
-
-def _weight(network: nn.Module, name: str, down: Tensor, up: Tensor) -> nn.Parameter:
-    weight = getattr(dict(network.named_modules()).get(name), "weight", None)
-    kind = type(network).__name__
-    if weight is None:
-        raise UserError(f"the LoRA adapts {name}, which {kind} has not: it is of another pipeline")
-    packed = type(weight.data) is not Tensor or weight.dtype.itemsize < 2
-    if packed or getattr(network, "hf_quantizer", None) is not None:
-        raise UserError(
-            f"{name} of {kind} is quantised, and a LoRA cannot be added to such weights: merge "
-            "into the pipeline in 16 or 32 bits"
-        )
-    if weight.shape != (len(up), down.shape[1]):
-        raise UserError(
-            f"the LoRA changes {name} by {len(up)} x {down.shape[1]}, but it is "
-            f"{' x '.join(map(str, weight.shape))} in {kind}: it is of another pipeline"
-        )
-    return weight

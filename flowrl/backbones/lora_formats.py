@@ -1,4 +1,4 @@
-"""Read LoRAs of any make into one form: diffusers', PEFT's folders, kohya's and ComfyUI's keys."""
+"""Read LoRAs of any program into one form: diffusers', PEFT's, kohya's and ComfyUI's."""
 
 import json
 import logging
@@ -11,142 +11,97 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowrl.backbones.loading import hub_error_message
-from flowrl.backbones.original_layers import (
-    Factors,
-    from_original,
-    kohya_names,
-    layers_of,
-    original_family,
-)
+from flowrl.backbones.original_layers import layers_of
 from flowrl.errors import DamagedFile, UserError
 from flowrl.utils.digests import check_seal, notes_of, seal
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import parse_state, state_bytes
+from flowrl.utils.untrusted import parse_json, read_bytes, read_json
 
 LOG = logging.getLogger(__name__)
 
 FILE = "pytorch_lora_weights.safetensors"
-PREFIX = "transformer."
-REMEDY = "export the run that it came from, or download it again"
+PREFIX = "transformer."  # of layers in a file for a pipeline's `load_lora_weights`
 METADATA = "lora_adapter_metadata"  # diffusers' name for the header that holds r and alpha
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
-KOHYA, COMFYUI = "lora_unet_", "diffusion_model."
+REMEDY = "export the run that it came from, or download it again"
+MAX_BYTES = 64 * 2**30  # of a LoRA's file
 NAMED = 3  # layers that an error names
-SPELLINGS = {".lora_down.weight": ".lora_A.weight", ".lora_up.weight": ".lora_B.weight"}
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)((?:/[\w.-]+)*)(?:@([\w./-]+))?")
-# What an adapter_config.json may ask beside low-rank sums of weights.
-REFUSED = (
-    "use_dora",
-    "use_qalora",
-    "lora_bias",
-    "modules_to_save",
-    "layer_replication",
-    "arrow_config",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRA:
-    """A LoRA of a transformer: layers by diffusers' names, tensors by PEFT's."""
+    """A LoRA of a transformer: layers as the file names them, without wrappers' prefixes.
 
-    name: str  # as it was asked for
+    `flowrl.backbones.lora_files.fit_lora` gives them the names of a pipeline's network.
+    """
+
+    name: str  # as the user wrote it
     path: Path  # its file
     make: str  # whose keys: diffusers, PEFT, kohya, ComfyUI
     state: dict[str, Tensor]  # LAYER.lora_A.weight (r, in) and LAYER.lora_B.weight (out, r)
-    strengths: dict[str, float]  # alpha / rank, by layer
-    ready: bool  # whether diffusers loads the file as it is, with these strengths
+    scales: dict[str, float]  # alpha / rank, by layer
+    prefix: str | None = None  # of the keys, where diffusers loads the file with these scales
 
     @property
-    def strength(self) -> float:
-        """The strength of all layers. Raises UserError where it differs."""
-        found = set(self.strengths.values())
-        if len(found) > 1:
-            raise UserError(
-                f"{self.name} has strengths from {min(found):g} to {max(found):g}, expected one "
-                "for all layers here"
-            )
-        return next(iter(found))
+    def scale(self) -> float:
+        """The scale of all layers. Raises UserError where it differs."""
+        return self._common("scale", self.scales.values())
 
     @property
     def rank(self) -> int:
         """The rank of all layers. Raises UserError where it differs."""
-        found = {len(t) for name, t in self.state.items() if ".lora_A." in name}
-        if len(found) > 1:
+        downs = (tensor for name, tensor in self.state.items() if ".lora_A." in name)
+        return int(self._common("rank", map(len, downs)))
+
+    def _common(self, what: str, values: Iterable[float]) -> float:
+        distinct = set(values)
+        if len(distinct) > 1:
             raise UserError(
-                f"{self.name} has ranks from {min(found)} to {max(found)}, expected one for all "
-                "layers here"
+                f"{self.name} has layers of {what} {min(distinct):g} to {max(distinct):g}, "
+                f"expected one {what} for all layers here"
             )
-        return next(iter(found))
+        return next(iter(distinct))
 
     def packed(self) -> bytes:
         """Return it for another process, see `unpacked`."""
-        said = {"name": self.name, "path": str(self.path), "make": self.make}
-        return state_bytes(said | {"state": self.state, "strengths": self.strengths})
+        texts = {"name": self.name, "path": str(self.path), "make": self.make}
+        return state_bytes(texts | {"state": self.state, "scales": self.scales})
 
     @staticmethod
     def unpacked(data: bytes) -> "LoRA":
         """Return the LoRA that another process has read, whose file this one may not see."""
-        found = parse_state(data, Path("a LoRA"))
-        return LoRA(**found | {"path": Path(found["path"]), "ready": False})
+        fields = parse_state(data, Path("a LoRA"))
+        return LoRA(**fields | {"path": Path(fields["path"])})
 
     def header(self) -> dict[str, Any]:
-        """Return what PEFT's configuration says of it, ranks and alphas of layers included.
+        """Return PEFT's configuration of it, with the ranks and alphas of single layers.
 
         PEFT takes keys of patterns for ends of names, in regular expressions: `proj_out` would be
         that of every block, too.
         """
         ranks = {name: len(down) for name, (down, _) in layers_of(self.state).items()}
-        alphas = {name: round(self.strengths[name] * rank, 9) for name, rank in ranks.items()}
+        alphas = {name: round(self.scales[name] * rank, 9) for name, rank in ranks.items()}
         rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+
+        def exceptions(values: Mapping[str, float], common: float) -> dict[str, float]:
+            return {f"^{re.escape(n)}": value for n, value in values.items() if value != common}
+
         return {
             "peft_type": "LORA",
             "r": rank,
             "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
-            "rank_pattern": {_exactly(name): own for name, own in ranks.items() if own != rank},
-            "alpha_pattern": {_exactly(name): own for name, own in alphas.items() if own != alpha},
+            "rank_pattern": exceptions(ranks, rank),
+            "alpha_pattern": exceptions(alphas, alpha),
             "target_modules": sorted(ranks),
             "bias": "none",
         }
-
-
-def _exactly(name: str) -> str:
-    return f"^{re.escape(name)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Alpha:
-    """What the caller says of a file's alpha."""
-
-    asked: float | None  # --lora-alpha
-    default: float | None  # of a recipe; None is the rank
-
-    def strengths(self, ranks: Mapping[str, int], path: Path) -> dict[str, float]:
-        """Return the strengths for a file that does not say its alpha; warn unless it was asked."""
-        alpha = self.default if self.asked is None else self.asked
-        if self.asked is None:
-            known = sorted(set(ranks.values()))
-            said = f"alpha = rank = {', '.join(map(str, known))}" if alpha is None else f"{alpha:g}"
-            at = 1.0 if alpha is None else alpha / known[0]
-            LOG.warning(
-                "%s does not say its alpha: it acts with the strength %g (%s); --lora-alpha says "
-                "what it was trained with",
-                path, at, said if alpha is None else f"alpha {said}, as lora.alpha",
-            )  # fmt: skip
-        return {name: 1.0 if alpha is None else alpha / rank for name, rank in ranks.items()}
-
-    def check(self, own: float, path: Path) -> None:
-        """Raise UserError when another alpha than the file's own was asked for."""
-        if self.asked is not None and self.asked != own:
-            raise UserError(
-                f"{path} was trained with alpha {own:g}, and --lora-alpha is {self.asked:g}: "
-                "leave it out"
-            )
 
 
 def lora_of_main(
@@ -162,10 +117,11 @@ def lora_of_main(
     """
     if runtime is None or runtime.world_size == 1:
         return open_lora(source, alpha=alpha, default_alpha=default_alpha)
-    found = runtime.from_main(
-        lambda: open_lora(source, alpha=alpha, default_alpha=default_alpha).packed()
+    return LoRA.unpacked(
+        runtime.from_main(
+            lambda: open_lora(source, alpha=alpha, default_alpha=default_alpha).packed()
+        )
     )
-    return LoRA.unpacked(found)
 
 
 def open_lora(
@@ -175,31 +131,43 @@ def open_lora(
 
     Args:
         source: Hub names are OWNER/NAME, OWNER/NAME/SUBFOLDER, each with @REVISION or without.
-        alpha: of a file that does not say its own; None is default_alpha, and warns.
+        alpha: of a file without alpha; None is default_alpha, and warns.
         default_alpha: None is the file's rank.
 
     Raises:
-        UserError: there is none, it is damaged, or it holds what is no LoRA of a transformer.
+        UserError: the LoRA is missing, damaged, or no plain LoRA of a transformer.
     """
     path = lora_file(source)
-    tensors, metadata = _read(path)
-    make, assumed = _make(tensors, path), _Alpha(asked=alpha, default=default_alpha)
+    tensors, texts = _read(path)
+    state, alphas = _factors(tensors, path)
+    make, beside = _make(tensors, path), path.with_name(PEFT_CONFIG)
     if make == "PEFT":
-        return _of_peft(str(source), path, tensors, assumed)
-    if make in ("kohya", "ComfyUI"):
-        return _of_original(str(source), path, make, tensors, assumed)
-    header = _header(metadata, path)
-    return _of_diffusers(str(source), path, tensors, header, assumed)
+        config = _peft_config(beside) if beside.is_file() else None
+    else:
+        config = _header(texts, path)
+    scales = _scales(state, alphas, config, path, alpha, default_alpha)
+    prefix = PREFIX if any(key.startswith(PREFIX) for key in tensors) else ""
+    # As it is: nothing was renamed, converted or left out.
+    as_it_is = {f"{prefix}{name}" for name in state} == set(tensors)
+    as_it_is &= all(tensor.dtype in KEPT for tensor in tensors.values())
+    complete = make == "diffusers" and bool(config and config.get("target_modules"))
+    return LoRA(
+        name=str(source), path=path, make=make, state=state, scales=scales,
+        prefix=prefix if complete and as_it_is else None,
+    )  # fmt: skip
+
+
+# --- where the file is ----------------------------------------------------------------------------
 
 
 def lora_file(source: str | Path) -> Path:
-    """Return the path of a LoRA's file; one on the Hub is downloaded. Raises UserError for none."""
+    """Return the path of a LoRA's file; download it from the Hub. Raises UserError for none."""
     path = Path(source)
     if path.is_file():
         return path
     if path.is_dir():
-        if (found := _in_folder(path)) is not None:
-            return found
+        if (file := _in_folder(path)) is not None:
+            return file
     elif (match := HUB_NAME.fullmatch(str(source))) is not None and ".." not in path.parts:
         return _on_hub(str(source), match[1], match[2].strip("/"), match[3])
     raise UserError(
@@ -213,19 +181,17 @@ def _in_folder(folder: Path) -> Path | None:
         for name in (FILE, PEFT_FILE):
             if (place / name).is_file():
                 return place / name
-        if any(
-            (place / name).is_file() for name in ("adapter_model.bin", "pytorch_lora_weights.bin")
-        ):
+        if any((place / f"{name}.bin").is_file() for name in ("adapter_model", Path(FILE).stem)):
             raise UserError(
                 f"{place} holds a pickle, which runs code when it is read: save it anew with "
                 "safe_serialization=True"
             )
-    nested = [p for p in sorted(folder.glob("checkpoint-*")) if p.is_dir()]
-    found = {p.name: inner for p in nested if (inner := _in_folder(p)) is not None}
-    if len(found) > 1:
-        raise UserError(f"{folder} holds several LoRAs: name one of {', '.join(found)} in it")
-    alone = sorted(folder.glob("*.safetensors"))
-    return next(iter(found.values()), alone[0] if len(alone) == 1 else None)
+    checkpoints = [p for p in sorted(folder.glob("checkpoint-*")) if p.is_dir()]
+    nested = {p.name: file for p in checkpoints if (file := _in_folder(p)) is not None}
+    if len(nested) > 1:
+        raise UserError(f"{folder} holds several LoRAs: name one of {', '.join(nested)} in it")
+    files = sorted(folder.glob("*.safetensors"))
+    return next(iter(nested.values()), files[0] if len(files) == 1 else None)
 
 
 def _on_hub(source: str, name: str, subfolder: str, revision: str | None) -> Path:
@@ -236,20 +202,18 @@ def _on_hub(source: str, name: str, subfolder: str, revision: str | None) -> Pat
         return Path(hf_hub_download(name, str(path), revision=revision))
 
     inside = PurePosixPath(subfolder)
-    if inside.suffix == ".safetensors":
-        tried = [inside]
-    else:
-        tried = [place / file for place in (inside, inside / "lora") for file in (FILE, PEFT_FILE)]
-    for place in tried:
+    places = [place / file for place in (inside, inside / "lora") for file in (FILE, PEFT_FILE)]
+    places = [inside] if inside.suffix == ".safetensors" else places
+    for place in places:
         try:
             if place.name == PEFT_FILE:
                 get(place.with_name(PEFT_CONFIG))
             return get(place)
         except Exception as error:  # HTTP libraries have errors of their own
             kinds = {kind.__name__ for kind in type(error).__mro__}
-            if "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds:
-                continue
-            if place is not tried[-1] and "LocalEntryNotFoundError" in kinds:
+            if "EntryNotFoundError" in kinds and (
+                "LocalEntryNotFoundError" not in kinds or place is not places[-1]
+            ):
                 continue
             if message := hub_error_message(error, name, revision):
                 raise UserError(
@@ -258,179 +222,96 @@ def _on_hub(source: str, name: str, subfolder: str, revision: str | None) -> Pat
             raise
     shown = f"{name}/{subfolder}".rstrip("/")
     raise UserError(
-        f"{shown} on the Hub has none of {', '.join(map(str, tried))}: name its subfolder as "
+        f"{shown} on the Hub has none of {', '.join(map(str, places))}: name its subfolder as "
         f"{name}/SUBFOLDER"
     )
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors and header. Raises DamagedFile for one that is not what flowrl wrote."""
-    data = path.read_bytes()
+# --- tensors --------------------------------------------------------------------------------------
+
+KEPT = (torch.float32, torch.float16, torch.bfloat16)
+CONVERTED = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)  # to fp32
+# Names that wrappers and programs put before a layer's.
+WRAPPERS = (
+    PEFT_PREFIX, "model.diffusion_model.", "diffusion_model.", PREFIX, "unet.", "module.",
+    "lora_unet_", "lora_transformer_", "lycoris_",
+)  # fmt: skip
+INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "processor.")  # anywhere in a name
+TEXT_ENCODERS = ("text_encoder", "lora_te", "text_model.")
+SUFFIX = re.compile(
+    r"(?:\.lora_(?P<side>A|B|down|up)(?:\.\w+)?|[._]lora(?:_linear_layer)?\.(?P<old>down|up))"
+    r"\.weight$"
+)
+SIDES = {"A": "A", "down": "A", "B": "B", "up": "B"}
+
+
+def plain_name(name: str) -> str:
+    """Return a layer's name without the prefixes of wrappers and programs."""
+    for part in INSIDE:
+        name = name.replace(part, "")
+    while prefix := next((p for p in WRAPPERS if name.startswith(p)), None):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """Return tensors and texts of the header. Raises DamagedFile for other bytes than sealed."""
+    data = read_bytes(path, limit=MAX_BYTES)
     check_seal(data, path)
     try:
-        tensors, notes = load(data), notes_of(data)
-    except SafetensorError as error:
+        return load(data), notes_of(data)
+    except Exception as error:  # of safetensors, or KeyError for a type that torch lacks
         raise UserError(f"{path} is not a safetensors file, or not whole: {error}") from error
-    if not are_finite(tensors):
-        raise DamagedFile(f"{path} holds numbers that are not finite: take an earlier checkpoint's")
-    return tensors, dict(notes)
-
-
-def are_finite(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether no tensor holds NaN or infinity."""
-    return all(bool(tensor.isfinite().all()) for tensor in tensors.values())
-
-
-def _header(metadata: Mapping[str, str] | None, path: Path) -> dict[str, Any]:
-    """Return the adapter's configuration, {} where the file has none.
-
-    Raises UserError, naming the entry, for one that diffusers could not read or would read as
-    another strength.
-    """
-    try:
-        header = json.loads((metadata or {}).get(METADATA, "{}"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} has a header {METADATA} that is not JSON: {REMEDY}") from error
-    if not isinstance(header, dict):
-        raise UserError(f"{path} has a header {METADATA} that is no JSON object: {REMEDY}")
-    own = {key.removeprefix(PREFIX): v for key, v in header.items() if key.startswith(PREFIX)}
-    _check_numbers(own, f"{path} has", f" in its header {METADATA}")
-    return header
-
-
-def _check_numbers(config: Mapping[str, Any], before: str, after: str) -> None:
-    """Raise UserError, "BEFORE NAME = VALUE AFTER, ...", unless ranks and alphas are numbers."""
-    said = [(name, name, config[name]) for name in ("r", "lora_alpha") if name in config]
-    for name, kind in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-        patterns = config.get(name) or {}
-        if not isinstance(patterns, dict):
-            raise UserError(
-                f"{before} {name} = {patterns!r:.40}{after}, expected an object: {REMEDY}"
-            )
-        for key, value in patterns.items():
-            said.append((f"{name}[{key!r}]", kind, value))
-            try:
-                re.compile(key)
-            except re.error as error:
-                raise UserError(
-                    f"{before} {name}[{key!r}]{after}, which is no regular expression ({error}): "
-                    f"{REMEDY}"
-                ) from error
-    for name, kind, value in said:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        whole = kind != "r" or (isinstance(value, int) and value >= 1)
-        if not number or not whole or not 0 < abs(value) < math.inf:
-            wanted = "a whole number from 1" if kind == "r" else "a finite number other than 0"
-            raise UserError(f"{before} {name} = {value!r:.40}{after}, expected {wanted}: {REMEDY}")
 
 
 def _make(tensors: Mapping[str, Tensor], path: Path) -> str:
-    names = list(tensors)
-    if path.name == PEFT_FILE or any(name.startswith(PEFT_PREFIX) for name in names):
+    makes = {PEFT_PREFIX: "PEFT", "lora_unet_": "kohya", "diffusion_model.": "ComfyUI"}
+    if path.name == PEFT_FILE:
         return "PEFT"
-    if any(name.startswith(KOHYA) for name in names):
-        return "kohya"
-    if any(name.startswith(COMFYUI) for name in names):
-        return "ComfyUI"
-    return "diffusers"
+    starts = (make for start, make in makes.items() if any(k.startswith(start) for k in tensors))
+    return next(starts, "diffusers")
 
 
-# --- diffusers and PEFT: layers have their names ------------------------------------------------
-
-
-def _of_diffusers(
-    name: str, path: Path, tensors: Mapping[str, Tensor], header: Mapping, assumed: _Alpha
-) -> LoRA:
-    prefixed = any(key.startswith(PREFIX) for key in tensors)
-    start = PREFIX if prefixed else ""
-    state, alphas = _sorted(tensors, start, path)
-    own = {key.removeprefix(PREFIX): value for key, value in header.items()}
-    says = {"r", "lora_alpha"} <= set(own)
-    if alphas and not says:
-        strengths = _from_alphas(state, alphas, assumed, path)
-    else:
-        strengths = _strengths(state, own if says else None, assumed, path)
-    return LoRA(
-        name=name, path=path, make="diffusers", state=state, strengths=strengths,
-        ready=prefixed and says and not alphas and bool(own.get("target_modules")),
-    )  # fmt: skip
-
-
-def _of_peft(name: str, path: Path, tensors: Mapping[str, Tensor], assumed: _Alpha) -> LoRA:
-    beside = path.with_name(PEFT_CONFIG)
-    config = _config(beside) if beside.is_file() else None
-    # Files of a policy with several adapters have the adapter's name in the keys.
-    plain = {
-        re.sub(r"\.(lora_[AB])\.\w+\.weight$", r".\1.weight", k): t for k, t in tensors.items()
-    }
-    start = PEFT_PREFIX if any(key.startswith(PEFT_PREFIX) for key in plain) else ""
-    if any(key.startswith(start + PREFIX) for key in plain):  # the pipeline's part was wrapped
-        start += PREFIX
-    state, _ = _sorted(plain, start, path)
-    strengths = _strengths(state, config, assumed, path)
-    return LoRA(name=name, path=path, make="PEFT", state=state, strengths=strengths, ready=False)
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text("utf-8"))
-        kind = config.get("peft_type")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a JSON object: {error}") from error
-    if kind != "LORA" or not {"r", "lora_alpha"} <= set(config):
-        raise UserError(
-            f"{path} describes {kind or 'no adapter'}, expected peft_type LORA with r and "
-            "lora_alpha"
-        )
-    wrong = [key for key in REFUSED if config.get(key)]
-    wrong += ["bias"] if config.get("bias", "none") != "none" else []
-    if wrong:
-        raise UserError(
-            f"{path} sets {', '.join(wrong)}, but flowrl takes plain LoRAs: merge it with PEFT's "
-            "merge_and_unload"
-        )
-    _check_numbers(config, f"{path} has", "")
-    return config
-
-
-def _sorted(
-    tensors: Mapping[str, Tensor], start: str, path: Path
+def _factors(
+    tensors: Mapping[str, Tensor], path: Path
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return factors by PEFT's name, and alphas by layer. Raises UserError for anything else."""
     state: dict[str, Tensor] = {}
     alphas: dict[str, float] = {}
-    others = []
+    text, odd = 0, []
     for key, tensor in tensors.items():
-        for old, new in SPELLINGS.items():
-            key = key.removesuffix(old) + new if key.endswith(old) else key
-        if not key.startswith(start):
-            others.append(key)
+        if key.removeprefix(PEFT_PREFIX).startswith(TEXT_ENCODERS):
+            text += 1
         elif key.endswith(".alpha") and tensor.numel() == 1:
-            alphas[key.removeprefix(start).removesuffix(".alpha")] = float(tensor)
-        elif key.endswith((".lora_A.weight", ".lora_B.weight")):
-            state[key.removeprefix(start)] = tensor
+            alphas[plain_name(key).removesuffix(".alpha")] = float(tensor)
+        elif (match := SUFFIX.search(key)) is not None:
+            side = SIDES[match["side"] or match["old"]]
+            state[f"{plain_name(key[: match.start()])}.lora_{side}.weight"] = _float(
+                tensor, key, path
+            )
         else:
-            others.append(key)
+            odd.append(key)
     if not state:
         raise UserError(
             f"{path} holds no LoRA of a transformer in names of diffusers, PEFT, kohya or ComfyUI; "
             f"its first tensor is {min(tensors, default='missing')}"
         )
-    if others:
+    if odd:
         raise UserError(
-            f"{path} holds {len(others)} tensors beside the transformer's LoRA, {_few(others)}: "
-            "only plain LoRAs of the transformer are taken"
+            f"{path} holds {len(odd)} tensors beside the transformer's LoRA, {few(odd)}: only "
+            "plain LoRAs of the transformer are supported"
         )
+    if text:
+        LOG.warning("%s also adapts text encoders: only its transformer part is used", path)
     _check_factors(state, path)
     return state, alphas
 
 
 def _check_factors(state: Mapping[str, Tensor], path: Path) -> None:
     """Raise UserError unless all tensors are pairs of matrices, or of convolutions, of a rank."""
-    empty = sorted(name for name, tensor in state.items() if not tensor.numel())
-    if empty:
-        raise UserError(f"{path} has a tensor of rank 0, {empty[0]}: such a LoRA changes nothing")
     for name, (down, up) in layers_of(state).items():  # raises unless all are pairs
+        if not down.numel() or not up.numel():
+            raise UserError(f"{path} has a tensor of rank 0, {name}: such a LoRA changes nothing")
         if (down.ndim, up.ndim) not in ((2, 2), (4, 4)) or len(down) != up.shape[1]:
             raise UserError(
                 f"{path} has factors of {tuple(down.shape)} and {tuple(up.shape)} for {name}, "
@@ -438,143 +319,175 @@ def _check_factors(state: Mapping[str, Tensor], path: Path) -> None:
             )
 
 
-def _from_alphas(
-    state: Mapping[str, Tensor], alphas: Mapping[str, float], assumed: _Alpha, path: Path
-) -> dict[str, float]:
-    layers = layers_of(state)
-    for own in alphas.values():
-        assumed.check(own, path)
-    if missing := sorted(set(layers) - set(alphas)):
-        raise UserError(f"{path} has alphas, but none for {_few(missing)}")
-    return {name: alphas[name] / len(down) for name, (down, _) in layers.items()}
-
-
-def _strengths(
-    state: Mapping[str, Tensor], config: Mapping | None, assumed: _Alpha, path: Path
-) -> dict[str, float]:
-    """Return alpha / rank by layer, as a PEFT configuration says, or else as assumed."""
-    ranks = {name: len(down) for name, (down, _) in layers_of(state).items()}
-    if config is None:
-        return assumed.strengths(ranks, path)
-    assumed.check(config["lora_alpha"], path)
-    from peft.utils.other import get_pattern_key
-
-    strengths = {}
-    for name, rank in ranks.items():
-        own = {}
-        for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-            known = config.get(pattern) or {}
-            own[key] = known.get(get_pattern_key(list(known), name), config[key])
-        if own["r"] != rank:
-            raise UserError(f"{path} says rank {own['r']} for {name}, whose tensors have {rank}")
-        root = math.sqrt(rank) if config.get("use_rslora") else rank
-        strengths[name] = own["lora_alpha"] / root
-    return strengths
-
-
-# --- kohya and ComfyUI: layers as the original checkpoints name and fuse them ---------------------
-
-
-def _of_original(
-    name: str, path: Path, make: str, tensors: Mapping[str, Tensor], assumed: _Alpha
-) -> LoRA:
-    family = original_family(tensors, path)
-    if make == "kohya" and family == "flux":
-        return _of_kohya_flux(name, path, tensors, assumed)
-    start = KOHYA if make == "kohya" else COMFYUI
-    state, alphas = _sorted(tensors, start, path)
-    fused = layers_of(state)
-    if alphas:
-        strengths = _from_alphas(state, alphas, assumed, path)
-    else:
-        strengths = _strengths(state, None, assumed, path)
-    if make == "kohya":
-        named = kohya_names(fused, family)
-        if missing := sorted(set(fused) - set(named)):
-            raise UserError(f"{path} adapts {_few(missing)}, which {family} has not")
-        fused = {named[key]: factors for key, factors in fused.items()}
-        strengths = {named[key]: value for key, value in strengths.items()}
-    found: dict[str, Factors] = {}
-    own: dict[str, float] = {}
-    for layer, factors in fused.items():
-        for part, its in from_original(layer, factors, family, str(path)).items():
-            found[part] = its
-            # The alpha of a fused layer belongs to its whole rank.
-            own[part] = strengths[layer]
-    if not found:
-        raise UserError(f"{path} has zeros alone in its upper factors: it changes nothing")
-    state = {
-        f"{k}.lora_{s}.weight": t
-        for k, pair in found.items()
-        for s, t in zip("AB", pair, strict=True)
-    }
-    return LoRA(name=name, path=path, make=make, state=state, strengths=own, ready=False)
-
-
-def _of_kohya_flux(name: str, path: Path, tensors: Mapping[str, Tensor], assumed: _Alpha) -> LoRA:
-    """Convert with diffusers, which folds alpha into the factors."""
-    from diffusers.loaders import FluxLoraLoaderMixin
-
-    factors, alphas = _sorted(tensors, KOHYA, path)
-    if alphas:
-        strengths = _from_alphas(factors, alphas, assumed, path)
-    else:
-        strengths = _strengths(factors, None, assumed, path)
-    asked: dict[str, Tensor] = {}
-    for layer, (down, up) in layers_of(factors).items():
-        last = layer.startswith("final_layer")  # whose alpha diffusers leaves out
-        asked[f"{KOHYA}{layer}.lora_down.weight"] = down
-        asked[f"{KOHYA}{layer}.lora_up.weight"] = up * strengths[layer] if last else up
-        if not last:
-            asked[f"{KOHYA}{layer}.alpha"] = torch.tensor(
-                alphas.get(layer, strengths[layer] * len(down))
-            )
-    try:
-        converted: Any = FluxLoraLoaderMixin.lora_state_dict(asked)
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"{path}: diffusers cannot convert its keys: {error}") from error
-    # Layers outside of the blocks come without the prefix.
-    whole = {f"{PREFIX}{key.removeprefix(PREFIX)}": value for key, value in converted.items()}
-    state, _ = _sorted(whole, PREFIX, path)
-    strengths = dict.fromkeys(layers_of(state), 1.0)
-    return LoRA(name=name, path=path, make="kohya", state=state, strengths=strengths, ready=False)
-
-
-# --- does it fit? -----------------------------------------------------------------------------
-
-
-def check_fits(lora: LoRA, network: nn.Module) -> None:
-    """Raise UserError, naming layers, unless the network has every layer of the LoRA, as large."""
-    modules, kind = dict(network.named_modules()), type(network).__name__
-    layers = layers_of(lora.state)
-    absent = [name for name in layers if getattr(modules.get(name), "weight", None) is None]
-    if absent:
+def _float(tensor: Tensor, key: str, path: Path) -> Tensor:
+    """Return a tensor in a type that networks compute in. Raises UserError for other types."""
+    if tensor.dtype in CONVERTED:
+        tensor = tensor.float()
+    elif tensor.dtype not in KEPT:
+        kind = str(tensor.dtype).removeprefix("torch.")
         raise UserError(
-            f"{lora.path} adapts {len(layers)} layers, of which {kind} lacks {len(absent)}, "
-            f"{_few(absent)}: it was trained for another pipeline"
+            f"{path} holds {key} in {kind}, expected floating-point numbers: quantised LoRAs are "
+            "not supported"
         )
-    for name, (down, up) in layers.items():
-        module: Any = modules[name]
-        weight = module.weight
-        rows, columns = weight.shape[:2] if weight.ndim > 1 else (0, 0)
-        own = getattr(module, "out_features", rows), getattr(module, "in_features", columns)
-        if own != (len(up), down.shape[1]):
-            raise UserError(
-                f"{lora.path} changes {name} by {len(up)} x {down.shape[1]}, but it is "
-                f"{own[0]} x {own[1]} in {kind}: it was trained for another pipeline"
-            )
+    if not bool(tensor.isfinite().all()):
+        raise DamagedFile(f"{path} has NaN or infinite numbers in {key}: use an earlier checkpoint")
+    return tensor
 
 
-def normalised(lora: LoRA) -> bytes:
-    """Return the LoRA as diffusers' file; its header holds ranks, alphas and a digest."""
-    from safetensors.torch import save
-
-    header = {f"{PREFIX}{key}": value for key, value in lora.header().items()}
-    tensors = {f"{PREFIX}{key}": tensor.contiguous() for key, tensor in lora.state.items()}
-    return seal(save(tensors, {"format": "pt", METADATA: json.dumps(header, sort_keys=True)}))
-
-
-def _few(names: Iterable[str]) -> str:
+def few(names: Iterable[str]) -> str:
+    """Return the first names, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
+
+
+# --- PEFT's configuration -------------------------------------------------------------------------
+
+# All fields of peft.LoraConfig.
+UNDERSTOOD = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
+IRRELEVANT = {  # to what the tensors of a trained LoRA mean
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "layers_to_transform",
+    "layers_pattern", "megatron_core", "runtime_config", "qalora_group_size", "velora_config",
+}  # fmt: skip
+REFUSED = {  # unless false, empty or plain: these change the base, other tensors or the formula
+    "fan_in_fan_out", "bias", "modules_to_save", "init_lora_weights", "megatron_config",
+    "trainable_token_indices", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "use_dora", "alora_invocation_tokens", "use_qalora", "monteclora_config", "layer_replication",
+    "lora_bias", "target_parameters", "use_bdlora", "arrow_config", "kasa_config",
+    "ensure_weight_tying",
+}  # fmt: skip
+PLAIN = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
+# A name, or the end of one, as PEFT and diffusers write them: escaped, with ^ and $ or without.
+PATTERN = re.compile(r"\^?(?:\w|\\?[.-])+\$?")
+LARGEST = 1e6  # rank or alpha
+
+
+def _peft_config(path: Path) -> dict[str, Any]:
+    config = read_json(path)
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA" or not {"r", "lora_alpha"} <= set(config):
+        raise UserError(
+            f"{path} describes {kind or 'no adapter'}, expected peft_type LORA with r and "
+            "lora_alpha"
+        )
+    _check_config(config, f"{path} has", "")
+    return config
+
+
+def _header(texts: Mapping[str, str], path: Path) -> dict[str, Any] | None:
+    """Return the configuration in a file's header, None where it does not say rank and alpha.
+
+    Raises UserError, naming the entry, for one that diffusers would not read as flowrl does.
+    """
+    header = parse_json(texts.get(METADATA, "{}"), f"{path}, its header {METADATA},")
+    if not isinstance(header, dict):
+        raise UserError(f"{path} has a header {METADATA} that is no JSON object: {REMEDY}")
+    config = {
+        key.removeprefix(PREFIX): value
+        for key, value in header.items()
+        if not key.startswith(TEXT_ENCODERS)
+    }
+    _check_config(config, f"{path} has", f" in its header {METADATA}")
+    return config if {"r", "lora_alpha"} <= set(config) else None
+
+
+def _check_config(config: Mapping[str, Any], before: str, after: str) -> None:
+    """Raise UserError, "BEFORE NAME = VALUE AFTER, ...", unless it is a plain LoRA's."""
+    for name, value in config.items():
+        if name in UNDERSTOOD | IRRELEVANT or not value or value in PLAIN.get(name, ()):
+            continue
+        raise UserError(
+            f"{before} {name} = {value!r:.40}{after}, but flowrl reads plain LoRAs only: convert "
+            "it, for example with PEFT's merge_and_unload"
+        )
+    numbers = [(name, name, config[name]) for name in ("r", "lora_alpha") if name in config]
+    for name, kind in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, dict):
+            raise UserError(
+                f"{before} {name} = {patterns!r:.40}{after}, expected an object: {REMEDY}"
+            )
+        numbers += [(f"{name}[{key!r:.60}]", kind, value) for key, value in patterns.items()]
+        if odd := [key for key in patterns if not PATTERN.fullmatch(key)]:
+            raise UserError(
+                f"{before} {name}[{odd[0]!r:.60}]{after}, expected the name of a layer or its end; "
+                "other regular expressions are not supported"
+            )
+    for name, kind, value in numbers:
+        if isinstance(value, bool) or not isinstance(value, int if kind == "r" else int | float):
+            valid = False
+        else:
+            valid = 0 < value <= LARGEST
+        if not valid:
+            wanted = "a whole number" if kind == "r" else "a number"
+            raise UserError(
+                f"{before} {name} = {value!r:.40}{after}, expected {wanted} above 0 and at most "
+                f"{LARGEST:.0f}: {REMEDY}"
+            )
+
+
+def _matches(pattern: str, layer: str) -> bool:
+    """Return whether PEFT applies a pattern to a layer; dots stand for themselves."""
+    name = pattern.removeprefix("^").removesuffix("$").replace("\\", "")
+    return layer == name or (not pattern.startswith("^") and layer.endswith(f".{name}"))
+
+
+def _scales(
+    state: Mapping[str, Tensor],
+    alphas: Mapping[str, float],
+    config: Mapping[str, Any] | None,
+    path: Path,
+    alpha: float | None,
+    default_alpha: float | None,
+) -> dict[str, float]:
+    """Return alpha / rank by layer: of a configuration, or tensors, or `alpha`, or as assumed."""
+    ranks = {name: len(down) for name, (down, _) in layers_of(state).items()}
+    if config is not None:
+        _check_alpha(config["lora_alpha"], alpha, path)
+        return {name: _configured(name, rank, config, path) for name, rank in ranks.items()}
+    if alphas:
+        for value in alphas.values():
+            if not 0 < value <= LARGEST:
+                raise UserError(f"{path} has alpha {value:g}, expected a number above 0")
+            _check_alpha(value, alpha, path)
+        if missing := sorted(set(ranks) - set(alphas)):
+            raise UserError(f"{path} has alphas, but none for {few(missing)}")
+        return {name: alphas[name] / rank for name, rank in ranks.items()}
+    value = default_alpha if alpha is None else alpha
+    scales = {name: 1.0 if value is None else value / rank for name, rank in ranks.items()}
+    if alpha is None:
+        why = "alpha = rank" if value is None else f"alpha {value:g}, as lora.alpha"
+        LOG.warning(
+            "%s has no alpha: using scale %g (%s); give --lora-alpha as in its training",
+            path, min(scales.values()), why,
+        )  # fmt: skip
+    return scales
+
+
+def _check_alpha(trained: float, alpha: float | None, path: Path) -> None:
+    if alpha is not None and alpha != trained:
+        raise UserError(
+            f"{path} was trained with alpha {trained:g}, and --lora-alpha is {alpha:g}: leave it "
+            "out"
+        )
+
+
+def _configured(layer: str, rank: int, config: Mapping[str, Any], path: Path) -> float:
+    """Return a layer's scale by its configuration. Raises UserError for another rank than that."""
+    values = {}
+    for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        patterns = config.get(pattern) or {}
+        values[name] = next((v for k, v in patterns.items() if _matches(k, layer)), config[name])
+    if values["r"] != rank:
+        raise UserError(f"{path} says rank {values['r']} for {layer}, whose tensors have {rank}")
+    return values["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def lora_bytes(lora: LoRA, prefix: str = PREFIX) -> bytes:
+    """Return the LoRA as diffusers' file; its header holds ranks, alphas and a digest."""
+    from safetensors.torch import save
+
+    header = {f"{prefix}{key}": value for key, value in lora.header().items()}
+    tensors = {f"{prefix}{key}": tensor.contiguous() for key, tensor in lora.state.items()}
+    return seal(save(tensors, {"format": "pt", METADATA: json.dumps(header, sort_keys=True)}))

@@ -9,6 +9,9 @@ from flowrl.cli._console import LoraAlpha
 from flowrl.errors import UserError
 
 FORMATS = ("diffusers", "comfyui", "merged", "hub")
+# The formats that an option is for.
+OPTIONS: dict[str, tuple[str, ...]] = dict.fromkeys(("--base", "--revision"), FORMATS[:3])
+OPTIONS |= {"--dtype": ("merged",)} | dict.fromkeys(("--repo-id", "--private"), ("hub",))
 
 
 def export(
@@ -31,8 +34,9 @@ def export(
     format: Annotated[
         Literal["diffusers", "comfyui", "merged", "hub"],
         typer.Option(
-            help="diffusers: the LoRA as it is. comfyui: one file with ComfyUI's keys (SD3, FLUX). "
-            "merged: the whole pipeline with the LoRA in its weights. hub: upload LoRA and card."
+            help="diffusers: a file for diffusers. comfyui: one file with ComfyUI's keys (SD3, "
+            "FLUX.1, FLUX.2, Qwen-Image, Z-Image). merged: the whole pipeline with the LoRA in its "
+            "weights. hub: upload LoRA and card."
         ),
     ] = "diffusers",
     repo_id: Annotated[
@@ -41,15 +45,13 @@ def export(
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="hub: if it is new.")] = False,
     base: Annotated[
-        str | None, typer.Option(metavar="PIPELINE", help="merged: instead of the run's own.")
+        str | None,
+        typer.Option(metavar="PIPELINE", help="Pipeline of the LoRA, for a file without its run."),
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="merged: of the pipeline.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of --base on the Hub.")] = None,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
         typer.Option(help="merged: of the weights; the run's own, else bf16."),
-    ] = None,
-    backbone: Annotated[
-        str | None, typer.Option(help="comfyui: sd3 or flux, for a file without its run.")
     ] = None,
     lora_alpha: LoraAlpha = None,
 ) -> None:
@@ -70,30 +72,29 @@ def export(
 
       flowrl export runs/quickstart --format hub --repo-id me/quickstart
     """
-    format, place = _asked(source, to, output, format)
-    of_format = {
-        "hub": {"--repo-id": repo_id, "--private": private},
-        "merged": {"--base": base, "--revision": revision, "--dtype": dtype},
-        "comfyui": {"--backbone": backbone},
-    }
-    for other, options in of_format.items():
-        for name, value in options.items():
-            if value and other != format:
-                raise UserError(
-                    f"{name} is of --format {other}, but the format is {format}: leave {name} out, "
-                    f"or give --format {other}."
-                )
+    format, place = _format_and_place(source, to, output, format)
+    values = {
+        "--repo-id": repo_id, "--private": private, "--dtype": dtype, "--base": base,
+        "--revision": revision,
+    }  # fmt: skip
+    for name, value in values.items():
+        formats = OPTIONS[name]
+        if value and format not in formats:
+            raise UserError(
+                f"{name} is for --format {' or '.join(formats)}, but the format is {format}: leave "
+                f"{name} out."
+            )
     from flowrl.api import export as export_lora
 
     typer.echo(
         export_lora(
             source, place, format=format, repo_id=repo_id, private=private, base=base,
-            revision=revision, dtype=dtype, backbone=backbone, lora_alpha=lora_alpha,
+            revision=revision, dtype=dtype, lora_alpha=lora_alpha,
         )
     )  # fmt: skip
 
 
-def _asked(
+def _format_and_place(
     source: str, to: str | None, output: Path | None, format: str
 ) -> tuple[Any, Path | None]:
     """Return format and place: --to may name either. Raises UserError for too many or too few."""

@@ -30,8 +30,8 @@ from flowrl.assembly.learner import (
     evaluation_key,
     evaluation_prompts,
 )
-from flowrl.backbones.lora_files import load_lora
-from flowrl.backbones.lora_formats import LoRA, check_fits, open_lora
+from flowrl.backbones.lora_files import fit_lora, load_lora, network_of, unload_lora
+from flowrl.backbones.lora_formats import LoRA, open_lora
 from flowrl.config import Config
 from flowrl.errors import DamagedFile, UserError
 from flowrl.evaluation.benchmark import kind_of
@@ -133,8 +133,8 @@ def compare_loras(
     check_unseen(config, held_out)
     with closing(specs):
         pipeline, texts = build_evaluated_pipeline(config, runtime, held_out)
-        for lora in opened:
-            check_fits(lora, pipeline.transformer)
+        network, kind = network_of(pipeline), type(pipeline)
+        opened = [fit_lora(lora, network, kind) for lora in opened]
         evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects(), texts)
         assert evaluator is not None  # there are prompts
         prompts = _prompts_of_images(config, held_out, per_prompt)
@@ -272,7 +272,7 @@ def _evaluate(
             parts[start] = _save_part(folder, start, evaluation, evaluator.quality, per_prompt)
     finally:
         if missing and lora is not None:
-            pipeline.unload_lora_weights()
+            unload_lora(pipeline)
     states = [part for part in parts.values() if part is not None]
     measures = {
         measure: torch.cat([state["measures"][measure] for state in states])

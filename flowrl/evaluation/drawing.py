@@ -97,13 +97,13 @@ class Drawing:
 
 
 def lora_digest(lora: LoRA) -> str:
-    """Return 16 hex digits that identify a LoRA by its tensors and strengths, not by its file."""
+    """Return 16 hex digits that identify a LoRA by its tensors and scales, not by its file."""
     state = blake2b(digest_size=8)
     for name in sorted(lora.state):
         tensor = lora.state[name].detach().cpu().contiguous()
         state.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         state.update(tensor.view(torch.uint8).numpy().tobytes())
-    state.update(json.dumps(lora.strengths, sort_keys=True).encode())
+    state.update(json.dumps(lora.scales, sort_keys=True).encode())
     return state.hexdigest()
 
 

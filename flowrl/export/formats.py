@@ -8,10 +8,10 @@ from typing import Any
 
 from safetensors.torch import save
 
-from flowrl.backbones.loading import load_pipeline
-from flowrl.backbones.lora_files import merge_lora
-from flowrl.backbones.lora_formats import FILE, lora_file, normalised, open_lora
-from flowrl.backbones.original_layers import check_family, comfyui_state
+from flowrl.backbones.loading import load_pipeline, outline
+from flowrl.backbones.lora_files import file_prefix, fit_lora, merge_lora
+from flowrl.backbones.lora_formats import FILE, PREFIX, lora_bytes, lora_file, open_lora
+from flowrl.backbones.original_layers import comfyui_state, key_map_of
 from flowrl.config import Config, load_config
 from flowrl.errors import UserError
 from flowrl.export.hub import open_repository, push
@@ -27,56 +27,60 @@ def recipe_of(source: str | Path) -> Config | None:
     """Return the configuration beside a LoRA, or of the run whose checkpoint it is, if any."""
     folder = lora_file(source).resolve().parent
     run = [folder.parent.parent] if folder.parent.name == CHECKPOINTS else []
-    found = next((f / CONFIG for f in (folder, *run) if (f / CONFIG).is_file()), None)
-    return found and load_config(found)
+    files = (place / CONFIG for place in (folder, *run))
+    recipe = next((file for file in files if file.is_file()), None)
+    return recipe and load_config(recipe)
 
 
-def export_diffusers(source: str, to: Path, *, alpha: float | None = None) -> Path:
+def _check_base(base: str | None, revision: str | None, source: str) -> tuple[str, str | None]:
+    """Return the pipeline that a LoRA belongs to: as the user says, or as its run says."""
+    if base is not None:
+        return base, revision
+    recipe = recipe_of(source)
+    if recipe is None:
+        raise UserError(f"{source} has no {CONFIG} beside it: add --base PIPELINE")
+    return recipe.pipeline.path, revision or recipe.pipeline.revision
+
+
+def export_diffusers(
+    source: str, to: Path, *, base: str | None = None, revision: str | None = None,
+    alpha: float | None = None,
+) -> Path:  # fmt: skip
     """Write the LoRA for diffusers to a folder or a file; return the file.
 
-    One that is such a file already, and says its strength, is copied byte by byte.
+    One that is such a file already, and says its alpha, is copied byte by byte.
+
+    Args:
+        base: the pipeline; needed where neither the keys nor a run name the layers.
     """
     path = to if to.suffix == SUFFIX else to / FILE
     _check_free(path)
-    lora = open_lora(source, alpha=alpha)
-    write_bytes(path, lora.path.read_bytes() if lora.ready else normalised(lora))
+    lora, prefix = open_lora(source, alpha=alpha), PREFIX
+    if base or recipe_of(source) or lora.make in ("kohya", "ComfyUI"):
+        kind, network = outline(*_check_base(base, revision, source))
+        lora, prefix = fit_lora(lora, network, kind), file_prefix(kind)
+    copied = lora.prefix == prefix
+    write_bytes(path, lora.path.read_bytes() if copied else lora_bytes(lora, prefix))
     return path
 
 
 def export_comfyui(
-    source: str, to: Path, *, backbone: str | None, alpha: float | None = None
-) -> Path:
+    source: str, to: Path, *, base: str | None = None, revision: str | None = None,
+    alpha: float | None = None,
+) -> Path:  # fmt: skip
     """Write the LoRA with ComfyUI's keys to a file, or into a folder under the run's name."""
     lora = open_lora(source, alpha=alpha)
-    family = backbone or _family(source, lora.state)
-    check_family(family)
-    strength = lora.strengths if len(set(lora.strengths.values())) > 1 else lora.strength
-    file = lora_file(source).resolve()
+    kind, network = outline(*_check_base(base, revision, source))
+    key_map_of(type(network).__name__)  # before anything is computed
+    lora = fit_lora(lora, network, kind)
+    file = lora.path.resolve()
     name = file.parent.name if file.name == FILE else file.stem
     path = to if to.suffix == SUFFIX else to / f"{name}{SUFFIX}"
     _check_free(path)
-    header = {"format": "pt", "flowrl": f"a LoRA for {family} with ComfyUI's keys"}
-    write_bytes(path, seal(save(comfyui_state(lora.state, strength, family), metadata=header)))
+    tensors = comfyui_state(lora.state, lora.scales, type(network).__name__)
+    header = {"format": "pt", "flowrl": f"a LoRA for {kind.__name__} with ComfyUI's keys"}
+    write_bytes(path, seal(save(tensors, metadata=header)))
     return path
-
-
-def _family(source: str, state: dict[str, Any]) -> str:
-    """Return the run's family, or that of layers that only one family has, else raise UserError."""
-    recipe = recipe_of(source)
-    if recipe is not None:
-        return recipe.pipeline.backbone
-    if any(name.startswith("single_transformer_blocks.") for name in state):
-        return "flux"
-    if any(".attn1." in name for name in state):
-        return "sana"
-    second = any(".attn2." in name for name in state)  # SANA has these, too, but no plain one
-    if second and any(".attn." in name for name in state):
-        return "sd3"
-    families = "SD3's or SANA's" if second else "SD3's or FLUX's"
-    raise UserError(
-        f"{source} has no {CONFIG} beside it, and its layers may be {families}: add --backbone sd3 "
-        f"or --backbone {'sana' if second else 'flux'}"
-    )
 
 
 def export_merged(
@@ -95,10 +99,7 @@ def export_merged(
     _check_free(to)
     lora = open_lora(source, alpha=alpha)
     recipe = recipe_of(source)
-    if base is None:
-        if recipe is None:
-            raise UserError(f"{source} has no {CONFIG} beside it: add --base PIPELINE")
-        base, revision = recipe.pipeline.path, revision or recipe.pipeline.revision
+    base, revision = _check_base(base, revision, source)
     dtype = dtype or (recipe.pipeline.dtype if recipe else "bf16")
     pipeline = load_pipeline(base, dtype=dtype, device="cpu", revision=revision)
     merge_lora(pipeline, lora)
@@ -133,9 +134,9 @@ def export_hub(source: str, *, repository: str | None, private: bool) -> str:
     folder = Path(source)
     if not (folder / FILE).is_file():
         raise UserError(f"--format hub takes a run's folder with {FILE}, got {source}")
-    if not open_lora(folder).ready:
+    if open_lora(folder).prefix is None:
         raise UserError(
-            f"{folder / FILE} does not say its alpha: export it with --to diffusers and "
+            f"{folder / FILE} has no alpha, or other keys: export it with --to diffusers and "
             "--lora-alpha first"
         )
     recipe = load_config(folder / CONFIG) if (folder / CONFIG).is_file() else None
@@ -147,4 +148,4 @@ def _check_free(path: Path) -> None:
     if path.is_dir() and not any(path.iterdir()):
         path.rmdir()
     if path.exists():
-        raise UserError(f"{path} is there already: give --to another place, or remove it")
+        raise UserError(f"{path} exists already: give --to another place, or remove it")

@@ -6,6 +6,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from flowrl.errors import DamagedFile
 
 SEAL = "flowrl_digest"  # in the header, beside what others keep there
@@ -69,7 +71,7 @@ def sealed_digest(path: Path) -> str | None:
     """Return the digest in a file's header, unchecked; None for a file without."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        header = from_json(file.read(size))
     return header.get(NOTES, {}).get(SEAL)
 
 
@@ -88,7 +90,7 @@ def _header(data: bytes) -> tuple[dict[str, Any], int]:
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= len(data) - 8:
         raise ValueError(f"a header of {size} bytes in a file of {len(data)}")
-    header = json.loads(data[8 : 8 + size])
+    header = from_json(data[8 : 8 + size])  # refuses deep nesting, where json has no limit
     if not isinstance(header, dict) or not isinstance(header.get(NOTES, {}), Mapping):
         raise ValueError("its header is not a table of tensors")
     return header, 8 + size

@@ -62,7 +62,8 @@ def read_bytes(path: Path, *, inside: Path | None = None, limit: int = MAX_BYTES
         OSError, RefusedFile: as `open_regular`, and for a longer file.
     """
     with open_regular(path, inside=inside) as file:
-        data = file.read(limit + 1)
+        # Not limit + 1: the buffer is allocated at once.
+        data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
     if len(data) > limit:
         raise RefusedFile(f"{path} has more than {limit} bytes")
     return data
