@@ -19,7 +19,7 @@ def export(
         str,
         typer.Argument(
             metavar="RUN|FILE|HUB",
-            help="A run's folder, a checkpoint's, or a LoRA of any make, also on the Hub.",
+            help="A run's folder, a checkpoint's, or a LoRA of any program, also on the Hub.",
         ),
     ],
     to: Annotated[

@@ -147,7 +147,7 @@ def test_what_export_repairs_loads_with_diffusers_and_draws_the_same(
     expected = pictures(reference)
     assert all(np.array_equal(a, b) for a, b in zip(pictures(pipeline), expected, strict=True))
     comfyui = tmp_path / "comfyui.safetensors"
-    run("export", str(trained), "--to", "comfyui", "-o", str(comfyui), "--backbone", "sd3")
+    run("export", str(trained), "--to", "comfyui", "-o", str(comfyui), "--base", "tiny-sd3")
     back = load_tiny()
     api.load_lora(back, comfyui)
     assert all(np.array_equal(a, b) for a, b in zip(pictures(back), expected, strict=True))

@@ -1,0 +1,282 @@
+"""A LoRA of any pipeline class: saved, loaded by diffusers and by flowrl, merged; or refused."""
+
+import inspect
+import json
+import logging
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from flowrl.backbones.lora_files import (
+    FILE,
+    count_layers,
+    file_prefix,
+    fit_lora,
+    load_lora,
+    merge_lora,
+    network_of,
+    read_lora,
+    save_lora,
+    unload_lora,
+)
+from flowrl.backbones.lora_formats import open_lora
+from flowrl.backbones.original_layers import comfyui_state, layers_of, weight_change
+from flowrl.backbones.small import small_pipeline
+from flowrl.errors import UserError
+
+# Their own LoRA loader, and where ComfyUI has keys; through the network; through PEFT alone.
+CLASSES = (
+    "StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline", "QwenImagePipeline",
+    "ZImagePipeline", "SanaPipeline", "Krea2Pipeline", "LongCatImagePipeline", "OmniGenPipeline",
+)  # fmt: skip
+
+
+def small(name: str) -> Any:
+    pipeline = small_pipeline(getattr(diffusers, name))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def draw(pipeline: Any) -> torch.Tensor:
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    wanted = {"guidance_scale": 1.0, "max_sequence_length": 64, "height": 64, "width": 64}
+    call = {name: value for name, value in wanted.items() if name in parameters}
+    call |= {"use_resolution_binning": False} if "use_resolution_binning" in parameters else {}
+    noise = torch.Generator().manual_seed(0)
+    return pipeline(
+        prompt=["a red circle"], num_inference_steps=2, output_type="pt", generator=noise, **call
+    ).images
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def trained(request, tmp_path_factory):
+    """A class, the folder of a LoRA with alpha other than rank, its pipeline, and its image."""
+    pipeline = small(request.param)
+    network = network_of(pipeline)
+    for parameter in network.parameters():  # layers at zero would hide a change
+        if not parameter.any():
+            parameter.data.normal_(std=0.02, generator=torch.Generator().manual_seed(1))
+    base = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    blocks = [n for n, m in network.named_modules() if isinstance(m, nn.Linear) and ".0." in n]
+    config = LoraConfig(r=2, lora_alpha=3, target_modules=blocks[-6:])
+    inject_adapter_in_model(config, network)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in network.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    folder = tmp_path_factory.mktemp(request.param)
+    save_lora(pipeline, folder, adapter="default")
+
+    def fresh() -> Any:
+        pipeline = small(request.param)
+        network_of(pipeline).load_state_dict(base)
+        return pipeline
+
+    return request.param, folder, draw(pipeline), fresh
+
+
+def test_diffusers_itself_loads_the_file_and_draws_the_policys_image(trained):
+    name, folder, image, fresh = trained
+    pipeline = fresh()
+    assert file_prefix(type(pipeline)) == (
+        "" if "Cat" in name or "Omni" in name else "transformer."
+    )
+    assert not torch.allclose(draw(pipeline), image, atol=1e-3)
+    if file_prefix(type(pipeline)):
+        pipeline.load_lora_weights(folder, weight_name=FILE)
+    elif hasattr(pipeline.transformer, "load_lora_adapter"):
+        pipeline.transformer.load_lora_adapter(folder, prefix=None, weight_name=FILE)
+    else:
+        load_lora(pipeline, folder)
+    torch.testing.assert_close(draw(pipeline), image, rtol=0, atol=4e-5)
+
+
+def test_flowrl_loads_unloads_and_merges_it_without_a_warning(trained, caplog, capfd):
+    name, folder, image, fresh = trained
+    pipeline = fresh()
+    before = draw(pipeline)
+    capfd.readouterr()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert load_lora(pipeline, folder) == count_layers(network_of(pipeline)) == 6
+    assert not caplog.text and not "".join(capfd.readouterr())
+    torch.testing.assert_close(draw(pipeline), image, rtol=0, atol=4e-5)
+    with pytest.raises(UserError, match="another LoRA already"):
+        load_lora(pipeline, folder)
+    unload_lora(pipeline)
+    torch.testing.assert_close(draw(pipeline), before, rtol=0, atol=1e-6)
+    assert merge_lora(pipeline, folder) == 6
+    torch.testing.assert_close(draw(pipeline), image, rtol=0, atol=1e-3)
+
+
+def test_the_layers_are_recognised_under_every_programs_names(trained, tmp_path):
+    name, folder, _, fresh = trained
+    pipeline, lora = fresh(), open_lora(folder)
+    network = network_of(pipeline)
+    layers, kind = layers_of(lora.state), type(network).__name__
+    ends = (("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight"))
+    names = {
+        "_orig_mod.module.{}": 0, "lora_unet_{}": 1, "lora_transformer_{}": 1,
+        "model.diffusion_model.{}": 0, "base_model.model._fsdp_wrapped_module.{}": 0,
+    }  # fmt: skip
+    for form, end in names.items():
+        tensors = {}
+        for layer, factors in layers.items():
+            key = form.format(layer.replace(".", "_") if end else layer)
+            tensors |= {f"{key}.{e}": t for e, t in zip(ends[end], factors, strict=True)}
+            tensors[f"{key}.alpha"] = torch.tensor(3.0)
+        save_file(tensors, tmp_path / FILE)
+        fitted = fit_lora(open_lora(tmp_path), network, type(pipeline))
+        assert fitted.scales == lora.scales
+        assert all(torch.equal(tensor, lora.state[n]) for n, tensor in fitted.state.items())
+    if name not in CLASSES[:5]:
+        return
+    original = comfyui_state(lora.state, lora.scales, kind)
+    kohya = {
+        "lora_unet_" + key.removeprefix("diffusion_model.").replace(".", "_", layer.count(".") - 1)
+        .replace(".lora_A", ".lora_down").replace(".lora_B", ".lora_up"): tensor
+        for key, tensor in original.items()
+        for layer in [key.partition(".lora_")[0].removesuffix(".alpha")]
+    }  # fmt: skip
+    for tensors in (original, kohya):
+        save_file(tensors, tmp_path / FILE)
+        fitted = fit_lora(open_lora(tmp_path), network, type(pipeline))
+        assert fitted.scales == lora.scales
+        assert all(torch.equal(tensor, lora.state[n]) for n, tensor in fitted.state.items())
+
+
+def krea_file(folder) -> dict[str, torch.Tensor]:
+    """A LoRA with the names of Krea 2's own code, which flowrl leaves to diffusers."""
+    generator = torch.Generator().manual_seed(0)
+    network = small("Krea2Pipeline").transformer
+    theirs = {"attn.wq": "attn.to_q", "attn.wk": "attn.to_k", "mlp.up": "ff.up"}
+    tensors = {}
+    for layer, own in theirs.items():
+        module: Any = network.get_submodule(f"transformer_blocks.0.{own}")
+        key = f"diffusion_model.blocks.0.{layer}"
+        down = torch.randn(2, module.in_features, generator=generator)
+        tensors[f"{key}.lora_A.weight"] = down
+        tensors[f"{key}.lora_B.weight"] = torch.randn(module.out_features, 2, generator=generator)
+    save_file(tensors, folder / FILE)
+    return tensors
+
+
+def test_names_without_a_map_go_through_diffusers_converter(tmp_path, monkeypatch):
+    krea_file(tmp_path)
+    ours, theirs = small("Krea2Pipeline"), small("Krea2Pipeline")
+    assert load_lora(ours, tmp_path) == 3
+    theirs.load_lora_weights(tmp_path, weight_name=FILE)
+    torch.testing.assert_close(draw(ours), draw(theirs), rtol=0, atol=1e-6)
+
+    def fail(*args, **how):
+        raise AssertionError
+
+    # Every exception of a converter becomes a sentence that names the file.
+    monkeypatch.setattr(type(ours), "lora_state_dict", fail)
+    with pytest.raises(UserError, match=f"{FILE} .* Krea2Transformer2DModel lacks 3, blocks.0"):
+        fit_lora(open_lora(tmp_path), ours.transformer, type(ours))
+
+
+def test_the_file_is_diffusers_own(load_tiny, tmp_path):
+    pipeline = load_tiny()
+    network = pipeline.transformer
+    network.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=["to_q"]), "default")
+    config = network.peft_config["default"].to_dict()
+    type(pipeline).save_lora_weights(
+        tmp_path / "theirs",
+        transformer_lora_layers=get_peft_model_state_dict(network, adapter_name="default"),
+        transformer_lora_adapter_metadata={
+            key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
+        },
+    )
+    save_lora(pipeline, tmp_path / "ours", adapter="default")
+    assert read_lora(tmp_path / "ours")[1] == 1.5
+    with (
+        safe_open(tmp_path / "ours" / FILE, "pt") as ours,
+        safe_open(tmp_path / "theirs" / FILE, "pt") as theirs,
+    ):
+        texts = {k: v for k, v in ours.metadata().items() if not k.startswith("flowrl_")}
+        assert texts == theirs.metadata()
+        assert set(ours.keys()) == set(theirs.keys())
+        for name in theirs.keys():
+            assert torch.equal(ours.get_tensor(name), theirs.get_tensor(name))
+    parameter = next(p for n, p in network.named_parameters() if "lora_B" in n)
+    parameter.data[0] = float("nan")
+    with pytest.raises(UserError, match="NaN"):
+        save_lora(pipeline, tmp_path / "bad", adapter="default")
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_pattern_for_the_last_layer_is_not_that_of_the_blocks_layers_of_its_name(
+    load_tiny, tmp_path
+):
+    """FLUX.1 has `proj_out`, and one in each single block; PEFT takes keys for ends of names."""
+    from peft import get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=4, lora_alpha=4, target_modules=["proj_out", "to_q"], init_lora_weights=False,
+        alpha_pattern={"^proj_out$": 16}, rank_pattern={"^proj_out$": 2, "to_q": 1},
+        use_rslora=True,
+    )  # fmt: skip
+    model: Any = get_peft_model(load_tiny(family="flux").transformer, config)
+    model.save_pretrained(tmp_path)
+    pipeline = load_tiny(family="flux")
+    load_lora(pipeline, tmp_path)
+    theirs = dict(model.base_model.model.named_modules())
+    adapted = [n for n, m in pipeline.transformer.named_modules() if hasattr(m, "lora_A")]
+    assert {"proj_out", "single_transformer_blocks.0.proj_out"} < set(adapted)
+    assert adapted == [n for n, m in theirs.items() if hasattr(m, "lora_A")]
+    for name in adapted:
+        layer: Any = pipeline.transformer.get_submodule(name)
+        delta = layer.get_delta_weight(layer.active_adapters[0])
+        torch.testing.assert_close(delta, theirs[name].get_delta_weight("default"))
+
+
+def pair(name: str, width: int = 128) -> dict[str, torch.Tensor]:
+    tensors = {"A": torch.ones(4, width), "B": torch.ones(width, 4)}
+    return {f"transformer.{name}.lora_{side}.weight": t for side, t in tensors.items()}
+
+
+BLOCK = "transformer_blocks.0.attn.to_q"
+
+
+def test_a_lora_of_another_pipeline_is_refused_by_its_layers_and_changes_nothing(
+    load_tiny, tmp_path
+):
+    pipeline = load_tiny()
+    before = {k: t.clone() for k, t in pipeline.transformer.state_dict().items()}
+    for tensors, words in (
+        (pair("no_blocks.0.attn.to_q"), r"lacks 1, no_blocks\.0\.attn\.to_q"),
+        (pair(BLOCK) | pair("transformer_blocks.99.attn.to_q"), r"lacks 1, transformer_blocks\.99"),
+        (pair(BLOCK, width=64), "by 64 x 64, but it is 128 x 128"),
+    ):
+        save_file(tensors, tmp_path / FILE)
+        for use in (load_lora, merge_lora):
+            with pytest.raises(UserError, match=f"{FILE} .*{words}"):
+                use(pipeline, tmp_path)
+    last = pipeline.transformer.transformer_blocks[4].attn.to_v
+    save_file(pair(BLOCK) | pair("transformer_blocks.4.attn.to_v"), tmp_path / FILE)
+    last.weight = nn.Parameter(last.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(UserError, match="attn.to_v of SD3Transformer2DModel is quantised"):
+        merge_lora(pipeline, tmp_path)
+    last.weight = nn.Parameter(before["transformer_blocks.4.attn.to_v.weight"])
+    after = pipeline.transformer.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_merging_adds_in_fp32_and_rounds_once(load_tiny, tmp_path):
+    header = {"transformer.r": 4, "transformer.lora_alpha": 0.01}
+    save_file(pair(BLOCK), tmp_path / FILE, {"lora_adapter_metadata": json.dumps(header)})
+    base, merged = load_tiny("bf16").transformer, load_tiny("bf16")
+    assert merge_lora(merged, tmp_path) == 1
+    state, scale = read_lora(tmp_path)
+    change = weight_change(*layers_of(state)[BLOCK], scale)
+    exact = base.get_submodule(BLOCK).weight.float() + change
+    assert torch.equal(merged.transformer.get_submodule(BLOCK).weight, exact.bfloat16())

@@ -1,0 +1,139 @@
+"""What `flowrl export` writes is loaded by others, and holds the policy's weights."""
+
+import stat
+
+import diffusers
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file, save_file
+
+from flowrl.backbones.lora_files import load_lora, network_of, save_lora
+from flowrl.backbones.lora_formats import FILE, open_lora
+from flowrl.backbones.small import small_folder
+from flowrl.cli import main
+from flowrl.config import config_yaml
+from flowrl.errors import UserError
+from flowrl.export.formats import export_comfyui, export_diffusers, export_merged
+
+COMFYUI = (
+    "StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline", "QwenImagePipeline",
+    "ZImagePipeline",
+)  # fmt: skip
+
+
+@pytest.fixture(params=[*COMFYUI, "SanaPipeline", "LongCatImagePipeline"])
+def run(request, tiny_config, tmp_path):
+    """A class, a folder with a pipeline of it, and a run's folder: its LoRA and recipe."""
+    base = small_folder(getattr(diffusers, request.param), tmp_path / "base")
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(base)
+    network = network_of(pipeline)
+    layers = [n for n, m in network.named_modules() if n.endswith(("to_q", "to_v", "proj_mlp"))]
+    inject_adapter_in_model(LoraConfig(r=2, lora_alpha=3, target_modules=layers), network)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in network.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+    folder = tmp_path / "run"
+    save_lora(pipeline, folder, adapter="default")
+    config = tiny_config(pipeline={"path": str(base), "dtype": "fp32"})
+    (folder / "config.yaml").write_text(config_yaml(config))
+    return request.param, base, folder
+
+
+def same(one, other) -> bool:
+    return one.scales == other.scales and all(
+        torch.equal(tensor, other.state[name]) for name, tensor in one.state.items()
+    )
+
+
+def test_every_form_of_a_run_holds_its_lora(run, tmp_path):
+    name, base, folder = run
+    lora = open_lora(folder)
+    path = export_diffusers(str(folder), tmp_path / "copy")
+    assert path.read_bytes() == (folder / FILE).read_bytes() and path.name == FILE
+    with pytest.raises(UserError, match="exists already"):
+        export_diffusers(str(folder), tmp_path / "copy")
+    # Merged: the whole pipeline, whose weights are the sum.
+    merged = export_merged(str(folder), tmp_path / "merged", base=None, revision=None, dtype=None)
+    assert stat.S_IMODE(merged.stat().st_mode) == 0o755
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    assert str(tmp_path) not in (merged / "model_index.json").read_text()
+    before, after = (
+        network_of(diffusers.DiffusionPipeline.from_pretrained(p)) for p in (base, merged)
+    )
+    weights = after.state_dict()
+    assert weights.keys() == before.state_dict().keys()
+    changed = {k for k, t in before.state_dict().items() if not torch.equal(t, weights[k])}
+    assert changed == {f"{layer}.weight" for layer in lora.scales}
+    # ComfyUI: its keys, and back with the pipeline.
+    if name not in COMFYUI:
+        with pytest.raises(UserError, match=type(before).__name__):
+            export_comfyui(str(folder), tmp_path / "a.safetensors")
+        return
+    comfyui = export_comfyui(str(folder), tmp_path / "out")
+    assert comfyui == tmp_path / "out" / "run.safetensors"
+    assert all(key.startswith("diffusion_model.") for key in load_file(comfyui))
+    again = export_diffusers(str(comfyui), tmp_path / "again", base=str(base))
+    assert same(open_lora(again), lora)
+    with pytest.raises(UserError, match="add --base"):
+        export_diffusers(str(comfyui), tmp_path / "third")
+
+
+def test_a_file_without_its_run_needs_its_pipeline_where_keys_do_not_name_it(run, tmp_path):
+    _, base, folder = run
+    (folder / "config.yaml").unlink()
+    for export in (export_comfyui, export_merged):
+        how = {"dtype": None} if export is export_merged else {}
+        with pytest.raises(UserError, match="add --base"):
+            export(str(folder), tmp_path / "out", base=None, revision=None, **how)
+    with pytest.raises(UserError, match="nowhere"):
+        export_comfyui(str(folder), tmp_path / "out", base=str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="pipeline"):
+        export_diffusers(str(folder), tmp_path / "out", base="tiny-sana")
+
+
+def test_the_alpha_that_is_given_to_a_command_is_in_the_file_that_it_writes(tmp_path, load_tiny):
+    name = "transformer.transformer_blocks.0.attn.to_q"
+    bare = tmp_path / "bare.safetensors"
+    tensors = {"lora_A": torch.ones(4, 128), "lora_B": torch.ones(128, 4)}
+    save_file({f"{name}.{side}.weight": t for side, t in tensors.items()}, bare)
+    with pytest.raises(SystemExit) as end:
+        main(["export", str(bare), "--to", "diffusers", "-o", str(tmp_path / "lora"),
+              "--lora-alpha", "12"])  # fmt: skip
+    assert not end.value.code and open_lora(tmp_path / "lora").scale == 3
+    assert load_lora(load_tiny(), tmp_path / "lora") == 1
+    with pytest.raises(UserError, match="was trained with alpha 12, and --lora-alpha is 4"):
+        export_diffusers(str(tmp_path / "lora"), tmp_path / "third", alpha=4)
+
+
+def test_the_pipeline_of_the_run_is_loaded_as_the_run_loaded_it(tiny_config, tmp_path, monkeypatch):
+    name = "transformer.a"
+    tensors = {f"{name}.lora_A.weight": torch.ones(4, 8), f"{name}.lora_B.weight": torch.ones(8, 4)}
+    save_file(tensors, tmp_path / FILE)
+    config = tiny_config(pipeline={"path": "a/b", "revision": "abc", "dtype": "bf16"})
+    (tmp_path / "config.yaml").write_text(config_yaml(config))
+    requests = []
+
+    def load(path, **how):
+        requests.append((path, how["dtype"], how["revision"]))
+        raise UserError("far enough")
+
+    monkeypatch.setattr("flowrl.export.formats.load_pipeline", load)
+    for base, dtype in ((None, None), ("c/d", "fp16")):
+        with pytest.raises(UserError, match="far enough"):
+            export_merged(str(tmp_path), tmp_path / "m", base=base, revision=None, dtype=dtype)
+    assert requests == [("a/b", "bf16", "abc"), ("c/d", "fp16", None)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--format hub -o x", "--to comfyui --format merged", "--to merged", "--to a -o b",
+        "--to a --repo-id me/x", "--to a --dtype bf16", "--format hub --base tiny-sd3",
+    ],
+)  # fmt: skip
+def test_options_that_contradict_each_other_are_refused_by_name(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["export", "run", *words.split()])
+    assert end.value.code and words.split()[1] in capsys.readouterr().err
