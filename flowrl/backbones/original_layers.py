@@ -24,7 +24,7 @@ Factors = tuple[Tensor, Tensor]  # down (r, in), up (out, r)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class StackedLayers:
     """Layers of diffusers whose outputs the original stacks into one layer."""
 
     original: str
@@ -36,8 +36,8 @@ class Stack:
 class KeyMap:
     """The layers of an original transformer; `*` stands for the number of a block."""
 
-    by_original: Mapping[str, Stack]  # with underscores for dots
-    by_layer: Mapping[str, Stack]
+    by_original: Mapping[str, StackedLayers]  # with underscores for dots
+    by_layer: Mapping[str, StackedLayers]
 
     @staticmethod
     def parse(names: Mapping[str, str]) -> "KeyMap":
@@ -51,18 +51,18 @@ class KeyMap:
             pairs = [word.partition(":") for word in text.split()]
             layers = tuple(layer for layer, _, _ in pairs)
             widths = tuple(int(width or 1) for _, _, width in pairs)
-            stacks.append(Stack(original=original, layers=layers, widths=widths))
+            stacks.append(StackedLayers(original=original, layers=layers, widths=widths))
         return KeyMap(
             by_original={stack.original.replace(".", "_"): stack for stack in stacks},
             by_layer={layer: stack for stack in stacks for layer in stack.layers},
         )
 
-    def of_layer(self, layer: str) -> Stack | None:
+    def of_layer(self, layer: str) -> StackedLayers | None:
         """Return the stack that has a layer of diffusers; None for an unknown layer."""
         block = re.search(r"(?<=\.)\d+(?=\.)", layer)
         return _numbered(self.by_layer, layer, block)
 
-    def of_original(self, original: str) -> Stack | None:
+    def of_original(self, original: str) -> StackedLayers | None:
         """Return the stack of an original layer; None for an unknown one.
 
         original: its name, also with underscores for dots, as kohya writes it.
@@ -71,12 +71,14 @@ class KeyMap:
         return _numbered(self.by_original, flat, re.search(r"(?<=_)\d+(?=_)", flat))
 
 
-def _numbered(stacks: Mapping[str, Stack], name: str, block: re.Match | None) -> Stack | None:
+def _numbered(
+    stacks: Mapping[str, StackedLayers], name: str, block: re.Match | None
+) -> StackedLayers | None:
     """Look up a name with `*` for the number of its block; return the stack with that number."""
     if block is None:
         return stacks.get(name)
     stack = stacks.get(f"{name[: block.start()]}*{name[block.end() :]}")
-    return stack and Stack(
+    return stack and StackedLayers(
         original=stack.original.replace("*", block[0]),
         layers=tuple(layer.replace("*", block[0]) for layer in stack.layers),
         widths=stack.widths,
@@ -207,7 +209,7 @@ def comfyui_state(
     """
     key_map = key_map_of(network)
     common = min(scales.values()) if len(set(scales.values())) == 1 else None
-    stacks: dict[str, tuple[Stack, dict[str, Factors]]] = {}
+    stacks: dict[str, tuple[StackedLayers, dict[str, Factors]]] = {}
     for name, (down, up) in layers_of(state).items():
         stack = key_map.of_layer(name)
         if stack is None:
