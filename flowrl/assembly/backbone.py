@@ -39,7 +39,6 @@ from flowrl.quantization.backends import (
     capability_of,
     resolve,
 )
-from flowrl.quantization.layer_rules import LayerRules
 from flowrl.quantization.linear import quantise_base
 from flowrl.quantization.rollout_model import prepare, write_precision
 from flowrl.utils.distributed import Runtime
@@ -270,7 +269,6 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
         resolved,
         dtype=backbone.dtype,
         device=runtime.device,
-        rules=layer_rules(backbone),
         min_dim=p.min_dim,
         keep=p.keep_layers,
         convolutions=False,
@@ -292,8 +290,3 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
 def row_by_row(backend: Backend) -> Backend:
     """Return the backend with the same numbers for any batch: a rollout's is not a micro-batch."""
     return PerRow(backend) if isinstance(backend, NVFP4Native | NVFP4Emulated) else backend
-
-
-def layer_rules(backbone: Backbone) -> LayerRules | None:
-    """Return the rules of a user's own backbone for its layers, if it has some."""
-    return getattr(backbone, "layer_rules", None)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from flowrl.assembly.backbone import layer_rules
 from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.quantized_base import is_quantised
@@ -240,7 +239,6 @@ def preview_layers(
         resolved,
         dtype=parts.backbone.dtype,
         device=parts.runtime.device,
-        rules=layer_rules(parts.backbone),
         min_dim=e.min_dim,
         keep=e.keep_layers,
         four_over_six=e.four_over_six,

@@ -17,9 +17,7 @@ VelocityField = Callable[[Tensor, Tensor, Conditioning], Tensor]
 class Backbone(Protocol):
     """One diffusers pipeline with its text encoders, transformer and autoencoder.
 
-    Latents are (B, *latent): only the backbone knows what their axes mean. A backbone whose
-    transformer has no rules in quantization/layer_rules.py may also have an attribute
-    `layer_rules`, a `LayerRules`.
+    Latents are (B, *latent): only the backbone knows what their axes mean.
     """
 
     pipeline: Any

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from flowrl.assembly.text import ROWS, rows_first
+from flowrl.backbones.families import layer_rules_of
 from flowrl.backbones.loading import DTYPES
 from flowrl.errors import UserError
 from flowrl.planning.activations import Forward, decode_peak, encode_peak, nbytes, transformer_peak
 from flowrl.planning.model_specs import ModelSpec, build_network
 from flowrl.quantization.backends import Backend, FP8Rowwise, NVFP4Emulated, NVFP4Native
-from flowrl.quantization.layer_rules import choose_layers, matrices, matrix_shape, rules_of
+from flowrl.quantization.layer_rules import choose_layers, matrices, matrix_shape
 from flowrl.trees.memory import rollout_bytes
 from flowrl.trees.plan import TreePlan, count, ode_plan
 
@@ -401,7 +402,7 @@ def packed_layers(network: nn.Module, copy: NetworkCopy) -> dict[str, int]:
     if copy.format == "bf16":
         return {}
     choices = choose_layers(
-        network, rules_of(network), copy.format, min_dim=copy.min_dim, keep=copy.keep
+        network, layer_rules_of(network), copy.format, min_dim=copy.min_dim, keep=copy.keep
     )
     backend, chosen = BACKENDS[copy.format], [c for c in choices if c.format]
     by_shape = {

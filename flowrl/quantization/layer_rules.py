@@ -10,81 +10,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from flowrl.backbones.families import LayerRules
 from flowrl.errors import UserError
 from flowrl.quantization.backends import option_name
 
 Matrix = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRules:
-    """Rules for the layers that stay exact."""
-
-    keep: tuple[str, ...]  # regular expressions searched in the dotted names of layers
-    min_dim: int  # the longer side of a weight must be above it: small matmuls gain nothing
-    in_multiple: int = 32
-    out_multiple: int = 16
-    pointwise: bool = False  # convolutions with 1x1 kernels count as linear layers
-
-
-# By the kind of network. FLUX's rules leave its last projection to be quantised: `^proj_out` keeps
-# it. SANA's self-attention is one layer, attn.qkv, there and three here; its cross-attention's keys
-# and values, one layer of twice the width there, are two here, and both too small for min_dim.
-RULES: dict[str, LayerRules] = {
-    "sd3": LayerRules(
-        keep=(
-            "pos_embed", "context_embedder", "time_text_embed", "norm_out", "norm1", "ff_context",
-        ),
-        min_dim=2432,
-    ),
-    "flux": LayerRules(
-        keep=("x_embedder", "context_embedder", "time_text_embed", "norm_out"),
-        min_dim=1000,
-    ),
-    "sana": LayerRules(
-        keep=(
-            "time_embed", "caption_projection", "patch_embed", "^proj_out",
-            r"attn1\.to_[qkv]$",
-        ),
-        min_dim=2240,
-        pointwise=True,
-    ),
-}  # fmt: skip
-
 NAMED, SMALL = "kept by name", "no side above"  # how reasons begin
-
-KINDS = {
-    "SD3Transformer2DModel": "sd3",
-    "FluxTransformer2DModel": "flux",
-    "SanaTransformer2DModel": "sana",
-}
-
-
-def rules_of(
-    network: nn.Module,
-    own: LayerRules | None = None,
-    *,
-    min_dim: int | None = None,
-    keep: Sequence[str] | None = None,
-    where: str = "",
-) -> LayerRules:
-    """Return the rules of a backbone, `own`, or those of its diffusers transformer.
-
-    A transformer without rules needs min_dim and keep, see `choose_layers`; raises UserError
-    where one of the two is missing.
-    """
-    name = type(network).__name__
-    if own is not None:
-        return own
-    if name in KINDS:
-        return RULES[KINDS[name]]
-    if min_dim is None or keep is None:
-        options = [option_name(where, o) for o in ("keep_layers" if where else "keep", "min_dim")]
-        raise UserError(
-            f"there are no layer rules for {name}, only for {', '.join(KINDS)}: set "
-            f"{' and '.join(options)}, or give its backbone the attribute layer_rules"
-        )
-    return LayerRules(keep=tuple(keep), min_dim=min_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

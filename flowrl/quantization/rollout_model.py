@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flowrl.backbones.families import layer_rules_of
 from flowrl.backbones.policy import POLICY, Policy, merged_weight
 from flowrl.backbones.quantized_base import check_mergeable
 from flowrl.errors import UserError
@@ -31,12 +32,10 @@ from flowrl.quantization.backends import (
 )
 from flowrl.quantization.layer_rules import (
     LayerChoice,
-    LayerRules,
     choose_layers,
     is_pointwise,
     layer_table,
     quantised_share,
-    rules_of,
 )
 from flowrl.quantization.linear import RolloutLinear, SamePrecisionLinear
 from flowrl.utils.files import write_text
@@ -275,7 +274,6 @@ def prepare(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    rules: LayerRules | None = None,
     min_dim: int | None,
     keep: Sequence[str] | None = None,
     four_over_six: bool = False,
@@ -286,7 +284,6 @@ def prepare(
 
     Args:
         dtype: the network's own.
-        rules: the backbone's own; None takes those of the network's class.
         min_dim, keep, where: see `choose_layers`.
         convolutions: False keeps SANA's 1x1 ones exact: low-bit ones sample, but do not train.
 
@@ -297,7 +294,7 @@ def prepare(
     backend = backend_of(resolved, dtype=dtype, four_over_six=four_over_six)
     if resolved.format == "bf16":
         return (), backend
-    rules = rules_of(network, rules, min_dim=min_dim, keep=keep, where=where)
+    rules = layer_rules_of(network)
     rules = rules if convolutions else replace(rules, pointwise=False)
     choices = choose_layers(
         network, rules, resolved.format, min_dim=min_dim, keep=keep, where=where

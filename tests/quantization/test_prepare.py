@@ -4,9 +4,10 @@ import pytest
 import torch
 from policies import SmallFlux
 
+from flowrl.backbones.families import FLUX
 from flowrl.errors import UserError
 from flowrl.quantization.backends import Capability, FP8Rowwise, NVFP4Emulated, Plain, resolve
-from flowrl.quantization.layer_rules import RULES, choose_layers
+from flowrl.quantization.layer_rules import choose_layers
 from flowrl.quantization.rollout_model import prepare
 
 HOPPER = Capability(device="cuda", name="H100", compute=(9, 0), scaled_mm=True)
@@ -27,10 +28,10 @@ def test_the_layers_are_those_of_the_networks_rules(network):
         resolved = resolve(precision, HOPPER)
         choices, found = prepare(network, resolved, four_over_six=four_over_six, **OPTIONS)
         assert found == backend
-        assert choices == choose_layers(network, RULES["flux"], resolved.format, min_dim=0)
+        assert choices == choose_layers(network, FLUX.layer_rules, resolved.format, min_dim=0)
         fewer, _ = prepare(network, resolved, keep=["attn"], **OPTIONS)
         assert fewer == choose_layers(
-            network, RULES["flux"], resolved.format, min_dim=0, keep=["attn"]
+            network, FLUX.layer_rules, resolved.format, min_dim=0, keep=["attn"]
         )
 
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 from policies import ALPHA, RANK, adapted, disturb, relative, tensors, velocity
 
+from flowrl.backbones import families
 from flowrl.backbones.policy import EMA, OLD, POLICY, Policy
 from flowrl.backbones.sd3 import SD3
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
-from flowrl.quantization.layer_rules import RULES, choose_layers
+from flowrl.quantization.layer_rules import choose_layers
 from flowrl.quantization.linear import RolloutLinear
 from flowrl.quantization.rollout_model import RolloutModel
 from flowrl.trajectory import Conditioning
@@ -48,7 +49,7 @@ def inputs(texts):
 
 
 def choices_of(policy: Policy, min_dim: int = 0):
-    return choose_layers(policy.network, RULES["sd3"], "nvfp4", min_dim=min_dim)
+    return choose_layers(policy.network, families.SD3.layer_rules, "nvfp4", min_dim=min_dim)
 
 
 def test_an_exact_twin_is_the_merged_policy_bit_for_bit_for_every_adapter(make, inputs):

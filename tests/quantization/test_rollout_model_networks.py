@@ -14,11 +14,13 @@ from policies import (
     velocity,
 )
 
+from flowrl.backbones import families
+from flowrl.backbones.families import LayerRules, layer_rules_of
 from flowrl.backbones.policy import POLICY, Policy
 from flowrl.backbones.sd3 import SD3
 from flowrl.errors import UserError
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
-from flowrl.quantization.layer_rules import RULES, LayerRules, choose_layers
+from flowrl.quantization.layer_rules import choose_layers
 from flowrl.quantization.linear import (
     RolloutLinear,
     SamePrecisionLinear,
@@ -37,7 +39,7 @@ def small(name):
     backbone = SMALL[name]()
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
     disturb(policy)
-    choices = choose_layers(policy.network, RULES[name], "nvfp4", min_dim=0)
+    choices = choose_layers(policy.network, layer_rules_of(policy.network), "nvfp4", min_dim=0)
     return policy, choices, backbone.inputs()
 
 
@@ -72,7 +74,7 @@ def test_twins_of_other_networks_are_quantised_and_follow_in_place():
 def test_of_sana_the_depthwise_convolution_stays_the_policys_own():
     backbone = SmallSana()
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
-    choices = choose_layers(policy.network, RULES["sana"], "nvfp4", min_dim=0)
+    choices = choose_layers(policy.network, families.SANA.layer_rules, "nvfp4", min_dim=0)
     model = RolloutModel(policy, choices, EMULATED)
     block, own = (n.transformer_blocks[0].ff for n in (policy.network, model.network))
     assert own.conv_depth.weight is block.conv_depth.weight
@@ -103,7 +105,7 @@ def test_a_bf16_copy_loses_part_of_a_small_update_that_a_side_path_keeps(load_ti
 def trained(load_tiny):
     """A policy on a base packed in NVFP4, attention and feed-forward."""
     backbone = SD3(load_tiny(), max_sequence_length=12)
-    choices = choose_layers(backbone.transformer, RULES["sd3"], "nvfp4", min_dim=0)
+    choices = choose_layers(backbone.transformer, families.SD3.layer_rules, "nvfp4", min_dim=0)
     quantise_base(backbone.transformer, choices, EMULATED)
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
     disturb(policy)

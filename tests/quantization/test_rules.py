@@ -4,19 +4,18 @@ import pytest
 import torch
 from torch import nn
 
+from flowrl.backbones import families
+from flowrl.backbones.families import LayerRules, layer_rules_of
 from flowrl.backbones.policy import Policy
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import MODEL_SPECS, build_transformer
 from flowrl.quantization.layer_rules import (
-    RULES,
-    LayerRules,
     choose_layers,
     is_pointwise,
     layer_table,
     matrices,
     matrix_shape,
     quantised_share,
-    rules_of,
 )
 
 NONE = LayerRules(keep=(), min_dim=0)
@@ -46,7 +45,7 @@ def test_so_many_layers_of_a_published_size_are_quantised(real):
         ("flux.1-dev", 504, 495, 11_834_425_344, 0.9946),
         ("sana-1.6b", 227, 40, 752_640_000, 0.4694),
     ]:
-        choices = choose_layers(real[name], rules_of(real[name]), "nvfp4")
+        choices = choose_layers(real[name], layer_rules_of(real[name]), "nvfp4")
         found = [c for c in choices if c.format]
         assert (len(choices), len(found)) == (layers, quantised)
         assert sum(c.size for c in found) == weights
@@ -56,16 +55,16 @@ def test_so_many_layers_of_a_published_size_are_quantised(real):
 def test_of_sd3_only_the_feed_forward_of_the_image_is_quantised(real, load_tiny):
     tiny = load_tiny().transformer
     for network, least in ((real["sd3.5-large"], None), (real["sd3.5-medium"], None), (tiny, 128)):
-        choices = choose_layers(network, RULES["sd3"], "nvfp4", min_dim=least)
+        choices = choose_layers(network, families.SD3.layer_rules, "nvfp4", min_dim=least)
         assert endings(choices) == {"ff.net.0.proj", "ff.net.2"}
-    every = choose_layers(tiny, RULES["sd3"], "nvfp4", min_dim=0)
+    every = choose_layers(tiny, families.SD3.layer_rules, "nvfp4", min_dim=0)
     assert {c.name for c in choices if c.format} < {c.name for c in every if c.format}
     with pytest.raises(UserError, match="50 by size .*2432.* 512: set min_dim"):
-        choose_layers(tiny, RULES["sd3"], "nvfp4")
+        choose_layers(tiny, families.SD3.layer_rules, "nvfp4")
 
 
 def test_of_flux_everything_is_quantised_but_what_embeds_and_the_last_norm(real):
-    choices = choose_layers(real["flux.1-dev"], RULES["flux"], "nvfp4")
+    choices = choose_layers(real["flux.1-dev"], families.FLUX.layer_rules, "nvfp4")
     kept = {c.name for c in choices if not c.format}
     embedders = {
         f"time_text_embed.{name}_embedder.linear_{i}"
@@ -74,14 +73,14 @@ def test_of_flux_everything_is_quantised_but_what_embeds_and_the_last_norm(real)
     }
     assert kept == embedders | {"context_embedder", "x_embedder", "norm_out.linear"}
     assert {"norm1.linear", "norm1_context.linear", "proj_mlp", "proj_out"} <= endings(choices)
-    without_last = chosen(real["flux.1-dev"], RULES["flux"], keep=["^proj_out"])
+    without_last = chosen(real["flux.1-dev"], families.FLUX.layer_rules, keep=["^proj_out"])
     assert without_last["proj_out"] is None
     assert without_last["single_transformer_blocks.0.proj_out"] == "nvfp4"
 
 
 def test_of_sana_only_the_1x1_convolutions_of_the_feed_forward_are_quantised(real):
     network = real["sana-1.6b"]
-    choices = choose_layers(network, RULES["sana"], "nvfp4")
+    choices = choose_layers(network, families.SANA.layer_rules, "nvfp4")
     assert endings(choices) == {"ff.conv_inverted", "ff.conv_point"}
     depthwise = [c for c in choices if c.name.endswith("conv_depth")]
     assert len(depthwise) == 20
@@ -93,20 +92,15 @@ def test_of_sana_only_the_1x1_convolutions_of_the_feed_forward_are_quantised(rea
     }
 
 
-def test_every_rule_set_has_its_class_and_others_are_refused(real):
-    assert {id(rules_of(network)) for network in real.values()} == {id(r) for r in RULES.values()}
-    with pytest.raises(UserError, match="no layer rules for Linear.*: set keep and min_dim, or"):
-        rules_of(nn.Linear(32, 32))
-
-
-def test_a_backbone_of_ones_own_brings_its_rules_or_the_options_do():
-    own = LayerRules(keep=("first",), min_dim=7)
-    assert rules_of(nn.Linear(32, 32), own, min_dim=3, keep=[]) is own
-    assert rules_of(nn.Linear(2, 2), min_dim=3, keep=["a"]) == LayerRules(keep=("a",), min_dim=3)
-    message = "set pipeline.keep_layers and pipeline.min_dim, or give its backbone the attribute"
-    for half in ({"min_dim": 3}, {"keep": []}):
-        with pytest.raises(UserError, match=message):
-            rules_of(nn.Linear(32, 32), where="pipeline", **half)
+def test_a_network_without_published_rules_keeps_what_is_no_projection_of_its_blocks():
+    block = nn.ModuleDict(
+        {"attn_q": nn.Linear(2048, 2048), "norm_linear": nn.Linear(2048, 4096),
+         "ff": nn.Linear(2048, 4096), "small": nn.Linear(64, 64)}
+    )  # fmt: skip
+    network = nn.ModuleDict({"embed_x": nn.Linear(2048, 2048), "last": nn.Linear(2048, 2048)})
+    network["blocks"] = nn.ModuleList([block])
+    choices = choose_layers(network, layer_rules_of(network), "nvfp4")
+    assert {c.name for c in choices if c.format} == {"blocks.0.attn_q", "blocks.0.ff"}
 
 
 def test_the_longer_side_is_above_the_minimum_and_both_are_divisible():
@@ -182,17 +176,17 @@ def test_adapters_change_neither_names_nor_choices(load_tiny):
     from flowrl.backbones.sd3 import SD3
 
     backbone = SD3(load_tiny(), max_sequence_length=12)
-    before = choose_layers(backbone.transformer, RULES["sd3"], "nvfp4", min_dim=0)
+    before = choose_layers(backbone.transformer, families.SD3.layer_rules, "nvfp4", min_dim=0)
     shapes = {name: matrix_shape(layer) for name, layer in matrices(backbone.transformer)}
     Policy(backbone, rank=4, alpha=6, seed=0, keep_old=True)
-    assert choose_layers(backbone.transformer, RULES["sd3"], "nvfp4", min_dim=0) == before
+    assert choose_layers(backbone.transformer, families.SD3.layer_rules, "nvfp4", min_dim=0) == before
     assert {n: matrix_shape(layer) for n, layer in matrices(backbone.transformer)} == shapes
     assert len(before) == 75
     assert sum(c.format is not None for c in before) == 50
 
 
 def test_the_table_holds_every_layer_once_the_largest_part_first(real):
-    choices = choose_layers(real["sd3.5-large"], RULES["sd3"], "nvfp4")
+    choices = choose_layers(real["sd3.5-large"], families.SD3.layer_rules, "nvfp4")
     rows = layer_table(choices)
     assert sum(row["layers"] for row in rows) == len(choices)
     shares = [float(row["share"].rstrip("%")) for row in rows]

@@ -1,0 +1,209 @@
+"""What flowrl knows of a pipeline class beside what the class says itself: data, one entry each.
+
+A class without an entry trains too: guidance is read from its signature, adapted layers and
+low-bit layers from its network.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from flowrl.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRules:
+    """Rules for the layers that stay exact where weights have few bits."""
+
+    keep: tuple[str, ...]  # regular expressions searched in the dotted names of layers
+    min_dim: int  # the longer side of a weight must be above it: small matmuls gain nothing
+    in_multiple: int = 32
+    out_multiple: int = 16
+    pointwise: bool = False  # convolutions with 1x1 kernels count as linear layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One pipeline class, or several that share a network."""
+
+    name: str  # short, as in names of recipes and of ComfyUI's key maps
+    lora_targets: tuple[str, ...] = ()  # name endings of adapted layers; () reads the network
+    second_attention: tuple[str, ...] = ()  # name endings for lora.dual_attention
+    network: str = ""  # class of the network that `layer_rules` are for
+    layer_rules: LayerRules | None = None  # None takes `general_layer_rules`
+    comfyui: str | None = None  # name of the map of ComfyUI's keys; None: ComfyUI has none
+    guidance: str = "guidance_scale"  # parameter of the pipeline's call
+    # Guidance "off", without a second forward; None where the number is an input of the network.
+    unguided: float | None = 1.0
+    call: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the call
+    text_tokens: int | None = None  # most that the network was trained with
+    network_tokens: int = 0  # tokens that the network sees beside max_sequence_length
+
+
+# Parameters that change the prompt, the size or the number of frames, and the value that does not.
+SWITCHES: dict[str, Any] = {
+    "use_resolution_binning": False,
+    "enable_prompt_rewrite": False,
+    "use_pe": False,
+    "prompt_upsampling": False,
+    "num_frames": 1,
+}
+
+_JOINT = tuple(
+    f"attn.{name}"
+    for name in (
+        "to_q", "to_k", "to_v", "to_out.0",
+        "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+    )
+)  # fmt: skip
+
+# Flow-GRPO's list (2505.05470): both streams of the joint attention. The second attention of
+# SD3.5-Medium's dual blocks (`attn2`) does not match these endings. Low-bit rules here and below
+# are those of Sol-RL's released code (2604.06916), put into diffusers' names.
+SD3 = Family(
+    name="sd3",
+    network="SD3Transformer2DModel",
+    lora_targets=_JOINT,
+    second_attention=tuple(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    layer_rules=LayerRules(
+        keep=(
+            "pos_embed", "context_embedder", "time_text_embed", "norm_out", "norm1", "ff_context",
+        ),
+        min_dim=2432,
+    ),
+    comfyui="sd3",
+    network_tokens=77,  # of CLIP
+)  # fmt: skip
+
+# Flow-GRPO's list for FLUX.1: attention and feed-forward of both streams. Of the single-stream
+# blocks only the attention's inputs match these endings.
+FLUX = Family(
+    name="flux",
+    network="FluxTransformer2DModel",
+    lora_targets=(
+        *_JOINT, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
+    ),
+    # The last projection, `^proj_out`, is quantised.
+    layer_rules=LayerRules(
+        keep=("x_embedder", "context_embedder", "time_text_embed", "norm_out"), min_dim=1000
+    ),
+    comfyui="flux",
+    unguided=None,
+    text_tokens=512,
+)  # fmt: skip
+
+# Sol-RL's list: self-attention, then attention to the text. SANA's self-attention is one layer,
+# attn.qkv, there and three here; its cross-attention's keys and values, one layer of twice the
+# width there, are two here, and both too small for min_dim.
+SANA = Family(
+    name="sana",
+    network="SanaTransformer2DModel",
+    lora_targets=tuple(
+        f"{attention}.{name}"
+        for attention in ("attn1", "attn2")
+        for name in ("to_q", "to_k", "to_v", "to_out.0")
+    ),
+    layer_rules=LayerRules(
+        keep=(
+            "time_embed", "caption_projection", "patch_embed", "^proj_out",
+            r"attn1\.to_[qkv]$",
+        ),
+        min_dim=2240,
+        pointwise=True,
+    ),
+    text_tokens=300,
+)  # fmt: skip
+
+FAMILIES: dict[str, Family] = {
+    "StableDiffusion3Pipeline": SD3,
+    "FluxPipeline": FLUX,
+    "SanaPipeline": SANA,
+    "Flux2Pipeline": Family(
+        name="flux2", comfyui="flux2", unguided=None, text_tokens=512
+    ),
+    "Flux2KleinPipeline": Family(name="flux2-klein", comfyui="flux2", text_tokens=512),
+    "QwenImagePipeline": Family(
+        name="qwen-image", comfyui="qwen-image", guidance="true_cfg_scale",
+        lora_targets=_JOINT, text_tokens=1024,
+    ),
+    "QwenImage21Pipeline": Family(name="qwen-image-2.1", guidance="true_cfg_scale"),
+    # As in diffusers' own training script.
+    "ZImagePipeline": Family(
+        name="z-image", comfyui="z-image", unguided=0.0, text_tokens=512,
+        lora_targets=tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    ),
+    "Krea2Pipeline": Family(name="krea2", unguided=0.0, text_tokens=512),
+    # The default schedule is a list as long as the steps.
+    "Ideogram4Pipeline": Family(name="ideogram4", call={"guidance_schedule": None}),
+    "HunyuanImagePipeline": Family(
+        name="hunyuan-image", guidance="distilled_guidance_scale", unguided=None
+    ),
+}  # fmt: skip
+
+
+def family_of(pipeline_class: str) -> Family:
+    """Return what is known of a pipeline class (`_class_name` of model_index.json)."""
+    return FAMILIES.get(pipeline_class) or Family(name=pipeline_class.removesuffix("Pipeline"))
+
+
+def lora_targets(family: Family, network: nn.Module) -> tuple[str, ...]:
+    """Return name endings of the layers that are adapted by default.
+
+    Raises:
+        UserError: The family has no list, and the network no layer that looks like attention.
+    """
+    targets = family.lora_targets or attention_projections(network)
+    if not targets:
+        raise UserError(
+            f"{type(network).__name__} has no linear layers below a module named like attention: "
+            "set lora.targets to name endings of the layers to adapt"
+        )
+    return targets
+
+
+def attention_projections(network: nn.Module) -> tuple[str, ...]:
+    """Return name endings of the linear layers of attention in repeated blocks, norms left out."""
+    endings: dict[str, None] = {}
+    for name, module in network.named_modules():
+        parts = name.split(".")
+        attention = [i for i, part in enumerate(parts) if "att" in part.lower()]
+        repeated = any(part.isdigit() for part in parts[: attention[0]]) if attention else False
+        if isinstance(module, nn.Linear) and repeated and not re.search("norm|gate", name):
+            endings[".".join(parts[attention[-1] :])] = None
+    return tuple(endings)
+
+
+def second_attention(
+    family: Family, network_class: str, config: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return name endings of a second attention, for lora.dual_attention.
+
+    Raises:
+        UserError: The network has none.
+    """
+    if not (family.second_attention and config.get("dual_attention_layers")):
+        raise UserError(
+            f"lora.dual_attention is true, but this {network_class} has no block with a "
+            "second attention, as SD3.5-Medium's has: set it to false"
+        )
+    return family.second_attention
+
+
+def layer_rules_of(network: nn.Module) -> LayerRules:
+    """Return a network's published low-bit rules, else general ones.
+
+    In general, attention and feed-forward projections of the repeated blocks get few bits;
+    embeddings, norms, modulation, routers and the last layer stay exact.
+    """
+    for family in FAMILIES.values():
+        if family.layer_rules is not None and family.network == type(network).__name__:
+            return family.layer_rules
+    blocks = [name for name, child in network.named_children() if isinstance(child, nn.ModuleList)]
+    layers = [name for name, module in network.named_modules() if not list(module.children())]
+    outside = [rf"^(?!(?:{'|'.join(blocks)})\.)"] if blocks else []
+    patterns = (*outside, "norm|mod|embed|ada|router|gate")
+    keep = tuple(p for p in patterns if any(re.search(p, name) for name in layers))
+    return LayerRules(keep=keep, min_dim=1000)
