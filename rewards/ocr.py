@@ -56,8 +56,10 @@ class OCR:
     """How much of the asked text can be read: 1 = all of it, 0 = none, NaN = the engine failed.
 
     The target is metadata["ocr_text"] (a text or a list of texts), else what the prompt quotes:
-    the first span for "flow_grpo", straight quotes before curly ones, all spans for "strict". A
-    prompt with neither is none of this reward's business (`applies`).
+    one text for "flow_grpo", all of them for "strict". The reward does not apply to a prompt with
+    neither. A prompt with a quote that is not closed, and for "flow_grpo" one that quotes several
+    texts, is ambiguous and gets no score.
+    first: take what follows the first quote instead, as Flow-GRPO's code does.
     mode "strict": Unicode NFKC and case folding, no white space, and further text costs
     (`extra_text`, on by default); words may come in any order when `word_order` is off. With both
     off it scores 1 when all words are there, wherever.
@@ -74,6 +76,7 @@ class OCR:
         extra_text: bool = True,
         word_order: bool = True,
         confidence: float = CONFIDENCE,
+        first: bool = False,
     ):
         if mode not in MODES:
             raise ValueError(f"OCR mode is one of {', '.join(MODES)}, not {mode!r}")
@@ -83,6 +86,7 @@ class OCR:
         self.extra_text = extra_text
         self.word_order = word_order
         self.confidence = confidence
+        self.first = first
         self.name = "ocr" if mode == "flow_grpo" else "ocr_strict"
         rule = mode if mode == "flow_grpo" else f"{mode}-{extra_text:d}{word_order:d}"
         self.version = f"ocr-2/{rule}/{_engine_version()}/{confidence}"
@@ -99,14 +103,26 @@ class OCR:
         texts = [str(text) for text in texts if _is_text(text) and str(text).strip()]
         return texts if self.mode == "strict" else texts[:1]
 
+    def ambiguity(self, prompt: str, metadata: dict) -> str | None:
+        """Why the text to draw does not follow from the prompt; None where it does."""
+        if self.first or metadata.get("ocr_text") is not None:
+            return None
+        texts, remedy = list(dict.fromkeys(quoted(prompt))), "write the text to draw in ocr_text"
+        if prompt.count('"') % 2 and texts:
+            return f"a double quote of the prompt is not closed: close it, or {remedy}"
+        if self.mode == "flow_grpo" and len(texts) > 1:
+            named = " and ".join(repr(text) for text in texts[:3])
+            return f"the prompt quotes several texts, {named}: {remedy}, or take all (mode: strict)"
+        return None
+
     def applies(self, prompt: str, metadata: dict) -> bool:
         """True when some text is asked for, or seems to be: `check` tells."""
         quotes = any(mark in prompt for mark in MARKS)
         return quotes or metadata.get("ocr_text") is not None
 
     def check(self, prompt: str, metadata: dict) -> None:
-        """Raises ValueError when a prompt has quotes or an ocr_text, and nothing in them, or when
-        its ocr_text is neither a text nor a list of texts."""
+        """Raises ValueError for quotes or an ocr_text with nothing in them, an ocr_text that is
+        neither a text nor a list of texts, and for an ambiguous prompt."""
         given = metadata.get("ocr_text")
         if not all(map(_is_text, given if isinstance(given, list | tuple) else [given or ""])):
             raise ValueError(f"ocr_text is {given!r}, expected a text or a list of texts")
@@ -115,6 +131,8 @@ class OCR:
                 "there is nothing to read in its ocr_text or between its quotes: fill them, or "
                 "remove the quotes"
             )
+        if reason := self.ambiguity(prompt, metadata):
+            raise ValueError(reason)
 
     def __call__(
         self, images: Tensor, prompts: list[str], metadata: list[dict]
@@ -127,6 +145,9 @@ class OCR:
             targets = self.targets(prompt, data)
             if not targets:
                 reasons[row] = "the prompt asks for no text: put it in quotes or in ocr_text"
+                continue
+            if reason := self.ambiguity(prompt, data):
+                reasons[row] = reason
                 continue
             try:
                 lines = self._read(np.ascontiguousarray(image[..., ::-1]))

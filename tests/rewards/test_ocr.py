@@ -38,7 +38,7 @@ EDGES = [  # prompt, lines, score by hand
     ('a sign "OPEN"', ["OPEEN"], 3 / 4),
     ('a sign "OPEN"', ["XXXXXXXXXXXX"], 0),  # a distance of 12 counts 4
     ('a sign "OPEN"', ["OPXEN is what the whole sign says"], 0),  # as long text counts against it
-    ('a sign "OPEN" and "SHUT"', ["OPEN"], 1),  # the first span alone
+    ('a sign "OPEN" and "SHUT"', ["OPEN"], 1),  # with `first`, the first span alone
     ('a sign "OPEN" and "SHUT"', ["SHUT"], 0),
     ('a sign "OPEN', ["OPEN"], 1),  # to the end of the prompt
     ('a sign "don\'t"', ["dont"], 4 / 5),  # punctuation counts
@@ -53,7 +53,7 @@ EDGES = [  # prompt, lines, score by hand
 
 def test_the_rule_is_the_published_one():
     for prompt, lines, score in EDGES:
-        assert read_as(lines, prompt, {}) == pytest.approx(score), (prompt, lines)
+        assert read_as(lines, prompt, {}, first=True) == pytest.approx(score), (prompt, lines)
 
 
 @given(words, words)
@@ -140,6 +140,22 @@ def test_what_is_nothing_to_read_or_no_text_is_found_before_training_in_every_mo
             with pytest.raises(ValueError, match="ocr_text"):
                 made.check("a sign", {"ocr_text": wrong})
             assert not {"None", "True", str(wrong)} & set(made.targets("", {"ocr_text": wrong}))
+
+
+def test_a_prompt_whose_text_to_draw_is_ambiguous_is_refused_and_gets_no_score():
+    several, open_quote = 'a sign "GO" above "STOP"', 'a 12" wide sign that says "GO"'
+    for made, wrong in ((OCR(), (several, open_quote)), (OCR("strict"), (open_quote,))):
+        made._read = lambda image: ["GO"]
+        for prompt in wrong:
+            with pytest.raises(ValueError, match="ocr_text"):
+                made.check(prompt, {})
+            scores, reasons = made(WHITE, [prompt], [{}])
+            assert math.isnan(scores.item()) and "ocr_text" in reasons[0]
+            made.check(prompt, {"ocr_text": "GO"})
+        for clear in ('a sign "GO" and one more "GO"', "a sign “GO”"):
+            made.check(clear, {})
+    OCR(first=True).check(several, {})
+    OCR("strict").check(several, {})
 
 
 def test_a_prompt_without_text_is_missing_and_one_without_quotes_is_not_ours():
