@@ -29,10 +29,11 @@ from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import save_lora
 from flowrl.backbones.sd3 import SD3
 from flowrl.backbones.text_cache import TextCache
+from flowrl.config.objectives import AdvantageOptions
 from flowrl.functional.gaussian import log_ratio, velocity_kl
 from flowrl.functional.noise import keyed_noise, noise_seed
 from flowrl.functional.sde import flow_sde_noise, ode_step, sde_step
-from flowrl.objectives.advantage import Population, clip_advantage, normalise
+from flowrl.objectives.advantage import clip_advantage, z_scores
 from flowrl.objectives.grpo import clipped_surrogate
 from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
 from flowrl.scoring.scorer import score
@@ -157,10 +158,7 @@ def score_images(
 def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """(N,) (reward - mean of its prompt's images) / std of all images: groups replace a critic."""
     group = torch.arange(len(rewards)) // group_size
-    every = torch.ones(1, dtype=torch.bool)
-    among = Population(key=group[:, None], counted=every, leaf=every)
-    advantage = normalise(rewards[:, None], among, scale="global")
-    return clip_advantage(advantage.squeeze(1), 5.0).float()
+    return clip_advantage(z_scores(rewards, group, AdvantageOptions(scale="global"))).float()
 
 
 def update(

@@ -18,9 +18,10 @@ from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.policy import POLICY
 from flowrl.config import parse_config
+from flowrl.config.objectives import NoisingOptions
 from flowrl.objectives.base import Models, Needs, Objective
 from flowrl.objectives.batches import Endpoints
-from flowrl.objectives.noising import Noising, UniformTimes, velocity_error
+from flowrl.objectives.noising import noise_images, velocity_error
 from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring import check as scoring
@@ -503,7 +504,7 @@ class _RewardWeighted:
     """Flow matching weighted by the reward minus its group's mean: the plainest objective."""
 
     needs = Needs(states="endpoints")
-    noising = Noising(times=UniformTimes(), count=4)
+    noising = NoisingOptions(count=4)
 
     def prepare(self, rollout: Rollout) -> Endpoints:
         reward, group = rollout.reward.cpu(), rollout.group.cpu()
@@ -514,7 +515,7 @@ class _RewardWeighted:
         )
 
     def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
-        points = self.noising(batch)
+        points = noise_images(batch, self.noising)
         error = velocity_error(points.velocity(models.policy), points.target)
         return (batch.signal.repeat_interleave(points.count) * error).mean(), {}
 

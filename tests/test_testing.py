@@ -9,13 +9,12 @@ import torch
 
 from flowrl.backbones.base import guided
 from flowrl.backbones.sd3 import SD3
+from flowrl.config.objectives import AdvantageOptions, GRPOOptions, NoisingOptions
 from flowrl.functional.gaussian import log_ratio
-from flowrl.objectives.advantage import Advantages
+from flowrl.objectives.advantage import image_advantages
 from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.batches import Endpoints
-from flowrl.objectives.grpo import GRPO
-from flowrl.objectives.noising import Noising, UniformTimes
-from flowrl.objectives.tree_credit import TreeCredit
+from flowrl.objectives.noising import noise_images
 from flowrl.testing import check_backbone, check_objective, check_reward
 from flowrl.trajectory import Conditioning
 
@@ -184,24 +183,22 @@ REWARDS = (batch_size, against_the_batch, wrong_length, order, mutates, chance, 
 
 
 def grpo(**options):
-    from flowrl.functional.sde import KERNELS
-
-    return GRPO(kernel=KERNELS["flow_sde"], credit=TreeCredit(), **options)
+    return GRPOOptions(**options).build()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weighted:
     """Good: flow matching weighted by advantages."""
 
-    noising: Noising = Noising(times=UniformTimes(), count=2)
+    noising: NoisingOptions = NoisingOptions(count=2)
     needs: Needs = Needs(states="endpoints", reference=True)
 
     def prepare(self, rollout):
-        advantage, valid = Advantages()(rollout)
+        advantage, valid = image_advantages(rollout, AdvantageOptions())
         return Endpoints.from_rollout(rollout, advantage, valid, forwards=2, compared="image")
 
     def loss(self, models, batch):
-        points = self.noising(batch)
+        points = noise_images(batch, self.noising)
         v = points.velocity(models.policy)
         signal = batch.signal.repeat_interleave(points.count)
         error = (v - points.target).square().flatten(1).mean(1)
@@ -252,7 +249,9 @@ class MaskIgnored(Weighted):
 
     def prepare(self, rollout):
         reward = rollout.reward.nan_to_num(0)
-        advantage, _ = Advantages()(replace(rollout, reward=reward, valid=reward == reward))
+        advantage, _ = image_advantages(
+            replace(rollout, reward=reward, valid=reward == reward), AdvantageOptions()
+        )
         everything = torch.ones_like(rollout.valid)
         return Endpoints.from_rollout(rollout, advantage, everything, forwards=2, compared="image")
 
@@ -290,9 +289,7 @@ class OtherKernel:
     """Steps by another law than the sampler's."""
 
     def __init__(self):
-        from flowrl.functional.sde import KERNELS
-
-        self.inner = GRPO(kernel=KERNELS["cps"], credit=TreeCredit())
+        self.inner = GRPOOptions().build("cps")
         self.needs, self.prepare, self.loss = self.inner.needs, self.inner.prepare, self.inner.loss
 
 
@@ -300,7 +297,7 @@ class Undeclared(Weighted):
     """Calls a model that `needs` does not name."""
 
     def loss(self, models, batch):
-        points = self.noising(batch)
+        points = noise_images(batch, self.noising)
         points.velocity(models.old)
         return super().loss(models, batch)
 

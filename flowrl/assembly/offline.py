@@ -1,6 +1,5 @@
 """Build the source that reads an offline data set, and describe how one was made."""
 
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -15,7 +14,7 @@ from flowrl.config.validate import check_noising
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.offline.format import DatasetMetadata, OfflineDataset, open_dataset
-from flowrl.offline.source import Caching, StoredGroups, check_dataset
+from flowrl.offline.source import StoredGroups, check_dataset
 from flowrl.offline.writer import Refresher
 from flowrl.sampling.source import Sampler
 
@@ -27,7 +26,6 @@ INDIFFERENT = {
 CHECKED = {"allow_overlap"}  # the same, under `prompts`
 # Options under `pipeline` that change them, beside what the metadata hold anyway.
 DECISIVE = {"max_sequence_length", "precision", "keep_layers", "min_dim"}
-REFERENCE = "reference.safetensors"
 STORES = "stores"
 
 
@@ -45,7 +43,7 @@ def build_stored(
         backbone: with the guidance of training.
         resample: returns the sampler of another recipe, with the same policy.
     """
-    r, folder = config.rollout, Path(config.run.output_dir)
+    r = config.rollout
     assert r.store is not None and r.store.path is not None
     dataset, generator = open_dataset(r.store.path), sampler.generator
     check_dataset(
@@ -53,12 +51,9 @@ def build_stored(
         pipeline=config.pipeline.path, family=config.pipeline.backbone,
     )  # fmt: skip
     _check_noising(config, dataset)
-    refresher = caching = None
+    refresher = None
     if r.store.refresh_every is not None:
         refresher = _refresher(config, dataset, resample, r.store.refresh_every)
-    if r.store.cache_draws is not None:
-        key = _reference_key(config)
-        caching = Caching(draws=r.store.cache_draws, path=folder / REFERENCE, key=key)
     source = StoredGroups(
         dataset,
         backbone=backbone,
@@ -71,7 +66,6 @@ def build_stored(
         balance=config.prompts.balance,
         weights=config.prompts.weights,
         refresher=refresher,
-        caching=caching,
     )
     if source.sampler.skipped and generator.runtime.is_main:
         warnings.warn(
@@ -94,7 +88,7 @@ def check_offline(config: Config, needs: Needs) -> None:
         raise UserError(
             f"objective.kind {config.objective.kind} learns from images of its own old policy, and "
             "those of an offline data set are another's: set rollout.store to null, or take an "
-            "objective compared with the base, such as gdro, or dpo with anchor: {kind: base}"
+            "objective compared with the base, such as gdro, or dpo with anchor_every: null"
         )
 
 
@@ -104,7 +98,7 @@ def _check_noising(config: Config, dataset: OfflineDataset) -> None:
     if noising is None or store is None:
         return
     try:
-        check_noising(noising, len(dataset.metadata.sigmas) - 1, store.cache_draws)
+        check_noising(noising, len(dataset.metadata.sigmas) - 1)
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -125,15 +119,6 @@ def _refresher(
         every=every,
         folder=Path(config.run.output_dir) / STORES,
     )
-
-
-def _reference_key(config: Config) -> str:
-    """Return a digest of all but the data set that decides the reference's errors, or may."""
-    pipeline = config.pipeline.model_dump(exclude={"device", "decode_batch"})
-    pipeline |= rounding_key(config.memory)
-    objective = config.objective.model_dump(mode="json")
-    guidance, negative = config.rollout.learning_guidance_scale, config.rollout.negative_prompt
-    return _digest([json.dumps([pipeline, objective, guidance, negative], sort_keys=True)])
 
 
 def dataset_metadata(config: Config, sampler: Sampler) -> DatasetMetadata:

@@ -176,7 +176,7 @@ def build_explorer(parts: RolloutParts, exact: RolloutGenerator) -> Explorer | N
         **e.audit.arguments(),
         log=AuditLog(Path(parts.config.run.output_dir)),
     )
-    return Explorer(preview=controller.current, plan=plan, select=e.select, regenerate=e.regenerate)
+    return Explorer(preview=controller.current, plan=plan, select=e.select)
 
 
 def _preview_generator(

@@ -320,9 +320,9 @@ def row_forwards(objective: Any, steps: int) -> int:
         return objective.noising.count
     of_chain = {
         "draft": lambda o: min(o.steps, steps),
-        "draft_lv": lambda o: o.copies,
+        "draft_lv": lambda o: 2,
         "align_prop": lambda o: steps,
-        "srpo": lambda o: 1 + o.inversion,
+        "srpo": lambda o: 2,
         "leap_align": lambda o: 2,
         "flowbp_sparse": lambda o: min(o.steps, steps),
         "flowbp_bridge": lambda o: min(o.steps, steps),

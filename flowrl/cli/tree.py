@@ -12,7 +12,7 @@ from flowrl.errors import UserError
 if TYPE_CHECKING:
     from flowrl.trees.plan import TreePlan
 
-PLAIN = {"gain": 1.0, "length": 1, "strides": "1"}  # columns left out where all rows have these
+PLAIN = {"length": 1, "strides": "1"}  # columns left out where all rows have these
 
 
 def tree(

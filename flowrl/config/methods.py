@@ -12,7 +12,6 @@ TREES = {
     "branch_grpo": "BranchGRPO",
     "branch_grpo_mix": "BranchGRPO-Mix",
     "tree_grpo": "TreeGRPO",
-    "dynamic_tree": "Dynamic-TreeRPO",
     "b2_diffurl": "B2-DiffuRL",
     "tempflow": "TempFlow-GRPO",
     "g2rpo": "G2RPO",

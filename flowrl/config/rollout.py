@@ -40,20 +40,14 @@ class StoreOptions(Options):
         "Iterations after which the policy samples as many groups again, and training goes on "
         "from those; null keeps the store. The reference stays the base.",
     )
-    cache_draws: Count | None = option(
-        None,
-        "Noised versions of each image that are used over and over: the reference's errors there "
-        "are computed once and kept. null takes new ones each time.",
-    )
 
     @model_validator(mode="after")
     def _check(self) -> "StoreOptions":
-        for name in ("refresh_every", "cache_draws"):
-            if self.path is None and getattr(self, name) is not None:
-                raise ValueError(
-                    f"rollout.store.{name} is set without rollout.store.path: name the folder of a "
-                    "store, as flowrl collect makes it, or set it to null"
-                )
+        if self.path is None and self.refresh_every is not None:
+            raise ValueError(
+                "rollout.store.refresh_every is set without rollout.store.path: name the folder of "
+                "a store, as flowrl collect makes it, or set it to null"
+            )
         return self
 
 
@@ -112,11 +106,6 @@ class ExploreOptions(Options):
         "best, the worst and others at random; or any.",
         SOL_RL,
     )
-    regenerate: Flag = option(
-        True,
-        "Sample those that are kept again exactly; false learns from the candidates themselves.",
-        SOL_RL,
-    )
     precision: Precision = option(
         "auto", f"In which candidates are computed: {PRECISIONS}.", f"nvfp4 in {SOL_RL}"
     )
@@ -166,7 +155,6 @@ class WorkerOptions(Options):
     )
 
 
-Beta = Annotated[NonNegative, Field(lt=1)]
 FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
 FLOW_GRPO_CODE = "Flow-GRPO's published settings"
 
@@ -329,7 +317,6 @@ class OptimOptions(Options):
         "count. AdamW's first step moves every weight by about the rate, however small its "
         "gradient.",
     )
-    betas: tuple[Beta, Beta] = option((0.9, 0.999), "AdamW's betas.", FLOW_GRPO_CODE)
     weight_decay: NonNegative = option(1e-4, "AdamW's weight decay.", FLOW_GRPO_CODE)
     max_grad_norm: Positive = option(
         1.0, "Gradients longer than this are shortened.", FLOW_GRPO_CODE
@@ -359,7 +346,7 @@ class OptimOptions(Options):
     def build(self, parameters: "Iterable[Tensor]") -> "AdamW":
         from torch.optim import AdamW
 
-        return AdamW(parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+        return AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
 
 
 class EMAOptions(Options):

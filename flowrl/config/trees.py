@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from flowrl.trees import presets
-from flowrl.trees.plan import NoiseCoupling, PlanError, TreePlan
+from flowrl.trees.plan import NoiseCoupling, TreePlan
 from flowrl.trees.windows import (
     BRANCH_GRPO,
     FLOW_GRPO,
@@ -19,24 +19,22 @@ from flowrl.trees.windows import (
     random_share,
     random_steps,
 )
-from flowrl.utils.fields import Count, Flag, NonNegative, Number, Options, Text, Whole, option
+from flowrl.utils.fields import Count, Options, Text, Whole, option
 
 DANCE_GRPO = "DanceGRPO, arXiv 2505.07818"
-DYNAMIC_TREE = "Dynamic-TreeRPO, arXiv 2509.23352"
 B2_DIFFURL = "B2-DiffuRL, arXiv 2503.11240"
 TEMPFLOW = "TempFlow-GRPO, arXiv 2508.04324"
 G2RPO = "G2RPO, arXiv 2510.01982"
 E_GRPO = "E-GRPO, arXiv 2601.00423"
 INSIDE = "Which steps are stochastic and trained; kind: all, fixed, random, progressive, geometric."
-SIBLINGS = "How the noises of siblings depend on each other: {kind, strength}."
 SIMPLEX = "independent in the paper; simplex loses none of the gradient to the group's mean"
 SPLITS = "Steps at which to branch."
-DRAW = "Steps of `at` that get a fan, others in every rollout; null is all of them, far more work."
+DRAW = "Number of steps of `at` with a fan, new ones in each rollout; null is all, far more work."
+DANCE_SHARE = 0.6  # of the stochastic steps is trained
+B2_FIRST = 0.7  # of the steps is trained at first: 14 of 20
 
 Branch = Annotated[Count, Field(ge=2)]
 Steps = Annotated[list[Whole], Field(max_length=1000)]
-Lengths = Annotated[list[Count], Field(max_length=100)]
-Share = Annotated[Number, Field(gt=0, le=1)]
 
 
 class TreeOptions(Options):
@@ -54,10 +52,10 @@ class TreeOptions(Options):
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
         """Return the preset's arguments: the options, with the steps of the window, if any."""
-        found = self.arguments()
-        if "window" in found:
-            found["window"] = found["window"].steps(iteration, steps, seed)
-        return found
+        arguments = self.arguments()
+        if "window" in arguments:
+            arguments["window"] = arguments["window"].steps(iteration, steps, seed)
+        return arguments
 
 
 class ODEOptions(TreeOptions):
@@ -84,15 +82,12 @@ class FlowGRPOFastOptions(TreeOptions):
 
 
 class DanceGRPOOptions(TreeOptions):
-    """Chains from one initial noise, of which a random share of steps is trained."""
+    """Chains from one initial noise; a random 60 % of the stochastic steps are trained."""
 
     kind: Literal["dance_grpo"] = option("dance_grpo", "Chains from one noise.", DANCE_GRPO)
-    trained_share: Share = option(
-        0.6, "Share of the stochastic steps that is trained, others in every rollout.", DANCE_GRPO
-    )
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
-        return {"trained": random_share(steps, self.trained_share, seed, iteration)}
+        return {"trained": random_share(steps, DANCE_SHARE, seed, iteration)}
 
 
 class MixGRPOOptions(TreeOptions):
@@ -100,59 +95,48 @@ class MixGRPOOptions(TreeOptions):
 
     kind: Literal["mix_grpo"] = option("mix_grpo", "One trunk up to the window.", MIX_GRPO)
     window: Window = option(ProgressiveWindow(size=4, period=25), INSIDE, MIX_GRPO)
-    shared_prefix: Flag = option(
-        True, "Sample the steps before the window once, since all images of a prompt share them."
+
+
+class SiblingOptions(TreeOptions):
+    """Options of trees whose nodes have several noisy children."""
+
+    coupling: NoiseCoupling = option(
+        NoiseCoupling(), "Dependence between the noises of siblings: {kind, strength}.", SIMPLEX
     )
 
 
-class BranchGRPOOptions(TreeOptions):
+class BranchGRPOOptions(SiblingOptions):
     """Trees with noise in every step but the last, which branch at chosen steps."""
 
     kind: Literal["branch_grpo"] = option("branch_grpo", "Trees, all stochastic.", BRANCH_GRPO)
     branch: Branch = option(2, "Children at a split.", BRANCH_GRPO)
     splits: Steps = option([0, 3, 6, 9], SPLITS, f"{BRANCH_GRPO}: dense")
-    coupling: NoiseCoupling = option(presets.BRANCH_COUPLING, SIBLINGS, BRANCH_GRPO)
+    coupling: NoiseCoupling = option(
+        presets.BRANCH_COUPLING,
+        "Dependence between the noises of siblings: {kind, strength}.",
+        BRANCH_GRPO,
+    )
 
 
-class BranchGRPOMixOptions(TreeOptions):
+class BranchGRPOMixOptions(BranchGRPOOptions):
     """Trees with noise at the splits and in a moving window only."""
 
     kind: Literal["branch_grpo_mix"] = option(
         "branch_grpo_mix", "Trees, stochastic at the splits and in a window.", BRANCH_GRPO
     )
-    branch: Branch = option(2, "Children at a split.", BRANCH_GRPO)
-    splits: Steps = option([0, 3, 6, 9], SPLITS, f"{BRANCH_GRPO}: dense")
     window: Window = option(
         ProgressiveWindow(size=4, period=30),
         "Which steps are stochastic beside the splits.",
         BRANCH_GRPO,
     )
-    coupling: NoiseCoupling = option(presets.BRANCH_COUPLING, SIBLINGS, BRANCH_GRPO)
 
 
-class TreeGRPOOptions(TreeOptions):
+class TreeGRPOOptions(SiblingOptions):
     """Trees that branch at each step of a window, ODE elsewhere."""
 
     kind: Literal["tree_grpo"] = option("tree_grpo", "Trees in a window.", TREE_GRPO)
     branch: Branch = option(3, "Children at a step.", TREE_GRPO)
     window: Window = option(GeometricWindow(size=3, ratio=0.5), "Which steps branch.", TREE_GRPO)
-    coupling: NoiseCoupling = option(NoiseCoupling(), SIBLINGS, SIMPLEX)
-
-
-class DynamicTreeOptions(TreeOptions):
-    """Binary trees in a window whose noise grows with the depth."""
-
-    kind: Literal["dynamic_tree"] = option("dynamic_tree", "Binary trees.", DYNAMIC_TREE)
-    window: Window = option(
-        ProgressiveWindow(size=4, period=25), "Which steps branch.", DYNAMIC_TREE
-    )
-    gain_growth: NonNegative = option(
-        0.0,
-        "Growth b of the noise: its strength is multiplied by 1 + b k / size at depth k of the "
-        "window.",
-        "Dynamic-TreeRPO: linear; its exact formula and value could not be compared",
-    )
-    coupling: NoiseCoupling = option(NoiseCoupling(), SIBLINGS, SIMPLEX)
 
 
 class B2DiffuRLOptions(TreeOptions):
@@ -160,18 +144,11 @@ class B2DiffuRLOptions(TreeOptions):
 
     kind: Literal["b2_diffurl"] = option("b2_diffurl", "Continuations of a trunk.", B2_DIFFURL)
     branch: Branch = option(5, "Continuations of a trunk.", B2_DIFFURL)
-    first: Share = option(0.7, "Share of the steps that is trained at first.", "14 of 20 steps")
-    last: Share = option(1.0, "Share of the steps that is trained at the end.", "20 of 20 steps")
     period: Count = option(
-        100, "Iterations in which it grows from the first to the last.", B2_DIFFURL
+        100, "Iterations in which the trained part grows from 70 % to all of the steps.", B2_DIFFURL
     )
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
-        if self.first > self.last:
-            raise PlanError(
-                f"rollout.tree.first is {self.first}, but the trained part grows to "
-                f"rollout.tree.last, {self.last}: the nearest that works is {self.last}"
-            )
         trained = presets.b2_stage(iteration, self.period, *self._ends(steps))
         return {"branch": self.branch, "last": trained}
 
@@ -182,43 +159,36 @@ class B2DiffuRLOptions(TreeOptions):
 
     def _ends(self, steps: int) -> tuple[int, int]:
         """Return how many steps are trained at first, and at the end."""
-        return max(2, round(self.first * steps)), max(2, round(self.last * steps))
+        return max(2, round(B2_FIRST * steps)), max(2, steps)
 
 
-class TempFlowOptions(TreeOptions):
+class TempFlowOptions(SiblingOptions):
     """Trunks without noise, with a fan of one noisy step at every step."""
 
     kind: Literal["tempflow"] = option("tempflow", "Trunks with fans.", TEMPFLOW)
     width: Count = option(6, "Children of a fan.", TEMPFLOW)
     at: Steps | None = option(None, "Steps with a fan; null is all but the last.", TEMPFLOW)
-    coupling: NoiseCoupling = option(NoiseCoupling(), SIBLINGS, SIMPLEX)
 
 
-class G2RPOOptions(TreeOptions):
+class G2RPOOptions(SiblingOptions):
     """Trunks with fans whose children are finished several times, coarsely and finely."""
 
     kind: Literal["g2rpo"] = option("g2rpo", "Trunks with fans of several strides.", G2RPO)
     width: Count = option(12, "Children of a fan.", G2RPO)
     at: Steps | None = option(None, "Steps with a fan; null is the first half.", G2RPO)
     draw: Count | None = option(1, DRAW, "all of them in the paper")
-    strides: Lengths = option(
-        [1, 2, 3], "Every child is finished once in moves of so many steps.", G2RPO
-    )
-    coupling: NoiseCoupling = option(NoiseCoupling(), SIBLINGS, SIMPLEX)
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
         return _fan_arguments(self, iteration, steps, seed)
 
 
-class EGRPOOptions(TreeOptions):
+class EGRPOOptions(SiblingOptions):
     """Trunks with fans whose noisy step merges several steps."""
 
     kind: Literal["e_grpo"] = option("e_grpo", "Trunks with fans of merged steps.", E_GRPO)
     width: Count = option(12, "Children of a fan.", E_GRPO)
     at: Steps | None = option(None, "Steps with a fan; null is the first half.", E_GRPO)
     draw: Count | None = option(1, DRAW, "all of them in the paper")
-    lengths: Lengths = option([1, 2], "A fan for each merges so many steps.", E_GRPO)
-    coupling: NoiseCoupling = option(NoiseCoupling(), SIBLINGS, SIMPLEX)
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
         return _fan_arguments(self, iteration, steps, seed)
@@ -227,12 +197,12 @@ class EGRPOOptions(TreeOptions):
 def _fan_arguments(
     options: G2RPOOptions | EGRPOOptions, iteration: int, steps: int, seed: int
 ) -> dict[str, Any]:
-    found = options.arguments()
-    at, draw = found["at"], found.pop("draw")
+    arguments = options.arguments()
+    at, draw = arguments["at"], arguments.pop("draw")
     among = presets.check_steps("at", range(steps // 2) if at is None else at, steps)
-    if draw is not None and "lengths" in found:
-        presets.check_alike(steps, among, found["lengths"])
-    return found | {"at": random_steps(among, draw, seed, iteration)}
+    if draw is not None and isinstance(options, EGRPOOptions):
+        presets.check_alike(steps, among, presets.E_GRPO_LENGTHS)
+    return arguments | {"at": random_steps(among, draw, seed, iteration)}
 
 
 class CustomTreeOptions(TreeOptions):
@@ -259,7 +229,6 @@ Tree = Annotated[
     | BranchGRPOOptions
     | BranchGRPOMixOptions
     | TreeGRPOOptions
-    | DynamicTreeOptions
     | B2DiffuRLOptions
     | TempFlowOptions
     | G2RPOOptions
@@ -280,7 +249,7 @@ PUBLISHED_CREDIT = {
     "branch_grpo": "{scope: depth, scale: std, ddof: 1, floor: 1e-8}",
     "branch_grpo_mix": "{scope: depth, scale: std, ddof: 1, floor: 1e-8}",
     "tree_grpo": "{fusion: local, scale: std}",
-    "b2_diffurl": "{scale: std, floor: 1e-8, keep: {kind: b2_pairs}}",
+    "b2_diffurl": "{scale: std, floor: 1e-8, keep: b2_pairs}",
     "tempflow": "{edges: fan, scope: leaf, scale: std}",
     "g2rpo": "{edges: fan, scope: leaf, scale: std}",
     "e_grpo": "{edges: fan, scope: leaf, scale: std}",

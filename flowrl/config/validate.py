@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from flowrl.config.objectives import (
-    ComparedOptions,
     CreditOptions,
     GRPOOptions,
     NoisingOptions,
@@ -60,7 +59,6 @@ def check_plans(plans: Plans, rollout: RolloutOptions, objective: Objective, see
     if not rollout.reads_store:
         check_states(objective.states, plans, rollout, seed)
     for plan in plans:
-        _check_gains(rollout, [move.gain for move in plan.moves if move.noise])
         if isinstance(objective, GRPOOptions):
             check_credit(objective.credit, plan)
         if isinstance(objective, SPOOptions):
@@ -102,22 +100,6 @@ def check_states(states: str, plans: Plans, rollout: RolloutOptions, seed: int) 
             f"rollout.training_guidance_scale is {training:g} and rollout.guidance_scale "
             f"{sampling:g}, but this objective learns from the rollout's own steps, which need the "
             "same: set training_guidance_scale to null"
-        )
-
-
-def _check_gains(rollout: RolloutOptions, gains: list[float]) -> None:
-    """Check that the kernel can take the noise as the tree multiplies it."""
-    gain = max(gains, default=1.0)
-    if rollout.kernel == "cps" and gain * rollout.noise_level > 1:
-        raise ValueError(
-            f"rollout.tree raises the noise {gain:g} times above rollout.noise_level "
-            f"{rollout.noise_level:g}, but cps takes at most 1 in all: the nearest noise_level "
-            f"that works is {1 / gain:g}"
-        )
-    if rollout.kernel == "renoise" and set(gains) - {1.0}:
-        raise ValueError(
-            f"rollout.tree multiplies the noise by up to {gain:g}, but renoise always replaces all "
-            "of it: the nearest rollout.tree.gain_growth that works is 0"
         )
 
 
@@ -204,33 +186,12 @@ def check_objective(objective: Objective, rollout: RolloutOptions) -> None:
     """Check that the objective's options agree with each other and with those of the rollout."""
     if isinstance(objective, GRPOOptions):
         _check_grpo(objective, rollout)
-    noising, store = getattr(objective, "noising", None), rollout.store
+    noising = getattr(objective, "noising", None)
     if noising is not None and not rollout.reads_store:
         check_noising(noising, rollout.num_inference_steps)
-    if store is None or store.cache_draws is None:
-        return
-    compared = isinstance(objective, ComparedOptions)
-    if not compared or objective.anchor.kind != "base" or objective.kl_coef > 0:
-        raise ValueError(
-            "rollout.store.cache_draws keeps errors of the base model, which serve dpo, gdro, "
-            "lair, dgpo and kto with anchor base and kl_coef 0, not this objective "
-            f"({objective.kind}): set it to null"
-        )
-    count = objective.noising.count
-    if store.cache_draws < count:
-        raise ValueError(
-            f"rollout.store.cache_draws is {store.cache_draws}, fewer than the {count} of "
-            f"objective.noising.count that each image takes: the nearest that works is {count}"
-        )
 
 
 def _check_grpo(objective: GRPOOptions, rollout: RolloutOptions) -> None:
-    if (objective.clip_nats is None) == (objective.clip_eps is None):
-        state = "neither is" if objective.clip_nats is None else "both are"
-        raise ValueError(
-            f"objective.clip_nats and objective.clip_eps: {state} set, expected one; to use "
-            "clip_eps, write objective.clip_nats=null beside it"
-        )
     if objective.kl_form == "latent_no_dt" and rollout.kernel in ("cps", "renoise"):
         raise ValueError(
             "objective.kl_form is latent_no_dt, which leaves out the step length of an SDE, and "
@@ -279,7 +240,7 @@ def check_credit(credit: CreditOptions, plan: TreePlan) -> None:
         for name, value, instead in (
             ("scope", credit.scope in ("leaf", "depth", "sibling"), "prompt"),
             ("edges", credit.edges == "sibling", "node"),
-            ("keep", credit.keep.kind == "parent_top1", "extreme or max_variance"),
+            ("keep", credit.keep == "parent_top1", "extreme"),
         ):
             if value:
                 raise ValueError(
@@ -309,21 +270,15 @@ def check_spo(plan: TreePlan) -> None:
         )
 
 
-def check_noising(noising: NoisingOptions, steps: int, pool: int | None = None) -> None:
-    """Raise ValueError when a schedule of `steps` has fewer noise levels than are asked for.
-
-    pool: rollout.store.cache_draws, where errors of the base are kept.
-    """
+def check_noising(noising: NoisingOptions, steps: int) -> None:
+    """Raise ValueError when a schedule of `steps` has fewer noise levels than `noising` takes."""
     if noising.times.kind != "schedule":
         return
     left = int(steps * noising.times.fraction + 1e-9) - noising.times.skip_first
-    name, count = "objective.noising.count", noising.count
-    if pool is not None:
-        name, count = "rollout.store.cache_draws", pool
-    if count > left:
+    if noising.count > left:
         raise ValueError(
-            f"{name} is {count}, but objective.noising.times leaves {left} of "
-            f"the rollout's {steps} noise levels to choose from: the nearest that works is "
+            f"objective.noising.count is {noising.count}, but objective.noising.times leaves "
+            f"{left} of the rollout's {steps} noise levels: the nearest that works is "
             f"{max(left, 1)}" + (", with a larger fraction" if left < 1 else "")
         )
 
@@ -337,12 +292,11 @@ def check_sharding(
     """Check that nothing copies or changes the weights of a network that is in parts."""
     if runtime.shard is None:
         return
-    explore, store = rollout.explore, rollout.store
+    explore = rollout.explore
     for option, value, works in (
         ("rollout.merge_lora", rollout.merge_lora is True, "auto"),
         ("rollout.compile", rollout.compile, "false"),
         ("rollout.explore.precision", explore is not None and explore.precision != "bf16", "bf16"),
-        ("rollout.store.cache_draws", store is not None and store.cache_draws, "null"),
         ("pipeline.precision", pipeline.precision not in (None, "bf16"), "null"),
         ("memory.base_bits", memory.base_bits is not None, "null"),
     ):

@@ -89,31 +89,9 @@ def simplex(z: Tensor, shared: Tensor | None, strength: float) -> Tensor:
     return math.sqrt(siblings / (siblings - 1)) * (z - z.mean(1, keepdim=True))
 
 
-def antithetic(z: Tensor, shared: Tensor | None, strength: float) -> Tensor:
-    """Neighbours are each other's negative: z_0, -z_0, z_2, -z_2, ... ValueError for odd K > 1."""
-    siblings = z.shape[1]
-    if siblings == 1:
-        return z
-    if siblings % 2:
-        raise ValueError(f"antithetic siblings come in pairs, got {siblings}: use an even number")
-    first = z[:, 0::2]
-    return torch.stack((first, -first), dim=2).flatten(1, 2)
-
-
-def scaled(z: Tensor, shared: Tensor | None, strength: float) -> Tensor:
-    """strength * z, while the density is taken at the std of z: the released BranchGRPO code.
-
-    For reproduction only. It breaks the marginals, and what it calls the old density is not that
-    of the draw: for a mean moved by delta stds E[ratio] is exp(|delta|^2 (strength^2 - 1) / 2).
-    """
-    return z if z.shape[1] == 1 else strength * z
-
-
 COUPLINGS: dict[str, Couple] = {
     "independent": independent,
     "shared": shared_noise,
     "simplex": simplex,
-    "antithetic": antithetic,
-    "scaled": scaled,
 }
 NEEDS_SHARED = frozenset({"shared"})

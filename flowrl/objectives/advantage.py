@@ -1,78 +1,98 @@
 """Advantages: how much better an image, or a node of a tree, is than those it is compared with."""
 
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from flowrl.config.objectives import AdvantageOptions
 from flowrl.functional.groups import lone
 from flowrl.functional.noise import keyed_uniform, noise_seed
 from flowrl.scoring.combine import combine_gdpo
 from flowrl.trajectory import Rollout
 
-Scope = Literal["leaf", "prompt", "depth", "sibling", "joint"]
-Center = Literal["mean", "median"]
-Scale = Literal["std", "mad", "none", "global"]
-
-# Differences below this share of a tree's largest value are rounding errors of fused values.
-ROUNDING = 1e-12
+ADVANTAGE_CLIP = 5.0  # largest advantage of either sign in Flow-GRPO, DiffusionNFT and AWM
+ROUNDING = 1e-12  # differences below this share of the largest value are rounding errors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advantages:
-    """Compare the images of each prompt; see the options of the same names."""
+def z_scores(
+    value: Tensor,
+    population: Tensor,
+    options: AdvantageOptions,
+    counted: Tensor | None = None,
+    leaf: Tensor | None = None,
+) -> Tensor:
+    """Return (value - mean) / (std + floor) of each value in its population. (N,) float64
 
-    rewards: str = "sum"
-    center: Center = "mean"
-    scale: Scale | Literal["auto"] = "auto"
-    ddof: int = 0
-    floor: float = 1e-4
-    clip: float = 5.0
+    A population with fewer than two values, or with equal ones, gets exactly 0; so does NaN.
 
-    def __call__(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return advantages (G,) fp32, 0 where there is nothing to compare with, and a mask (G,).
-
-        The mask is True for images with a reward of prompts with at least two of them.
-        """
-        value, valid = image_reward(rollout, self.rewards)
-        group = rollout.group.cpu()
-        whole = torch.ones(1, dtype=torch.bool)
-        advantage = normalise(
-            value.masked_fill(~valid, torch.nan)[:, None],
-            Population(key=group[:, None], counted=whole, leaf=whole),
-            center=self.center,
-            scale=resolve_scale(self.rewards, self.scale),
-            ddof=self.ddof,
-            floor=self.floor,
-        )
-        compared = valid & ~lone(valid, group)
-        return clip_advantage(advantage.squeeze(1), self.clip).float(), compared
-
-
-def image_reward(rollout: Rollout, rewards: str) -> tuple[Tensor, Tensor]:
-    """Return each image's reward (G,), and whether it is known (G,) bool.
-
-    rewards: "sum", the weighted sum, or "gdpo", GDPO's sum of each reward's z-scores, which is
-    known as soon as one of them is.
+    Args:
+        value: (N,), NaN where there is none.
+        population: (N,) long, the values of one number are compared with each other.
+        counted: (N,) bool, values that enter mean and std; the rest is only measured by them.
+        leaf: (N,) bool, values whose std is the divisor with scale global. Both default to all.
     """
-    if rewards == "sum":
+    value, population = value.detach().cpu().double(), population.cpu()
+    present, advantage = ~value.isnan(), torch.zeros(len(value), dtype=torch.float64)
+    counted = present if counted is None else present & counted
+    everything = value[present if leaf is None else present & leaf]
+    for rows in _members(population):
+        rows, members = rows[present[rows]], value[rows[counted[rows]]]
+        if len(members) > 1 and members.max() - members.min() > _rounding(members):
+            distance = value[rows] - members.mean()
+            distance = torch.where(distance.abs() > _rounding(members), distance, 0.0)
+            advantage[rows] = distance / divisor(members, everything, options)
+    return advantage
+
+
+def _members(population: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of each population, ascending."""
+    names, order = population.sort(stable=True)
+    return order.split(names.unique_consecutive(return_counts=True)[1].tolist())
+
+
+def _rounding(members: Tensor) -> Tensor:
+    return ROUNDING * members.abs().max()
+
+
+def divisor(members: Tensor, everything: Tensor, options: AdvantageOptions) -> Tensor:
+    """Return the number that distances from the mean are divided by. ()
+
+    members: the values of a population; everything: those of all leaves. float64.
+    """
+    scale = options.scale
+    if scale == "auto":  # the last step of GDPO divides its sum of z-scores by their global std
+        scale = "global" if options.rewards == "gdpo" else "std"
+    if scale == "none":
+        return torch.ones((), dtype=members.dtype)
+    values = everything if scale == "global" else members
+    if len(values) <= options.ddof:
+        return torch.tensor(options.floor, dtype=members.dtype)
+    return values.std(correction=options.ddof) + options.floor
+
+
+def clip_advantage(advantage: Tensor) -> Tensor:
+    """Bound advantages to +-ADVANTAGE_CLIP; a group's sum is then no longer exactly 0."""
+    return advantage.clamp(-ADVANTAGE_CLIP, ADVANTAGE_CLIP)
+
+
+def image_advantages(rollout: Rollout, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+    """Return the advantages of all images (G,) fp32, and which of them are compared (G,) bool.
+
+    Compared are images with a reward of prompts with at least two of them; the rest gets 0.
+    """
+    value, valid = image_reward(rollout, options)
+    group = rollout.group.cpu()
+    advantage = z_scores(value.masked_fill(~valid, torch.nan), group, options)
+    return clip_advantage(advantage).float(), valid & ~lone(valid, group)
+
+
+def image_reward(rollout: Rollout, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+    """Return each image's reward (G,), and whether it has one (G,) bool."""
+    if options.rewards == "sum":
         return rollout.reward.cpu(), rollout.valid.cpu()
     combined = combine_gdpo(rollout.terms, rollout.weights, rollout.group, rollout.applicable)
     return combined, ~combined.isnan()
-
-
-def resolve_scale(rewards: str, scale: Scale | Literal["auto"]) -> Scale:
-    """Replace "auto": "global" is the last step of GDPO, for its z-scores; "std" otherwise."""
-    if scale != "auto":
-        return scale
-    return "global" if rewards == "gdpo" else "std"
-
-
-def clip_advantage(advantage: Tensor, limit: float) -> Tensor:
-    """Bound advantages to [-limit, limit]; a group's sum is then no longer exactly 0."""
-    return advantage.clamp(-limit, limit)
 
 
 def tie_break_noise(rollout: Rollout) -> Tensor:
@@ -82,147 +102,6 @@ def tie_break_noise(rollout: Rollout) -> Tensor:
         for image in range(len(rollout.reward))
     ]
     return keyed_uniform(seeds, (1,)).squeeze(1)
-
-
-# --- Nodes of trees, each against those it is compared with ------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Population:
-    """Which of the n nodes of R trees are compared with each other."""
-
-    key: Tensor  # (R, n) long, number of the node's population
-    counted: Tensor  # (n,) bool, nodes that enter its statistics; others are only measured by them
-    leaf: Tensor  # (n,) bool
-
-
-def population(
-    scope: Scope,
-    *,
-    group: Tensor,
-    parent: Tensor,
-    step: Tensor,
-    noisy: Tensor | None = None,
-) -> Population:
-    """Return the populations of a scope.
-
-    Args:
-        scope: nodes are compared with the leaves of their own tree (leaf); those of all trees of
-            the prompt (prompt), TreeGRPO (2512.08153); nodes of their step in their tree (depth),
-            BranchGRPO (2509.06040); children of their parent (sibling); or the `noisy` nodes of all
-            trees of the prompt (joint), Stepwise-Flow-GRPO (2603.28718).
-        group: (R,) long, prompt of each tree.
-        parent, step: (n,) long.
-        noisy: (n,) bool, needed by joint.
-
-    Raises:
-        ValueError: another scope.
-    """
-    nodes, tree, prompt = torch.arange(len(parent)), torch.arange(len(group)), group.cpu()
-    tree, prompt = tree[:, None], prompt[:, None]
-    leaf, every = ~torch.isin(nodes, parent), torch.ones(len(parent), dtype=torch.bool)
-    choices = {
-        "leaf": (tree, leaf),
-        "prompt": (prompt, leaf),
-        "depth": (tree * (step.max() + 1) + step, every),
-        "sibling": (tree * (len(parent) + 1) + parent + 1, every),
-        "joint": (prompt, every if noisy is None else noisy),
-    }
-    key, counted = choices[_choice("advantage scope", scope, choices)]
-    if scope == "joint" and noisy is None:
-        raise ValueError("scope 'joint' compares the noisy nodes, and `noisy` is None")
-    return Population(key=key.expand(len(group), len(parent)), counted=counted, leaf=leaf)
-
-
-def class_population(
-    owner: Tensor, leaf_class: Tensor, *, parent: Tensor, leaf: Tensor
-) -> Population:
-    """Compare leaves with those of their own class: the fan and the stride they come from.
-
-    TempFlow-GRPO (2508.04324) and G2RPO (2510.01982). leaf_class, leaf: (l,) long. owner: (R,)
-    long, who shares a population: the tree's own number, or its prompt. Nodes that are not leaves
-    have no population and get 0.
-    """
-    classes = torch.full((len(parent),), -1)
-    classes[leaf] = leaf_class
-    counted = classes >= 0
-    key = owner.cpu()[:, None] * (classes.max() + 1) + classes
-    return Population(key=torch.where(counted, key, -1), counted=counted, leaf=counted)
-
-
-def normalise(
-    value: Tensor,
-    among: Population,
-    *,
-    center: Center = "mean",
-    scale: Scale = "std",
-    ddof: int = 0,
-    floor: float = 1e-4,
-) -> Tensor:
-    """Return the advantages (v - center) / (scale + floor). (R, n) float64, never NaN.
-
-    Args:
-        value: (R, n), NaN where a node has none.
-        center: the median of an even number is the mean of the middle two.
-        scale: std with `ddof`, mad (median distance to the median), global (std of all leaves of
-            all trees) or none, which divides by 1. Median, mad and floor 1e-3 are MC-GRPO's
-            (2601.22582).
-
-    A population with fewer than two values, or with values equal up to rounding, gets exactly 0,
-    and so does a node at the center. Raises ValueError unless floor > 0, or for other words.
-    """
-    if not floor > 0:
-        raise ValueError(f"floor is {floor}; it must be positive, for scales can be 0")
-    exact = value.detach().cpu().double()
-    known = ~exact.isnan()
-    rounding = ROUNDING * torch.where(known, exact.abs(), 0.0).amax(1, keepdim=True)
-    middle = CENTERS[_choice("advantage center", center, CENTERS)]
-    spread = _spread(scale, exact[:, among.leaf], ddof, floor)
-    flat, tiny = exact.flatten(), rounding.expand_as(exact).flatten()
-    counted = (among.counted & known).flatten()
-    advantage = torch.zeros_like(flat)
-    places = torch.nonzero(known.flatten()).squeeze(1)
-    names, order = among.key.flatten()[places].sort(stable=True)
-    sizes = names.unique_consecutive(return_counts=True)[1].tolist()
-    for rows in places[order].split(sizes):
-        members = flat[rows[counted[rows]]]
-        tolerance = tiny[rows].max()
-        if len(members) > 1 and bool(members.max() - members.min() > tolerance):
-            away = flat[rows] - middle(members)
-            away = torch.where(away.abs() > tolerance, away, 0.0)
-            advantage[rows] = away / spread(members)
-    return advantage.view_as(exact)
-
-
-def _median(members: Tensor) -> Tensor:
-    # torch.median takes the lower of the middle two, which is biased.
-    ordered = members.sort().values
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-
-
-def _std(members: Tensor, ddof: int) -> Tensor:
-    return members.std(correction=ddof) if len(members) > ddof else members.new_zeros(())
-
-
-CENTERS: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "median": _median}
-
-
-def _spread(scale: Scale, leaves: Tensor, ddof: int, floor: float) -> Callable[[Tensor], Tensor]:
-    """Return what deviations are divided by, as a function of a population's members."""
-    leaves = leaves[~leaves.isnan()]
-    spreads: dict[str, Callable[[Tensor], Tensor]] = {
-        "std": lambda members: _std(members, ddof) + floor,
-        "mad": lambda members: _median((members - _median(members)).abs()) + floor,
-        "none": lambda members: members.new_ones(()),
-        "global": lambda _: _std(leaves, ddof) + floor,
-    }
-    return spreads[_choice("advantage scale", scale, spreads)]
-
-
-def _choice(what: str, word: str, options: Collection[str]) -> str:
-    if word not in options:
-        raise ValueError(f"{what} is {word!r}; it must be one of {', '.join(options)}")
-    return word
 
 
 def exact_rewards(reward: Tensor, valid: Tensor) -> Tensor:

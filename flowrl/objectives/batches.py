@@ -10,7 +10,7 @@ from torch import Tensor
 from flowrl.errors import UserError
 from flowrl.functional.full_batches import even_rows
 from flowrl.functional.groups import lone, undecided
-from flowrl.trajectory import Conditioning, Metrics, ReferenceErrors, Rollout, Tree
+from flowrl.trajectory import Conditioning, Metrics, Rollout, Tree
 
 Compared = Literal["image", "group", "update"]
 
@@ -31,7 +31,6 @@ class Endpoints:
     compared: Compared  # which images the loss must see together
     seed: int  # of the noise in training, a function of it and the row's numbers
     left_out: dict[str, float]  # reason -> share of the rollout's images that are not here
-    known: ReferenceErrors | None = None  # as in `Rollout`; noise then comes from its fixed pool
 
     @staticmethod
     def from_rollout(
@@ -71,7 +70,6 @@ class Endpoints:
             compared=compared,
             seed=rollout.seed,
             left_out=_left_out(rollout, keep),
-            known=rollout.known,
         )
 
     def __len__(self) -> int:

@@ -1,16 +1,17 @@
 """GDRO (2601.02036): a group's implicit rewards learn the ranking of its rewards; and LAIR."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from flowrl.config.objectives import GDROOptions, LAIROptions
 from flowrl.functional.groups import GroupRows, best_of_group, group_rows, require_finite, undecided
-from flowrl.objectives.advantage import Advantages, tie_break_noise
+from flowrl.objectives.advantage import image_advantages, tie_break_noise
 from flowrl.objectives.base import Models
 from flowrl.objectives.batches import Compared, Endpoints, without_siblings
-from flowrl.objectives.implicit_reward import ImplicitReward, implicit_reward
+from flowrl.objectives.implicit_reward import ImplicitReward
 from flowrl.trajectory import Metrics, Rollout
 
 
@@ -94,13 +95,11 @@ def _valid_tau(tau: float) -> bool:
     return tau > 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GDRO(ImplicitReward):
-    """See the options of the same names."""
+    """Compare all images of a group by their implicit rewards."""
 
-    tau: float
-    form: Literal["suffixes", "top1"] = "suffixes"
-    top1_coef: float = 1.0
+    options: GDROOptions
     compared: ClassVar[Compared] = "group"
 
     def prepare(self, rollout: Rollout) -> Endpoints:
@@ -113,15 +112,16 @@ class GDRO(ImplicitReward):
 
     def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
         errors = self.errors(models, batch)
-        s = implicit_reward(errors.policy, errors.anchor, self.implicit_beta)
-        if self.form == "suffixes":
-            ranking = suffix_loss(s, batch.reward, batch.group, self.tau, batch.signal)
+        tau, s = self.options.tau, self.options.implicit_beta * -errors.delta
+        if self.options.form == "suffixes":
+            ranking = suffix_loss(s, batch.reward, batch.group, tau, batch.signal)
         else:
-            ranking = top1_loss(s, batch.reward, batch.group, self.tau)
+            ranking = top1_loss(s, batch.reward, batch.group, tau)
         # The best of a prompt whose images all score alike is none, and may be a failure.
         decided = ~undecided(batch.reward, batch.group)
         best = (decided * best_error(errors.policy, batch.reward, batch.group)).mean()
-        loss = ranking.mean() + self.top1_coef * best + self.kl_coef * errors.penalty
+        loss = ranking.mean() + self.options.top1_coef * best
+        loss = loss + self.options.kl_coef * errors.penalty
         return loss, {
             "policy/error": errors.policy.detach().mean(),
             "policy/error_best": best.detach(),
@@ -137,21 +137,21 @@ def lair_loss(s: Tensor, advantage: Tensor, kappa: float) -> Tensor:
     return -advantage * s + kappa / 2 * s**2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LAIR(ImplicitReward):
-    """See the options of the same names."""
+    """Regress implicit rewards on advantages."""
 
-    advantage: Advantages
-    kappa: float
+    options: LAIROptions
 
     def prepare(self, rollout: Rollout) -> Endpoints:
         """Return all images that are compared; tied prompts have advantage 0 and pull to 0."""
-        return self.endpoints(rollout, *self.advantage(rollout))
+        return self.endpoints(rollout, *image_advantages(rollout, self.options.advantage))
 
     def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
         errors = self.errors(models, batch)
-        s = implicit_reward(errors.policy, errors.anchor, self.implicit_beta)
-        loss = lair_loss(s, batch.signal, self.kappa).mean() + self.kl_coef * errors.penalty
+        s = self.options.implicit_beta * -errors.delta
+        loss = lair_loss(s, batch.signal, self.options.kappa).mean()
+        loss = loss + self.options.kl_coef * errors.penalty
         return loss, {
             "policy/error": errors.policy.detach().mean(),
             "policy/implicit_reward_std": s.detach().std(correction=0),

@@ -1,11 +1,11 @@
 """GRPO on the denoising steps of a flow: Flow-GRPO (2505.05470) and what was built on it."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from flowrl.config.objectives import GRPOOptions
 from flowrl.functional.gaussian import (
     latent_kl,
     latent_kl_no_dt,
@@ -15,7 +15,7 @@ from flowrl.functional.gaussian import (
 )
 from flowrl.functional.sde import Step, StepKernel
 from flowrl.objectives.base import Models, Needs
-from flowrl.objectives.tree_credit import TreeCredit
+from flowrl.objectives.tree_credit import tree_credit
 from flowrl.trajectory import Metrics, Rollout, Transitions, Tree, transitions
 
 
@@ -44,8 +44,8 @@ def velocity_gain(step: Step, sigma: Tensor, sigma_next: Tensor, g: Tensor) -> T
     since denoising walks against it.
     """
     x = torch.zeros_like(sigma)[:, None]
-    (there, _), (here, _) = (step(x, v, sigma, sigma_next, g) for v in (x + 1, x))
-    return (there - here).squeeze(1)
+    (mean_one, _), (mean_zero, _) = (step(x, v, sigma, sigma_next, g) for v in (x + 1, x))
+    return (mean_one - mean_zero).squeeze(1)
 
 
 def mean_one(weight: Tensor, move: Tensor) -> Tensor:
@@ -62,32 +62,16 @@ def mean_one(weight: Tensor, move: Tensor) -> Tensor:
     return weight / ((weight / size[number]).sum() / len(size))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GRPO:
-    """Clipped surrogate of each trained step, weighted by its advantage.
+    """Clipped surrogate of each trained step, weighted by its advantage."""
 
-    Fields: see `GRPOOptions` in config/objectives.py; kernel is the rollout's. Exactly one of
-    clip_nats and clip_eps is not None.
-    """
-
-    kernel: StepKernel
-    credit: TreeCredit
-    ratio: Literal["gaussian", "normalised"] = "gaussian"
-    clip_nats: float | None = 6.5
-    clip_eps: float | None = None
-    step_weight: Literal["none", "noise", "equal"] = "none"
-    kl_coef: float = 0.0
-    kl_form: Literal["velocity", "latent_dt", "latent_no_dt"] = "velocity"
-
-    def __post_init__(self) -> None:
-        if (self.clip_nats is None) == (self.clip_eps is None):
-            raise ValueError(
-                f"give one of clip_nats and clip_eps, got {self.clip_nats} and {self.clip_eps}"
-            )
+    options: GRPOOptions
+    kernel: StepKernel  # the rollout's
 
     @property
     def needs(self) -> Needs:
-        return Needs(states="transitions", ratio=True, reference=self.kl_coef > 0)
+        return Needs(states="transitions", ratio=True, reference=self.options.kl_coef > 0)
 
     def prepare(self, rollout: Rollout) -> Transitions:
         """Return the trained edges with their advantages, those of one parent side by side.
@@ -96,8 +80,8 @@ class GRPO:
         backward. They stay when the pull to the reference needs them.
         """
         tree = rollout.tree
-        advantage, keep = self.credit(rollout)
-        if self.kl_coef == 0:
+        advantage, keep = tree_credit(rollout, self.options.credit)
+        if self.options.kl_coef == 0:
             keep = keep & (advantage != 0)
         device = tree.x.device
         group = rollout.group.view(-1, len(tree.leaf))[rollout.trees, 0]
@@ -120,7 +104,7 @@ class GRPO:
         # One forward a parent serves all its children.
         v = models.policy(batch.x, sigma, cond).float()[parent]
         mean, std = step(v)
-        normalised, size = self.ratio == "normalised", x[0].numel()
+        normalised, size = self.options.ratio == "normalised", x[0].numel()
         form = ratio_norm if normalised else log_ratio
         ratio = form(batch.x_next.float(), mean, batch.mean_old, std)
         clip = self.clip(size, std)
@@ -129,48 +113,44 @@ class GRPO:
         metrics = _by_step(batch.step, log_ratio=ratio.detach(), clipped=clipped.float())
         nats = ratio.detach() * size / (std if normalised else 1)
         metrics["policy/ratio_error_max"] = nats.abs().max()
-        if self.kl_coef > 0:
+        if self.options.kl_coef > 0:
             v_ref = models.reference(batch.x, sigma, cond).float()[parent]
             kl = self.kl(v, v_ref, mean, step(v_ref)[0], std, dt).mean()
-            loss = loss + self.kl_coef * kl
+            loss = loss + self.options.kl_coef * kl
             metrics["policy/kl"] = kl.detach()
         return loss, metrics
 
     def weights(self, tree: Tree) -> Tensor:
         """Return the weights of the trained edges, with mean 1 over the steps. (e,) fp32"""
         edge = tree.edge
-        if self.step_weight == "none":
+        if self.options.step_weight == "none":
             return torch.ones_like(tree.g[edge])
         before, move, g = tree.parent[edge], tree.move[edge], tree.g[edge].double()
         sigma, sigma_next = (tree.sigmas[tree.step[node]].double() for node in (before, edge))
         nothing = torch.zeros_like(sigma)[:, None]
         _, std = self.kernel.step(nothing, nothing, sigma, sigma_next, g)
-        if self.step_weight == "noise":
+        if self.options.step_weight == "noise":
             return mean_one(std, move).float()
         # The size of the gradient of a step's ratio on the velocity.
         pull = velocity_gain(self.kernel.step, sigma, sigma_next, g).abs()
-        return mean_one(1 / (pull if self.ratio == "normalised" else pull / std), move).float()
+        normalised = self.options.ratio == "normalised"
+        return mean_one(1 / (pull if normalised else pull / std), move).float()
 
     def clip(self, latent_elements: int, std: Tensor) -> float | Tensor:
         """Return the clip on ratios of latent means: a number, or (B,) like std.
 
         clip_nats bounds the log-ratio of the whole latent; with ratio normalised, log-ratio + KL.
-        GRPO-Guard's published eps of 2e-6 and 4e-6 bound `ratio_norm` itself, alike at every step:
-        eps D / std nats, with 2e-6 and 65,536 elements 0.13 nats at std 1 and 0.66 at std 0.2.
         """
-        if self.clip_nats is None:
-            assert self.clip_eps is not None
-            return self.clip_eps
-        clip = self.clip_nats / latent_elements
-        return std * clip if self.ratio == "normalised" else clip
+        clip = self.options.clip_nats / latent_elements
+        return std * clip if self.options.ratio == "normalised" else clip
 
     def kl(
         self, v: Tensor, v_ref: Tensor, mean: Tensor, mean_ref: Tensor, std: Tensor, dt: Tensor
     ) -> Tensor:
         """Return the divergence from the reference as `kl_form` says. (N,)"""
-        if self.kl_form == "velocity":
+        if self.options.kl_form == "velocity":
             return velocity_kl(v, v_ref)
-        if self.kl_form == "latent_dt":
+        if self.options.kl_form == "latent_dt":
             return latent_kl(mean, mean_ref, std)
         return latent_kl_no_dt(mean, mean_ref, std, dt)
 

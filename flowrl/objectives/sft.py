@@ -1,52 +1,37 @@
 """Weighted regression on the rollout's own images: SFT, best-of-n and RWR (2302.12192)."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from flowrl.config.objectives import RWROptions, SFTOptions
 from flowrl.functional.groups import best_and_worst, best_of_group, group_rows, require_finite
 from flowrl.objectives.advantage import tie_break_noise
 from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.batches import Endpoints, tied, without_siblings
-from flowrl.objectives.noising import Noising
+from flowrl.objectives.noising import noise_images
 from flowrl.trajectory import Metrics, Rollout
 
 
-def exp_weight(reward: Tensor, rwr_lambda: float) -> Tensor:
-    """Return the weights exp(r / rwr_lambda) of reward-weighted regression (2302.12192). (N,)
+def exp_weight(reward: Tensor, group: Tensor, rwr_lambda: float) -> Tensor:
+    """Return exp(r / rwr_lambda) over its mean in the group, of RWR (2302.12192). (N,)
 
-    A constant added to the rewards of one prompt multiplies its weights: see
-    `normalised_exp_weight`. Raises ValueError unless rwr_lambda > 0.
-    """
-    return (reward / _positive(rwr_lambda)).exp()
-
-
-def normalised_exp_weight(reward: Tensor, group: Tensor, rwr_lambda: float) -> Tensor:
-    """Return `exp_weight` over its mean in the group: only differences of rewards count. (N,)
-
-    Cannot overflow. Raises ValueError unless rwr_lambda > 0 and the rewards are finite.
+    A constant added to the rewards of a prompt changes nothing, and nothing overflows.
     """
     require_finite(reward)
     rows = group_rows(group)
-    scaled = (reward / _positive(rwr_lambda))[rows.index]
+    scaled = (reward / rwr_lambda)[rows.index]
     scaled = scaled.masked_fill(~rows.mask, -torch.inf)
     total = scaled.logsumexp(1) - rows.mask.sum(1).to(scaled).log()
     return (reward / rwr_lambda - total[rows.number]).exp()
 
 
-def _positive(rwr_lambda: float) -> float:
-    if not rwr_lambda > 0:
-        raise ValueError(f"rwr_lambda is {rwr_lambda}; it must be positive")
-    return rwr_lambda
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WeightedRegression:
     """Base of SFT and RWR: the mean of weight * error."""
 
-    noising: Noising
+    options: SFTOptions | RWROptions
 
     @property
     def needs(self) -> Needs:
@@ -57,13 +42,13 @@ class WeightedRegression:
         raise NotImplementedError
 
     def prepare(self, rollout: Rollout) -> Endpoints:
-        weight = self.weights(rollout)
+        weight, forwards = self.weights(rollout), self.options.noising.count
         return Endpoints.from_rollout(
-            rollout, weight, weight != 0, forwards=self.noising.count, compared="image"
+            rollout, weight, weight != 0, forwards=forwards, compared="image"
         )
 
     def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
-        points = self.noising(batch)
+        points = noise_images(batch, self.options.noising)
         error = points.error(points.velocity(models.policy)).mean(1)
         return (batch.signal * error).mean(), {
             "policy/error": error.detach().mean(),
@@ -71,19 +56,19 @@ class WeightedRegression:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SFT(WeightedRegression):
     """Learn from the images at their prompt's maximum, "all" or "one" of them (best-of-n).
 
     Prompts whose images all score alike are left out, or every failure would be learned.
     """
 
-    winners: Literal["all", "one"] = "all"
+    options: SFTOptions
 
     def weights(self, rollout: Rollout) -> Tensor:
         weight = torch.zeros(len(rollout.reward))
         reward, group = rollout.reward.cpu().double(), rollout.group.cpu()
-        if self.winners == "all":
+        if self.options.winners == "all":
             keep = rollout.valid.cpu() & ~tied(rollout)
             weight[keep] = best_of_group(reward[keep], group[keep]).to(weight.dtype)
         else:
@@ -93,22 +78,16 @@ class SFT(WeightedRegression):
         return weight
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RWR(WeightedRegression):
-    """Weights exp(reward / rwr_lambda), over their mean in the prompt if `normalise`."""
+    """Weights exp(reward / rwr_lambda), over their mean in the prompt."""
 
-    rwr_lambda: float = 0.2
-    normalise: bool = True
+    options: RWROptions
 
     def weights(self, rollout: Rollout) -> Tensor:
-        valid = rollout.valid.cpu()
-        if self.normalise:  # a single image would be its own mean
-            valid = valid & ~without_siblings(rollout)
+        # A single image would be its own mean.
+        valid = rollout.valid.cpu() & ~without_siblings(rollout)
         reward, group = rollout.reward.cpu()[valid].double(), rollout.group.cpu()[valid]
         weight = torch.zeros(len(valid), dtype=torch.float64)
-        weight[valid] = (
-            normalised_exp_weight(reward, group, self.rwr_lambda)
-            if self.normalise
-            else exp_weight(reward, self.rwr_lambda)
-        )
+        weight[valid] = exp_weight(reward, group, self.options.rwr_lambda)
         return weight

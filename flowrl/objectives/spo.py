@@ -7,30 +7,31 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from flowrl.config.objectives import SPOOptions
 from flowrl.functional.gaussian import log_ratio
 from flowrl.functional.groups import best_and_worst
 from flowrl.functional.sde import StepKernel
 from flowrl.objectives.base import Models, Needs
-from flowrl.objectives.tree_credit import Fusion, node_values
+from flowrl.objectives.tree_credit import node_values
 from flowrl.trajectory import Metrics, Rollout, Transitions, transitions
 
+BETA, CLIP = 10.0, 0.1  # the published scale of the log-ratio, and bound of the ratio
 
-def spo_loss(
-    log_ratio_w: Tensor, log_ratio_l: Tensor, *, logratio_beta: float, clip: float
-) -> Tensor:
-    """-log sigmoid(logratio_beta (log clip(rho_w, 1 +- clip) - log clip(rho_l, 1 +- clip))). (P,)
+
+def spo_loss(log_ratio_w: Tensor, log_ratio_l: Tensor) -> Tensor:
+    """Return -log sigmoid(BETA (log clip(rho_w, 1 +- CLIP) - log clip(rho_l, 1 +- CLIP))). (P,)
 
     log_ratio_w, log_ratio_l: (P,) log rho of winner and loser, policy over reference, averaged over
-    the latent. clip in (0, 1). Outside its range a ratio has no gradient, on either side: unlike
-    PPO's bound this one does not bring back what has gone too far.
+    the latent. Outside its range a ratio has no gradient, on either side: unlike PPO's bound this
+    one does not bring back what has gone too far.
     """
     # Bounds on the logarithm, not on the ratio: near 1 fp32 would round most of it away.
-    low, high = math.log1p(-clip), math.log1p(clip)
+    low, high = math.log1p(-CLIP), math.log1p(CLIP)
     margin = log_ratio_w.clamp(low, high) - log_ratio_l.clamp(low, high)
-    return softplus(-logratio_beta * margin)
+    return softplus(-BETA * margin)
 
 
-def softmax_gap(best: Tensor, worst: Tensor, tau: float = 1.0) -> Tensor:
+def softmax_gap(best: Tensor, worst: Tensor, tau: float) -> Tensor:
     """Return the difference of softmax([best, worst] / tau). (P,) in [0, 1)
 
     The softmax is over these two alone. With logits r it is P(best is preferred) - P(worst is) of
@@ -39,25 +40,18 @@ def softmax_gap(best: Tensor, worst: Tensor, tau: float = 1.0) -> Tensor:
     return ((best - worst) / (2 * tau)).tanh()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SPO:
     """Prefer, at every split, the child that leads to better images.
 
     The published method asks a preference model that reads noisy latents, and walks on from a
     random child; here a child's value is that of the images below it, all of which are sampled.
-    See the options of the same names; kernel: the rollout's.
-
     `needs.ratio` is False: the ratio is to the reference, not to the policy that sampled the pair,
     and a rollout in other arithmetic leaves the loss right.
     """
 
-    kernel: StepKernel
-    logratio_beta: float = 10.0
-    clip: float = 0.1
-    min_gap: float = 0.3
-    tau: float = 0.1
-    fusion: Fusion = "uniform"
-    path_coef: float = 1.0
+    options: SPOOptions
+    kernel: StepKernel  # the rollout's
 
     @property
     def needs(self) -> Needs:
@@ -71,18 +65,18 @@ class SPO:
         the others tie or differ too little there is no pair.
         """
         tree, device = rollout.tree, rollout.tree.x.device
-        edge, own = tree.edge.cpu(), rollout.trees.cpu()
-        value = self.values(rollout)[own][:, edge].flatten()
-        known = (~value.isnan()).nonzero().squeeze(1)
+        edge = tree.edge.cpu()
+        value = self.values(rollout)[rollout.trees.cpu()][:, edge].flatten()
+        valued = (~value.isnan()).nonzero().squeeze(1)
         # A number for the children of one parent by one move, tree by tree.
         moves = torch.stack((tree.parent.cpu()[edge], tree.move.cpu()[edge]))
         _, family = moves.unique(dim=1, return_inverse=True)
         width = int(family.max()) + 1 if len(family) else 1
         siblings = (torch.arange(len(tree))[:, None] * width + family).flatten()
         # Of equal children the first: their noises are alike in law.
-        pairs = best_and_worst(value[known], siblings[known], -known.double())
-        winner, loser = (known[rows] for rows in pairs)
-        clear = softmax_gap(value[winner], value[loser], self.tau) > self.min_gap
+        pairs = best_and_worst(value[valued], siblings[valued], -valued.double())
+        winner, loser = (valued[rows] for rows in pairs)
+        clear = softmax_gap(value[winner], value[loser], self.options.tau) > self.options.min_gap
         signal = torch.zeros(len(value))
         signal[winner[clear]], signal[loser[clear]] = 1.0, -1.0
         signal = signal.view(len(tree), len(edge)).to(device)
@@ -93,7 +87,7 @@ class SPO:
         """Return the values of all nodes, NaN where no leaf below is valid. (N, n) float64, CPU"""
         leaves = len(rollout.tree.leaf)
         reward, valid = (t.cpu().view(-1, leaves) for t in (rollout.reward, rollout.valid))
-        return node_values(rollout, reward, valid, self.fusion, self.path_coef)
+        return node_values(rollout, reward, valid, "uniform")
 
     def loss(self, models: Models, batch: Transitions) -> tuple[Tensor, Metrics]:
         first = _winner_first(batch)
@@ -108,14 +102,14 @@ class SPO:
             mean_ref, _ = step(models.reference(batch.x, sigma, cond))
         ratio = log_ratio(batch.x_next.float(), mean, mean_ref, std).view(-1, 2)
         winner, loser = torch.where(first[:, None], ratio, ratio.flip(1)).unbind(1)
-        loss = spo_loss(winner, loser, logratio_beta=self.logratio_beta, clip=self.clip)
+        loss = spo_loss(winner, loser)
         with torch.no_grad():
             excess, size = ratio.expm1(), x[0].numel()
             metrics = {
                 "policy/log_ratio_best": winner.mean() * size,
                 "policy/log_ratio_worst": loser.mean() * size,
                 "policy/ranked_right": (winner > loser).float().mean(),
-                "policy/clip_share": (excess.abs() > self.clip).float().mean(),
+                "policy/clip_share": (excess.abs() > CLIP).float().mean(),
             }
         return loss.mean(), metrics
 

@@ -3,128 +3,127 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.objectives.advantage import (
-    Center,
-    Scale,
-    Scope,
-    class_population,
-    clip_advantage,
-    exact_rewards,
-    image_reward,
-    normalise,
-    population,
-    resolve_scale,
-)
+from flowrl.config.objectives import CreditOptions
+from flowrl.objectives.advantage import clip_advantage, exact_rewards, image_reward, z_scores
 from flowrl.trajectory import Rollout
 
-Fusion = Literal["uniform", "path", "local"]
-EdgeCredit = Literal["node", "sibling", "path", "fan"]
+EXTREMES = 2  # best and as many worst images of a prompt, with keep: extreme
+B2_THRESHOLD = 0.5  # advantage that B2-DiffuRL's code asks of a best child, and minus it of a worst
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaves:
-    """The images of N trees with l leaves each."""
+def tree_credit(rollout: Rollout, options: CreditOptions) -> tuple[Tensor, Tensor]:
+    """Return advantages (R, e) fp32 of this process's trained edges, and which are kept (R, e).
 
-    reward: Tensor  # (N, l)
-    valid: Tensor  # (N, l) bool
-    advantage: Tensor  # (N, l)
-    group: Tensor  # (N,) long, prompt of the tree
-    last_split: Tensor  # (l,) long, the node of the last split above a leaf
-
-
-Keep = Callable[[Leaves], Tensor]  # -> (N, l) bool, the images that are learned from
-
-
-def keep_all(leaves: Leaves) -> Tensor:
-    """Keep every image; the steps of those without a reward have no advantage."""
-    return torch.ones_like(leaves.valid)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeCredit:
-    """Fuse the leaves' rewards upward, normalise, credit the edges, select those to learn from.
-
-    Fields: see `CreditOptions` in config/objectives.py. The trees of all processes are credited,
-    since a group may lie on several of them; each process takes the edges of its own trees.
+    Rewards of leaves become values of nodes (fusion), these are compared (scope), edges are
+    credited (edges), and some images are selected (keep). The trees of all processes are credited,
+    since a group may lie on several of them; each process takes the edges of its trees.
     """
+    tree = rollout.tree
+    parent, leaf, edge = tree.parent.cpu(), tree.leaf.cpu(), tree.edge.cpu()
+    below = leaves_below(parent, leaf)
+    group = rollout.group.view(-1, len(leaf))[:, 0]
+    reward, valid = (t.view(-1, len(leaf)) for t in image_reward(rollout, options))
+    value = node_values(rollout, reward, valid, options.fusion)
+    node = node_advantages(rollout, value, group, options)
+    credit = credit_edges(node, ~value.isnan(), options.edges, parent, leaf, below)
+    images = Leaves(
+        reward=reward,
+        valid=valid,
+        advantage=node[:, leaf],
+        group=group,
+        last_split=last_split(parent, leaf),
+    )
+    keep = edges_above(below, KEEP[options.keep](images))
+    local = rollout.trees.cpu()
+    return clip_advantage(credit[local][:, edge]).float(), keep[local][:, edge]
 
-    rewards: str = "sum"
-    fusion: Fusion = "uniform"
-    path_coef: float = 1.0
-    edges: EdgeCredit = "node"
-    scope: Scope = "prompt"
-    center: Center = "mean"
-    scale: Scale | Literal["auto"] = "auto"
-    ddof: int = 0
-    floor: float = 1e-4
-    clip: float = 5.0
-    keep: Keep = keep_all
 
-    def __call__(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return advantages (R, e) fp32 of this process's trained edges, and which are kept."""
-        tree = rollout.tree
-        parent, leaf, edge = tree.parent.cpu(), tree.leaf.cpu(), tree.edge.cpu()
-        below = leaves_below(parent, leaf)
-        group = rollout.group.view(-1, len(leaf))[:, 0]
-        reward, valid = (t.view(-1, len(leaf)) for t in image_reward(rollout, self.rewards))
-        value = node_values(rollout, reward, valid, self.fusion, self.path_coef)
-        node = self._normalise(rollout, value, group)
-        credit = credit_edges(
-            node, ~value.isnan(), self.edges, parent=parent, leaf=leaf, below=below
-        )
-        leaves = Leaves(
-            reward=reward,
-            valid=valid,
-            advantage=node[:, leaf],
-            group=group,
-            last_split=last_split(parent, leaf),
-        )
-        kept = edges_above(below, self.keep(leaves))
-        own = rollout.trees.cpu()
-        return clip_advantage(credit[own][:, edge], self.clip).float(), kept[own][:, edge]
+# --- Advantages of nodes: each against the nodes or images it is compared with ------------------
 
-    def _normalise(self, rollout: Rollout, value: Tensor, group: Tensor) -> Tensor:
-        """Return the advantages of the nodes. (N, n)"""
-        tree = rollout.tree
-        parent, leaf, step = tree.parent.cpu(), tree.leaf.cpu(), tree.step.cpu()
-        if self.edges == "fan":
-            owner = torch.arange(len(group)) if self.scope == "leaf" else group
-            among = class_population(owner, tree.move.cpu()[leaf], parent=parent, leaf=leaf)
-        else:
-            noisy = torch.zeros(len(parent), dtype=torch.bool)
-            noisy[tree.noisy.cpu()] = True
-            among = population(self.scope, group=group, parent=parent, step=step, noisy=noisy)
-        return normalise(
-            value,
-            among,
-            center=self.center,
-            scale=resolve_scale(self.rewards, self.scale),
-            ddof=self.ddof,
-            floor=self.floor,
-        )
+
+def node_advantages(
+    rollout: Rollout, value: Tensor, group: Tensor, options: CreditOptions
+) -> Tensor:
+    """Return the advantages of the nodes of all trees. (N, n) float64
+
+    value: (N, n), NaN where a node has none; group: (N,) long, prompt of each tree.
+    """
+    tree = rollout.tree
+    parent, leaf, step = tree.parent.cpu(), tree.leaf.cpu(), tree.step.cpu()
+    is_leaf = torch.zeros(len(parent), dtype=torch.bool)
+    is_leaf[leaf] = True
+    if options.edges == "fan":
+        owner = torch.arange(len(group)) if options.scope == "leaf" else group
+        key, counted = fan_population(owner, tree.move.cpu()[leaf], parent, leaf)
+    else:
+        noisy = torch.zeros(len(parent), dtype=torch.bool)
+        noisy[tree.noisy.cpu()] = True
+        key, counted = population(options.scope, group, parent, step, noisy)
+    flat = (mask.expand_as(value).flatten() for mask in (counted, is_leaf))
+    return z_scores(value.flatten(), key.flatten(), options, *flat).view_as(value)
+
+
+def population(
+    scope: str, group: Tensor, parent: Tensor, step: Tensor, noisy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the population of each node (N, n) long, and the nodes that are counted (n,) bool.
+
+    Args:
+        scope: nodes are compared with the leaves of their tree (leaf); those of all trees of the
+            prompt (prompt), TreeGRPO (2512.08153); nodes of their step in their tree (depth),
+            BranchGRPO (2509.06040); children of their parent (sibling); or the noisy nodes of all
+            trees of the prompt (joint), Stepwise-Flow-GRPO (2603.28718).
+        group: (N,) long, prompt of each tree.
+        parent, step: (n,) long.
+        noisy: (n,) bool.
+    """
+    nodes, tree, prompt = torch.arange(len(parent)), torch.arange(len(group)), group.cpu()
+    tree, prompt = tree[:, None], prompt[:, None]
+    leaf, every = ~torch.isin(nodes, parent), torch.ones(len(parent), dtype=torch.bool)
+    key, counted = {
+        "leaf": (tree, leaf),
+        "prompt": (prompt, leaf),
+        "depth": (tree * (step.max() + 1) + step, every),
+        "sibling": (tree * (len(parent) + 1) + parent + 1, every),
+        "joint": (prompt, noisy),
+    }[scope]
+    return key.expand(len(group), len(parent)), counted
+
+
+def fan_population(
+    owner: Tensor, leaf_class: Tensor, parent: Tensor, leaf: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compare leaves with those of their own class: the fan and the stride they come from.
+
+    TempFlow-GRPO (2508.04324) and G2RPO (2510.01982). leaf_class, leaf: (l,) long. owner: (N,)
+    long, who shares a population: the tree's own number, or its prompt. Returns as `population`;
+    nodes that are not leaves are not counted and get 0.
+    """
+    classes = torch.full((len(parent),), -1)
+    classes[leaf] = leaf_class
+    counted = classes >= 0
+    key = owner.cpu()[:, None] * (classes.max() + 1) + classes
+    return torch.where(counted, key, -1), counted
 
 
 # --- Values of nodes, over R trees of one shape ------------------------------------------------
 
 
-def node_values(
-    rollout: Rollout, reward: Tensor, valid: Tensor, fusion: Fusion, path_coef: float
-) -> Tensor:
+def node_values(rollout: Rollout, reward: Tensor, valid: Tensor, fusion: str) -> Tensor:
     """Return the values of the nodes of all trees (N, n), NaN where no leaf below is valid.
 
     reward, valid: (N, l) of the leaves, on the CPU.
     """
     parent, leaf = rollout.tree.parent.cpu(), rollout.tree.leaf.cpu()
     if fusion == "local":
-        return fuse_local(parent, leaf, reward, valid, rollout.log_prob, path_coef)
+        return fuse_local(parent, leaf, reward, valid, rollout.log_prob)
     below = leaves_below(parent, leaf)
     if fusion == "path":
-        return fuse_path(below, reward, valid, rollout.log_prob, path_coef)
+        return fuse_path(below, reward, valid, rollout.log_prob)
     return fuse_uniform(below, reward, valid)
 
 
@@ -147,18 +146,15 @@ def fuse_uniform(below: Tensor, reward: Tensor, valid: Tensor) -> Tensor:
     return _fuse(below, reward, valid, torch.zeros(reward.shape, dtype=torch.float64))
 
 
-def fuse_path(
-    below: Tensor, reward: Tensor, valid: Tensor, log_prob: Tensor, beta: float = 1.0
-) -> Tensor:
-    """Return v(n) = sum_l softmax_l(beta log p(l | n)) r_l. (R, n) float64
+def fuse_path(below: Tensor, reward: Tensor, valid: Tensor, log_prob: Tensor) -> Tensor:
+    """Return v(n) = sum_l softmax_l(log p(l | n)) r_l. (R, n) float64
 
     Equation 3 of BranchGRPO (2509.06040). log p(l | n) is summed over the edges from n to l, and
-    the softmax runs over the valid leaves below n. beta = 0 is `fuse_uniform`; NaN and ValueError
-    as there.
+    the softmax runs over the valid leaves below n. NaN and ValueError as in `fuse_uniform`.
     """
     # The path from the root will do: what lies above n is the same for all leaves below it.
     path = log_prob.detach().cpu().double() @ below.double()
-    return _fuse(below, reward, valid, beta * path)
+    return _fuse(below, reward, valid, path)
 
 
 def fuse_local(
@@ -167,15 +163,13 @@ def fuse_local(
     reward: Tensor,
     valid: Tensor,
     log_prob: Tensor,
-    beta: float = 1.0,
 ) -> Tensor:
-    """Return v(n) = sum_c softmax_c(beta log_prob_c) v(c) over the children c with a value.
+    """Return v(n) = sum_c softmax_c(log_prob_c) v(c) over the children c with a value.
 
     TreeGRPO (2512.08153) and an option of the released BranchGRPO code: not `fuse_path`, whose
-    weight of a child also holds what lies below it, and at beta = 0 the plain mean of the
-    children, which is that of the leaves in a balanced tree only. NaN and ValueError as there.
+    weight of a child also holds what lies below it. NaN and ValueError as there.
     """
-    weight = beta * log_prob.detach().cpu().double()
+    weight = log_prob.detach().cpu().double()
     value = torch.full_like(weight, torch.nan)
     value[:, leaf] = torch.where(valid.cpu(), exact_rewards(reward, valid), torch.nan)
     for node in reversed(parent[parent >= 0].unique().tolist()):
@@ -201,9 +195,8 @@ def _softmax_mean(value: Tensor, log_weight: Tensor) -> Tensor:
 
 def credit_edges(
     advantage: Tensor,
-    known: Tensor,
-    edges: EdgeCredit,
-    *,
+    valued: Tensor,
+    edges: str,
     parent: Tensor,
     leaf: Tensor,
     below: Tensor,
@@ -212,7 +205,7 @@ def credit_edges(
 
     Args:
         advantage: (R, n), of the nodes.
-        known: (R, n) bool, nodes with a value; edges to others get 0.
+        valued: (R, n) bool, nodes with a value; the other edges get 0.
         edges: the advantage of the child (node); that minus the parent's (sibling), so that
             along a path the edges sum to A(leaf) - A(root); the sum over the leaves below (path),
             as if each leaf had been a trajectory of its own; or that sum of leaves that were
@@ -222,85 +215,72 @@ def credit_edges(
         credit = advantage
     elif edges == "sibling":
         credit = advantage - advantage[:, parent]
-    elif edges in ("path", "fan"):
-        credit = torch.where(below, advantage[:, None, leaf], 0.0).sum(-1)
     else:
-        raise ValueError(f"edges is {edges!r}; it must be node, sibling, path or fan")
-    return torch.where(known & (parent >= 0), credit, 0.0)
+        credit = torch.where(below, advantage[:, None, leaf], 0.0).sum(-1)
+    return torch.where(valued & (parent >= 0), credit, 0.0)
 
 
 # --- Which leaves are learned from; what is left out still counts in every comparison ----------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaves:
+    """The images of N trees with l leaves each."""
+
+    reward: Tensor  # (N, l)
+    valid: Tensor  # (N, l) bool
+    advantage: Tensor  # (N, l)
+    group: Tensor  # (N,) long, prompt of the tree
+    last_split: Tensor  # (l,) long, the node of the last split above a leaf
+
+
+def keep_all(leaves: Leaves) -> Tensor:
+    """Keep every image; the steps of those without a reward have no advantage."""
+    return torch.ones_like(leaves.valid)
+
+
 def keep_parent_top1(leaves: Leaves) -> Tensor:
     """Keep the best leaf of every last split: Parent-Top1 of BranchGRPO (2509.06040)."""
-    kept = torch.zeros_like(leaves.valid)
+    keep = torch.zeros_like(leaves.valid)
     for tree, ranked in _sibling_sets(leaves.reward, leaves.valid, leaves.last_split):
-        kept[tree, ranked[0]] = True
-    return kept
+        keep[tree, ranked[0]] = True
+    return keep
 
 
-def keep_extreme(leaves: Leaves, count: int) -> Tensor:
-    """Keep a prompt's `count` best and `count` worst leaves: Extreme-b of BranchGRPO.
+def keep_extreme(leaves: Leaves) -> Tensor:
+    """Keep a prompt's EXTREMES best and EXTREMES worst leaves: Extreme-b of BranchGRPO.
 
     A prompt's trees are consecutive; all prompts have equally many.
     """
-    if count < 1:
-        raise ValueError(f"count is {count}: keep at least 1 of the best and the worst leaves")
     prompts = len(leaves.group.unique())
     reward, valid = (t.view(prompts, -1) for t in (leaves.reward, leaves.valid))
-    kept, together = torch.zeros_like(valid), torch.zeros(reward.shape[1]).long()
+    keep, together = torch.zeros_like(valid), torch.zeros(reward.shape[1]).long()
     for prompt, ranked in _sibling_sets(reward, valid, together):
-        kept[prompt, ranked[:count]] = True
-        kept[prompt, ranked[-count:]] = True
-    return kept.view_as(leaves.valid)
+        keep[prompt, ranked[:EXTREMES]] = True
+        keep[prompt, ranked[-EXTREMES:]] = True
+    return keep.view_as(leaves.valid)
 
 
-def keep_b2_pairs(leaves: Leaves, threshold: float = 0.5) -> Tensor:
+def keep_b2_pairs(leaves: Leaves) -> Tensor:
     """Keep the best leaf of a last split if it is good, and the worst if it is bad.
 
-    B2-DiffuRL (2503.11240): good is advantage >= threshold, bad below -threshold, the advantage
-    being a z-score of the prompt.
+    B2-DiffuRL (2503.11240): good is an advantage of at least B2_THRESHOLD, bad is one below its
+    negative, the advantage being a z-score of the prompt.
     """
-    kept = torch.zeros_like(leaves.valid)
+    keep = torch.zeros_like(leaves.valid)
     for tree, ranked in _sibling_sets(leaves.advantage, leaves.valid, leaves.last_split):
         best, worst = ranked[0], ranked[-1]
-        kept[tree, best] |= leaves.advantage[tree, best] >= threshold
-        kept[tree, worst] |= leaves.advantage[tree, worst] < -threshold
-    return kept
+        keep[tree, best] |= leaves.advantage[tree, best] >= B2_THRESHOLD
+        keep[tree, worst] |= leaves.advantage[tree, worst] < -B2_THRESHOLD
+    return keep
 
 
-def keep_max_variance(leaves: Leaves, count: int) -> Tensor:
-    """Keep the `count` leaves of a prompt whose rewards vary most: D3S (2509.22115).
-
-    They are the h highest and count - h lowest for some h, so that all h are tried on running
-    sums; of equally good ones the largest. A prompt with fewer valid leaves keeps all of them.
-    """
-    if count < 1:
-        raise ValueError(f"count is {count}: keep at least 1 leaf of a prompt")
-    reward, valid = leaves.reward.flatten(), leaves.valid.flatten()
-    group = leaves.group.repeat_interleave(leaves.reward.shape[1])
-    kept = torch.zeros_like(valid)
-    for name in group.unique():
-        rows = torch.nonzero(valid & (group == name)).squeeze(1)
-        ranked = rows[_best_first(reward[rows])]
-        if len(ranked) > count:
-            high = _highest_count(reward[ranked].double(), count)
-            ranked = torch.cat([ranked[:high], ranked[len(ranked) - (count - high) :]])
-        kept[ranked] = True
-    return kept.view_as(leaves.valid)
-
-
-def _highest_count(ranked: Tensor, count: int) -> int:
-    """Return how many of the `count` rows are the highest. ranked: (n,) float64, descending"""
-    centered = ranked - ranked.mean()  # or the sums of squares would swamp the variance
-    zero = ranked.new_zeros(1)
-    sums, squares = (torch.cat([zero, a.cumsum(0)]) for a in (centered, centered.square()))
-    high = torch.arange(count, -1, -1)
-    low = len(ranked) - (count - high)
-    mean = (sums[high] + sums[-1] - sums[low]) / count
-    variance = (squares[high] + squares[-1] - squares[low]) / count - mean.square()
-    return count - variance.tolist().index(variance.max().item())
+KEEP: dict[str, Callable[[Leaves], Tensor]] = {  # -> (N, l) bool, the images to learn from
+    "all": keep_all,
+    "parent_top1": keep_parent_top1,
+    "extreme": keep_extreme,
+    "b2_pairs": keep_b2_pairs,
+}
 
 
 def _sibling_sets(score: Tensor, valid: Tensor, split: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -308,11 +288,7 @@ def _sibling_sets(score: Tensor, valid: Tensor, split: Tensor) -> Iterator[tuple
     for tree, name in torch.cartesian_prod(torch.arange(len(score)), split.unique()).tolist():
         leaves = torch.nonzero(valid[tree] & (split == name)).squeeze(1)
         if len(leaves):
-            yield tree, leaves[_best_first(score[tree, leaves])]
-
-
-def _best_first(score: Tensor) -> Tensor:
-    return score.argsort(descending=True, stable=True)
+            yield tree, leaves[score[tree, leaves].argsort(descending=True, stable=True)]
 
 
 def last_split(parent: Tensor, leaf: Tensor) -> Tensor:
@@ -327,9 +303,9 @@ def last_split(parent: Tensor, leaf: Tensor) -> Tensor:
     return node
 
 
-def edges_above(below: Tensor, kept: Tensor) -> Tensor:
-    """Mark edges with a kept leaf below. (n, l) and (R, l) bool -> (R, n) bool
+def edges_above(below: Tensor, keep: Tensor) -> Tensor:
+    """Mark edges above a leaf to keep. (n, l) and (R, l) bool -> (R, n) bool
 
-    The column of the root, which has no edge, says whether anything of the tree is kept.
+    The column of the root, which has no edge, says whether any leaf of the tree is.
     """
-    return (below & kept.unsqueeze(1)).any(-1)
+    return (below & keep.unsqueeze(1)).any(-1)

@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,17 +18,8 @@ from flowrl.sampling.rollout import Timer, occurrences
 from flowrl.sampling.source import learning_seed
 from flowrl.scoring.combine import combine, train_weights
 from flowrl.scoring.spec import RewardResult, RewardSpec, trained
-from flowrl.trajectory import ReferenceErrors, Rollout, Tree
+from flowrl.trajectory import Rollout, Tree
 from flowrl.utils.distributed import Runtime
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caching:
-    """The reference's errors at `draws` points of each image, kept in the file `path`."""
-
-    draws: int
-    path: Path
-    key: str  # of everything but the data set that decides them: pipeline, how points are chosen
 
 
 class StoredGroups:
@@ -53,14 +43,13 @@ class StoredGroups:
         balance: str | None = None,
         weights: Mapping[str, int] | None = None,
         refresher: Refresher | None = None,
-        caching: Caching | None = None,
     ):
         """Raises UserError when no group can be used, or there are more processes than groups."""
         self.backbone, self.text_cache = backbone, text_cache
         self.specs, self.runtime = specs, runtime
         self.prompts, self.group_size, self.seed = prompts, group_size, seed
         self.balance, self.weights = balance, weights
-        self.refresher, self.caching = refresher, caching
+        self.refresher = refresher
         if prompts < runtime.world_size:
             raise UserError(
                 f"rollout.prompts_per_iteration is {prompts}, but {runtime.world_size} processes "
@@ -75,16 +64,6 @@ class StoredGroups:
             dataset, self.specs, self.prompts, self.seed,
             balance=self.balance, weights=self.weights,
         )  # fmt: skip
-        self.known: ReferenceErrors | None = None
-        if self.caching is not None:
-            key = f"{dataset.identity} {self.caching.key}"
-            self.known = ReferenceErrors.empty(len(dataset), self.caching.draws, key)
-            self.known.load(self.caching.path)
-
-    def save_state(self) -> None:
-        """Save the reference's errors for a later session. All processes call it together."""
-        if self.known is not None and self.caching is not None:
-            self.known.save(self.caching.path, self.runtime)
 
     def collect(self, iteration: int, timer: Timer) -> Rollout:
         """Return this process's groups of an iteration, with the scores of all groups."""
@@ -106,7 +85,6 @@ class StoredGroups:
             (group[trees] - own[0]).to(self.backbone.device),
             torch.tensor(sampler.dataset.metadata.sigmas, device=self.backbone.device),
         )
-        known = self.known and self.known.view(images, sampler.number[images])
         rollout = Rollout(
             tree=tree,
             cond=self.text_cache(own_records),
@@ -124,7 +102,6 @@ class StoredGroups:
             group=group,
             log_prob=torch.zeros(len(images), 1),
             seed=learning_seed(self.seed, iteration),
-            known=known,
         )
         timer.lap("time/rollout")
         return rollout

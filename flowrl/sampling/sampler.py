@@ -122,7 +122,7 @@ def _advance(
     parents = nodes.x[move.source]
     trees, width = parents.shape[:2]
     x, sigmas = parents.flatten(0, 1).float(), schedule.sigmas
-    g = schedule.g(move.step, move.to) * move.gain if move.noise else sigmas.new_zeros(())
+    g = schedule.g(move.step, move.to) if move.noise else sigmas.new_zeros(())
     step = schedule.kernel.step if move.noise else ode_step
     mean, std = step(x, v.float(), sigmas[move.step], sigmas[move.to], g)
     x_next = mean

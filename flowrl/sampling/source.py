@@ -1,7 +1,7 @@
 """Where the loop gets its rollouts: `Sampler` samples them with the policy."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -27,10 +27,6 @@ class Source(Protocol):
 
     def collect(self, iteration: int, timer: Timer) -> Rollout:
         """Return this process's share of an iteration's images, with the scores of all images."""
-        ...
-
-    def save_state(self) -> None:
-        """Write what a later session can use. All processes call it together."""
         ...
 
 
@@ -63,15 +59,10 @@ class Sampler:
         if self.explorer is None:
             return self.generator.draw(self.request(iteration, plan), plan, timer), None
         previews = self.explorer.plan(iteration)
-        request, explored, preview = self.explorer.explore(
+        request, explored, _ = self.explorer.explore(
             iteration, self.request(iteration, previews), plan.roots, timer
         )
-        if self.explorer.regenerate:
-            return self.generator.draw(request, plan, timer), explored
-        # Drawn once more, so that all candidates need not be held until some are chosen; and for
-        # all rewards, where candidates were shown to those that are trained alone.
-        preview = replace(preview, specs=self.generator.specs)
-        return preview.draw(request, replace(previews, roots=plan.roots), timer), explored
+        return self.generator.draw(request, plan, timer), explored
 
     def finish(
         self, iteration: int, drawn: DrawnTrees, timer: Timer, explored: Explored | None = None
@@ -100,9 +91,6 @@ class Sampler:
             explored=explored,
         )
 
-    def save_state(self) -> None:
-        """Write nothing: rollouts are a function of seed, iteration and policy."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
@@ -130,9 +118,6 @@ class Ahead:
         if iteration + 1 < self.last:
             self._drawn[iteration + 1], _ = self.own.draw(iteration + 1, timer)
         return self.own.finish(iteration, drawn, timer)
-
-    def save_state(self) -> None:
-        """Write nothing: the policy keeps the weights."""
 
 
 def learning_seed(seed: int, iteration: int) -> int:

@@ -30,7 +30,6 @@ class Explorer:
     preview: Callable[[int, RolloutRequest], tuple[RolloutGenerator, Mapping[str, float]]]
     plan: Callable[[int], TreePlan]  # of an iteration; as many roots as a group has candidates
     select: SelectRule
-    regenerate: bool = True  # False learns from the previews themselves, for comparison
 
     def explore(
         self, iteration: int, candidates: RolloutRequest, keep: int, timer: Timer

@@ -36,15 +36,9 @@ def train(learner: "Learner", run: Run, *, iterations: int) -> None:
 
     Stops early, after a whole iteration, at the run's time limit or when it is asked to.
     """
-    run.before_save = learner.source.save_state
     first = run.begin(learner.policy, learner.optimizer)
     for iteration in range(first, first if run.interrupted else iterations):
-        try:
-            rollout, metrics = learner.iterate(iteration)
-        except UserError:
-            if learner.runtime.world_size == 1:  # or the others may be elsewhere
-                learner.source.save_state()
-            raise
+        rollout, metrics = learner.iterate(iteration)
         grid = SampleGrid.from_rollout(rollout)
         del rollout  # or its latents would lie beside those of evaluation, and of the next one
         run.after(iteration, grid, metrics)

@@ -45,7 +45,7 @@ GRID_IMAGES = 16
 TIME_LIMIT = "run.max_minutes"
 CPU_CHECK = 20.0  # seconds of training after which the share of the CPU is looked at
 ENOUGH = 0.6  # of the CPU time that the threads ask for
-RECIPE_OPTIONS = ("lr", "betas", "weight_decay")  # of the optimizer, that a recipe sets
+RECIPE_OPTIONS = ("lr", "weight_decay")  # of the optimizer, that a recipe sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,6 @@ class Run:
     steps: Steps | None
     stop: "StopRule | None" = None  # with it, the highest held-out score is the best
     resume: dict[str, Any] | None = None  # a checkpoint's state
-    # Saves what else a resumed run needs, before the state is there; all processes call it.
-    before_save: Callable[[], None] | None = None
     done: int = 0  # iterations
     elapsed: float = 0.0  # seconds of training in earlier sessions
     best: tuple[float, int] | None = None  # (score, iteration)
@@ -299,8 +297,6 @@ class Run:
             return
         with phase("save"):
             self._check_finite()
-            if self.before_save is not None:
-                self.before_save()
             if self.runtime.is_main:
                 self._write(random_state())
             self.saved = self.done
@@ -435,8 +431,6 @@ class Run:
         try:
             with phase("save"):
                 self._check_finite()
-                if self.before_save is not None and self.runtime.world_size == 1:
-                    self.before_save()
                 self._write(self._random)
             self.saved = self.done
         except Exception as second:

@@ -11,7 +11,6 @@ counts and plots read a plan only as its `moves`.
     leaf          a node without children, which is decoded to an image
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -20,7 +19,7 @@ from typing import Literal
 
 from flowrl.utils.fields import NonNegative, Options, option
 
-CouplingKind = Literal["independent", "shared", "simplex", "antithetic", "scaled"]
+CouplingKind = Literal["independent", "shared", "simplex"]
 
 
 class PlanError(ValueError):
@@ -37,17 +36,16 @@ class NoiseCoupling(Options):
     kind: CouplingKind = option(
         "independent",
         "independent; shared: a common part; simplex: as different as possible, with the same law "
-        "of each; antithetic: in opposite pairs; scaled: a multiple of the noise.",
+        "of each.",
     )
     strength: NonNegative = option(
         1.0,
-        "shared: weight of a sibling's own part beside the common one; scaled: the factor.",
+        "shared: weight of a sibling's independent part beside the common one.",
         "BranchGRPO: 4",
     )
 
     def __str__(self) -> str:
-        with_strength = self.kind in ("shared", "scaled")
-        return f"{self.kind}({self.strength:g})" if with_strength else self.kind
+        return f"{self.kind}({self.strength:g})" if self.kind == "shared" else self.kind
 
 
 INDEPENDENT = NoiseCoupling()
@@ -60,7 +58,6 @@ class Step:
     branch: int = 1  # children of a node
     noise: bool = False  # SDE, else ODE
     coupling: NoiseCoupling = INDEPENDENT
-    gain: float = 1.0  # factor on the kernel's g
     train: bool = False  # whether the step's edges are learned from
 
 
@@ -76,7 +73,6 @@ class Fan:
     length: int = 1  # steps that the noisy one merges (E-GRPO, 2601.00423)
     strides: tuple[int, ...] = (1,)
     coupling: NoiseCoupling = INDEPENDENT
-    gain: float = 1.0
     train: bool = True
 
 
@@ -93,7 +89,6 @@ class Move:
     branch: int = 1
     noise: bool = False
     coupling: NoiseCoupling = INDEPENDENT
-    gain: float = 1.0
     train: bool = False
     fan: int = -1
 
@@ -156,7 +151,6 @@ class TreePlan:
                 branch=fan.width,
                 noise=True,
                 coupling=fan.coupling,
-                gain=fan.gain,
                 train=fan.train,
                 fan=number,
             )
@@ -172,9 +166,9 @@ class TreePlan:
 
     def without_training(self, steps: range | set[int]) -> "TreePlan":
         """Return the plan with the edges of these steps not learned from (depth pruning)."""
-        kept = [replace(s, train=s.train and i not in steps) for i, s in enumerate(self.steps)]
+        trunk = [replace(s, train=s.train and i not in steps) for i, s in enumerate(self.steps)]
         fans = tuple(replace(f, train=f.train and f.step not in steps) for f in self.fans)
-        return replace(self, steps=tuple(kept), fans=fans)
+        return replace(self, steps=tuple(trunk), fans=fans)
 
 
 def ode_plan(steps: int) -> TreePlan:
@@ -195,7 +189,6 @@ def _check_step(i: int, step: Step, total: int) -> None:
                         "identical; make it stochastic, or do not branch there")  # fmt: skip
     if step.train and not step.noise:
         raise PlanError(f"step {i} is trained but has no noise, hence no likelihood")
-    _check_noise(f"step {i}", step.branch, step.coupling, step.gain)
 
 
 def _check_fan(fan: Fan, total: int) -> None:
@@ -206,7 +199,6 @@ def _check_fan(fan: Fan, total: int) -> None:
             f"the fan at step {fan.step} ends its noise at step {fan.step + fan.length} of {total}"
             f", and the last step never has noise: the last possible is {total - 1 - fan.length}"
         )
-    _check_noise(f"the fan at step {fan.step}", fan.width, fan.coupling, fan.gain)
 
 
 def _check_trunk(steps: tuple[Step, ...], fans: tuple[Fan, ...]) -> None:
@@ -217,16 +209,6 @@ def _check_trunk(steps: tuple[Step, ...], fans: tuple[Fan, ...]) -> None:
                 f"step {i} has branches or noise, but the trunk ends with its last fan at step "
                 f"{end}: the last step of the trunk that may have them is {end - 1}"
             )
-
-
-def _check_noise(where: str, branch: int, coupling: NoiseCoupling, gain: float) -> None:
-    if not 0 < gain < math.inf:
-        raise PlanError(f"{where} has gain {gain}, expected a positive number")
-    if coupling.kind == "antithetic" and branch % 2 and branch > 1:
-        raise PlanError(
-            f"{where} has {branch} antithetic siblings, which come in pairs: the nearest number "
-            f"that works is {branch + 1}, or use simplex"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,10 +261,10 @@ def shape_of(plan: TreePlan) -> Shape:
 
 def widths(plan: TreePlan) -> list[int]:
     """Return the number of nodes of each cohort of one tree: the root's, then one a move."""
-    found = [1]
+    width = [1]
     for move in plan.moves:
-        found.append(found[move.source] * move.branch)
-    return found
+        width.append(width[move.source] * move.branch)
+    return width
 
 
 def levels(plan: TreePlan) -> list[tuple[int, list[Move]]]:

@@ -14,6 +14,8 @@ from flowrl.utils.imports import load_callable
 
 MAX_MOVES = 20_000  # of one tree
 BRANCH_COUPLING = NoiseCoupling(kind="shared", strength=4.0)  # BranchGRPO's Eq. 2 with its s
+G2RPO_STRIDES = (1, 2, 3)  # every child is finished once in moves of so many steps
+E_GRPO_LENGTHS = (1, 2)  # steps that a fan's noisy step merges, a fan for each
 
 
 def ode(steps: int, leaves: int) -> TreePlan:
@@ -38,15 +40,13 @@ def dance_grpo(steps: int, leaves: int, trained: Iterable[int]) -> TreePlan:
     return _chains(steps, leaves, noisy=noisy, trained=chosen, same_noise=True)
 
 
-def mix_grpo(steps: int, leaves: int, window: range, shared_prefix: bool = True) -> TreePlan:
+def mix_grpo(steps: int, leaves: int, window: range) -> TreePlan:
     """Chains from one noise, stochastic and trained in the window only (MixGRPO, 2507.21802).
 
-    Up to the window all images of a prompt are equal: with shared_prefix this part is sampled
-    once, as the trunk of one tree; without, once an image.
+    Up to the window all images of a prompt are equal: this part is sampled once, as the trunk of
+    one tree.
     """
     noisy = check_window(window, steps)
-    if not shared_prefix:
-        return _chains(steps, leaves, noisy=noisy, same_noise=True)
     check_leaves(leaves)
     return TreePlan(roots=1, steps=_forest(steps, noisy, noisy, {noisy[0]: leaves}))
 
@@ -94,28 +94,7 @@ def tree_grpo(
     return TreePlan(roots=roots, steps=_forest(steps, inside, inside, parts, coupling))
 
 
-def dynamic_tree(
-    steps: int,
-    leaves: int,
-    window: range,
-    gain_growth: float,
-    coupling: NoiseCoupling = INDEPENDENT,
-) -> TreePlan:
-    """TreeGRPO in twos, the noise growing with the depth (Dynamic-TreeRPO, 2509.23352).
-
-    gain_k = 1 + gain_growth k / w at depth k = 0..w-1, in sampling and in the likelihood. The
-    paper describes a linear growth with k; its exact formula could not be compared.
-    """
-    inside = check_window(window, steps)
-    roots = _roots_of_power(leaves, 2, len(inside))
-    parts = dict.fromkeys(inside, 2)
-    gains = {step: 1 + gain_growth * k / len(inside) for k, step in enumerate(inside)}
-    return TreePlan(roots=roots, steps=_forest(steps, inside, inside, parts, coupling, gains))
-
-
-def b2_diffurl(
-    steps: int, leaves: int, branch: int, last: int, coupling: NoiseCoupling = INDEPENDENT
-) -> TreePlan:
+def b2_diffurl(steps: int, leaves: int, branch: int, last: int) -> TreePlan:
     """A stochastic trunk, `branch` continuations of the last steps (B2-DiffuRL, 2503.11240).
 
     The continuations are trained, as far as they have noise. A tree takes
@@ -131,7 +110,7 @@ def b2_diffurl(
     split = steps - last
     roots = _roots_of_power(leaves, branch, 1)
     noisy, trained = range(steps - 1), range(split, steps - 1)
-    return TreePlan(roots=roots, steps=_forest(steps, noisy, trained, {split: branch}, coupling))
+    return TreePlan(roots=roots, steps=_forest(steps, noisy, trained, {split: branch}))
 
 
 def b2_stage(iteration: int, stages: int, first: int, last: int) -> int:
@@ -194,12 +173,12 @@ def check_steps(name: str, chosen: Sequence[int], steps: int) -> Sequence[int]:
 
 
 def _repaired(chosen: Sequence[int], steps: int) -> list[int]:
-    kept: set[int] = set()
+    repaired: set[int] = set()
     for step in sorted(chosen, key=lambda step: not 0 <= step <= steps - 2):  # good ones first
-        free = [i for i in range(steps - 1) if i not in kept]
+        free = [i for i in range(steps - 1) if i not in repaired]
         if free:
-            kept.add(min(free, key=lambda i: (abs(i - step), i)))
-    return sorted(kept)
+            repaired.add(min(free, key=lambda i: (abs(i - step), i)))
+    return sorted(repaired)
 
 
 def _roots_of_power(leaves: int, branch: int, power: int) -> int:
@@ -247,17 +226,15 @@ def _forest(
     trained: Iterable[int],
     branch: dict[int, int],
     coupling: NoiseCoupling = INDEPENDENT,
-    gains: dict[int, float] | None = None,
 ) -> tuple[Step, ...]:
     if steps < 2:
         raise PlanError(f"a plan needs at least 2 steps, got {steps}: the last has no noise")
-    noisy, trained, gains = set(noisy), set(trained), gains or {}
+    noisy, trained = set(noisy), set(trained)
     return tuple(
         Step(
             branch=branch.get(i, 1),
             noise=i in noisy,
             coupling=coupling if i in branch else INDEPENDENT,
-            gain=gains.get(i, 1.0),
             train=i in trained,
         )
         for i in range(steps)
@@ -289,7 +266,6 @@ def g2rpo(
     leaves: int,
     width: int,
     at: Sequence[int],
-    strides: Sequence[int] = (1, 2, 3),
     coupling: NoiseCoupling = INDEPENDENT,
 ) -> TreePlan:
     """Fans whose children are each finished once for every stride (G2RPO, 2510.01982).
@@ -299,9 +275,7 @@ def g2rpo(
     for every stride; here the strides share it, which saves (number of strides - 1) G M.
     """
     at = check_steps("at", at, steps)
-    if len(set(strides)) < len(strides) or min(strides, default=0) < 1:
-        raise PlanError(f"strides are {list(strides)}, expected distinct numbers of at least 1")
-    fans = [Fan(step=k, width=width, strides=tuple(strides), coupling=coupling) for k in at]
+    fans = [Fan(step=k, width=width, strides=G2RPO_STRIDES, coupling=coupling) for k in at]
     return _comb(steps, leaves, fans)
 
 
@@ -310,7 +284,6 @@ def e_grpo(
     leaves: int,
     width: int,
     at: Sequence[int],
-    lengths: Sequence[int] = (1, 2),
     coupling: NoiseCoupling = INDEPENDENT,
 ) -> TreePlan:
     """Fans whose noisy step merges several steps into one (E-GRPO, 2601.00423).
@@ -318,8 +291,7 @@ def e_grpo(
     A step of `at` has a fan for each length that ends before the last step.
     """
     at = check_steps("at", at, steps)
-    if len(set(lengths)) < len(lengths) or min(lengths, default=0) < 1:
-        raise PlanError(f"lengths are {list(lengths)}, expected distinct numbers of at least 1")
+    lengths = E_GRPO_LENGTHS
     fans = [
         Fan(step=k, width=width, length=length, coupling=coupling)
         for k in at

@@ -47,7 +47,6 @@ def _row(move: Move, nodes: int) -> dict[str, object]:
         "branch": move.branch,
         "noise": "sde" if move.noise else "ode",
         "coupling": str(move.coupling) if move.branch > 1 else "",
-        "gain": move.gain,
         "trained": nodes * move.branch if move.train else 0,
     }
 

@@ -25,7 +25,7 @@ def test_what_cannot_work_is_refused(make_learner, tiny_config, tmp_path, monkey
             make_learner(**change | {"evaluation": evaluation})
         assert name in str(error.value), change
     monkeypatch.setattr(Runtime, "world_size", 9)
-    monkeypatch.setattr("flowrl.utils.distributed._peers", lambda: None)  # there are no others
+    monkeypatch.setattr("flowrl.utils.distributed._peers", lambda *_: None)  # there are no others
     with pytest.raises(UserError, match="8 trees cannot be shared among 9 processes"):
         make_learner()
     kind = type("StableDiffusionXLPipeline", (), {"__module__": "diffusers.pipelines.xl"})

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.assembly.offline import REFERENCE, STORES, build_stored, dataset_metadata
+from flowrl.assembly.offline import STORES, build_stored, dataset_metadata
 from flowrl.assembly.rollout import plan_at
 from flowrl.config.rollout import StoreOptions
 from flowrl.errors import UserError
@@ -71,23 +71,6 @@ def test_a_refreshed_store_has_the_images_of_the_policy_in_groups_of_the_same_si
     assert [len(g.images) for g in store.groups] == [4] * len(stored.groups)
     assert store.metadata.lora == {"iteration": 2}
     assert store.metadata.recipe["rollout"] == stored.metadata.recipe["rollout"]
-
-
-def test_the_references_errors_are_filled_kept_and_used_again(prepare, tmp_path):
-    learner = prepare(size=4, cache_draws=1)
-    for iteration in range(2):  # an epoch, all images
-        learner.iterate(iteration)
-    assert not bool(learner.source.known.table.isnan().any())
-    learner.source.save_state()
-    assert (tmp_path / REFERENCE).exists()
-    again = prepare(size=4, cache_draws=1)
-    assert torch.equal(again.source.known.table, learner.source.known.table)
-
-    def never(*_):
-        raise AssertionError("the reference is known everywhere")
-
-    again.policy.reference = never
-    again.iterate(0)
 
 
 def test_a_reward_that_was_not_scored_is_refused_before_training(prepare):

@@ -50,7 +50,7 @@ def parse(*overrides):
         ("lora.rank=true", "lora.rank true"),
         ("lora.targets=[]", "lora.targets null"),
         ("memory.base_bits=8.0", "memory.base_bits whole"),
-        ("optim.betas=[0.9, 1.5]", "optim.betas.1 less"),
+        ("runtime.shard=1", "runtime.shard"),
         ("rewards.0.held_out=yes", "rewards.0.held_out 'yes'"),
         ("rewards.0.held_out=1", "rewards.0.held_out true false"),
         ("run.trackers=[tb]", "run.trackers.0 'tensorboard' 'wandb'"),

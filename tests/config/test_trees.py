@@ -37,11 +37,10 @@ def test_plans_depend_on_seed_and_iteration_alone():
 
 def test_options_reach_the_plan():
     for made, expected in [
-        (plan("dance_grpo", trained_share=1.0), presets.dance_grpo(20, 16, range(19))),
         (plan("flow_grpo_fast", window={"kind": "all"}), presets.flow_grpo_fast(20, 16, range(19))),
         (
-            plan("mix_grpo", iteration=50, shared_prefix=False),
-            presets.mix_grpo(20, 16, range(2, 6), shared_prefix=False),
+            plan("mix_grpo", iteration=50),
+            presets.mix_grpo(20, 16, range(2, 6)),
         ),
         (
             plan("branch_grpo", branch=4, splits=[2, 5], coupling={"kind": "simplex"}),
@@ -55,19 +54,18 @@ def test_options_reach_the_plan():
             plan("tree_grpo", branch=4, window={"kind": "fixed", "size": 2, "start": 3}),
             presets.tree_grpo(20, 16, 4, range(3, 5)),
         ),
-        (plan("dynamic_tree", gain_growth=0.5), presets.dynamic_tree(20, 16, range(4), 0.5)),
+        (plan("b2_diffurl", branch=4, period=7, iteration=3), presets.b2_diffurl(20, 16, 4, 17)),
         (
-            plan("b2_diffurl", branch=4, first=0.5, last=0.6, period=10, iteration=5),
-            presets.b2_diffurl(20, 16, 4, 11),
-        ),
-        (plan("tempflow", width=4, at=[1, 5]), presets.tempflow(20, 16, 4, [1, 5])),
-        (
-            plan("g2rpo", width=4, at=[1, 5], draw=None, strides=[1, 4]),
-            presets.g2rpo(20, 16, 4, [1, 5], [1, 4]),
+            plan("tempflow", width=4, at=[1, 5]),
+            presets.tempflow(20, 16, 4, [1, 5]),
         ),
         (
-            plan("e_grpo", width=4, at=[1, 5], draw=None, lengths=[3, 4]),
-            presets.e_grpo(20, 16, 4, [1, 5], [3, 4]),
+            plan("g2rpo", leaves=24, width=4, at=[1, 5], draw=None),
+            presets.g2rpo(20, 24, 4, [1, 5]),
+        ),
+        (
+            plan("e_grpo", width=4, at=[1, 5], draw=None),
+            presets.e_grpo(20, 16, 4, [1, 5]),
         ),
     ]:
         assert made == expected
@@ -81,7 +79,6 @@ def test_options_that_cannot_work_are_named():
         ("tempflow", {"at": [30]}, "at has step 30"),
         ("g2rpo", {"width": 2, "at": [1], "draw": 2}, "draw is 2.*works is 1"),
         ("e_grpo", {"width": 2, "at": [1, 18]}, "at has step 18.*works is 17"),
-        ("b2_diffurl", {"first": 0.9, "last": 0.5}, "rollout.tree.first is 0.9"),
         ("custom", {"function": "plans"}, "module:attribute"),
     ]:
         if words is None:

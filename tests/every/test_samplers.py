@@ -22,10 +22,9 @@ TREES = {
     "branch_grpo": {"splits": [0, 1]},
     "branch_grpo_mix": {"splits": [0, 1], "window": FIRST},
     "tree_grpo": {"branch": 2, "window": FIRST},
-    "dynamic_tree": {"window": FIRST},
     "b2_diffurl": {"branch": 2},
     "tempflow": {"width": 2, "at": [0, 1]},
-    "g2rpo": {"width": 2, "at": [0], "strides": [1, 2]},
+    "g2rpo": {"width": 2, "at": [0]},
     "e_grpo": {"width": 2, "at": [0]},
 }
 
@@ -41,5 +40,6 @@ def test_a_sampler_generates_and_its_images_are_learned_from(make_learner, kerne
 def test_a_tree_is_grown_and_learned_from(make_learner, kinds, family):
     assert TREES.keys() == PRESETS.keys() - {"custom", "ode"}
     for kind in kinds:
-        rollout = ROLLOUT | {"tree": {"kind": kind} | TREES[kind]}
+        size = 6 if kind == "g2rpo" else 4  # three strides of two children
+        rollout = ROLLOUT | {"tree": {"kind": kind} | TREES[kind], "group_size": size}
         assert_learns(make_learner(rollout=rollout, pipeline={"backbone": family}), 1)

@@ -1,9 +1,15 @@
 import pytest
 import torch
-from grown import F64, randn
 from torch.testing import assert_close
 
 from flowrl.functional.noise import COUPLINGS, NEEDS_SHARED
+
+F64 = torch.float64
+
+
+def randn(*shape: int, seed: int = 0):
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
 
 KEEPING = [
     ("independent", 1.0, 3),
@@ -12,15 +18,13 @@ KEEPING = [
     ("shared", 4.0, 2),
     ("simplex", 1.0, 2),
     ("simplex", 1.0, 5),
-    ("antithetic", 1.0, 2),
-    ("antithetic", 1.0, 6),
 ]
 
 
 def correlation(kind: str, strength: float, siblings: int) -> float:
     if kind == "shared":
         return 1 / (1 + strength**2)
-    return -1 / (siblings - 1) if kind in ("simplex", "antithetic") else 0.0
+    return -1 / (siblings - 1) if kind == "simplex" else 0.0
 
 
 def weights(kind, strength, siblings):
@@ -49,9 +53,8 @@ def test_siblings_have_the_stated_correlation():
         found = covariance(kind, strength, siblings)
         rho = torch.full((siblings,), correlation(kind, strength, siblings), dtype=F64)
         assert_exact((found.sum(1) - 1) / (siblings - 1), rho)
-        if kind != "antithetic":
-            others = ~torch.eye(siblings, dtype=torch.bool)
-            assert_exact(found[others], rho[0].expand(siblings * (siblings - 1)))
+        rest = ~torch.eye(siblings, dtype=torch.bool)
+        assert_exact(found[rest], rho[0].expand(siblings * (siblings - 1)))
 
 
 def test_strength_zero_of_shared_noise_makes_siblings_identical_and_a_large_one_independent():
@@ -95,19 +98,7 @@ def test_the_shared_draw_is_needed_exactly_where_it_is_said_to_be():
                 COUPLINGS[kind](z, None, 1.5)
 
 
-def test_simplex_noises_sum_to_zero_and_for_two_they_are_antithetic():
+def test_simplex_noises_sum_to_zero():
     assert_exact(
         COUPLINGS["simplex"](randn(2, 5, 3), None, 1.0).sum(1), torch.zeros(2, 3, dtype=F64)
     )
-    assert_exact(covariance("simplex", 1.0, 2), covariance("antithetic", 1.0, 2))
-
-
-def test_antithetic_siblings_are_neighbours_of_opposite_sign_and_an_odd_number_is_refused():
-    noise = COUPLINGS["antithetic"](randn(2, 6, 3), None, 1.0)
-    assert torch.equal(noise[:, 0::2], -noise[:, 1::2])
-    with pytest.raises(ValueError, match="antithetic"):
-        COUPLINGS["antithetic"](randn(2, 3, 3), None, 1.0)
-
-
-def test_uncorrected_scaling_breaks_the_variance_that_every_other_coupling_keeps():
-    assert_exact(covariance("scaled", 4.0, 3), 16 * torch.eye(3, dtype=F64))

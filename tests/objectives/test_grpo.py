@@ -1,13 +1,20 @@
+"""GRPO: the clipped surrogate, and its gradient against a log-density by another road."""
+
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_images import moved as move_toy
 from toy_policy import (
     GROUP,
     PROMPTS,
     REWARD,
     SPLIT,
+    D,
     L,
     T,
     Toy,
@@ -20,114 +27,167 @@ from toy_policy import (
     no_network,
 )
 
-from flowrl.functional.sde import KERNELS
+from flowrl.config.objectives import CreditOptions, GRPOOptions
+from flowrl.functional.gaussian import log_ratio, ratio_norm
+from flowrl.functional.sde import KERNELS, lift
 from flowrl.objectives.base import Models
-from flowrl.objectives.grpo import GRPO
-from flowrl.objectives.tree_credit import TreeCredit
+from flowrl.objectives.grpo import GRPO, clipped_surrogate, mean_one, velocity_gain
 from flowrl.trajectory import Transitions
+from flowrl.trees.plan import Fan, Step, TreePlan
+
+F64 = torch.float64
+COMB = TreePlan(1, (Step(),) * T, fans=(Fan(step=0, width=3), Fan(step=2, width=3)))
+COMB_REWARD = torch.tensor([0.1, 0.5, 0.9, 0.3, 0.2, 0.7, 0.8, 0.4, 0.7, 0.0, 1.0, 0.3])
+EVERY = list(itertools.product(("gaussian", "normalised"), ("none", "noise", "equal")))
 
 
 def grpo(kernel: str = "flow_sde", **options) -> GRPO:
-    return GRPO(kernel=KERNELS[kernel], **{"credit": TreeCredit()} | options)
+    return GRPOOptions(**options).build(kernel)
 
 
-def test_the_first_gradient_is_that_of_minus_advantage_times_log_density():
-    for kernel in KERNELS:
-        toy = Toy()
-        rollout = collect(toy, kernel)
-        objective = grpo(kernel)
+def moved(by: float = 0.05) -> Toy:
+    other = move_toy(Toy(), 0.0)
+    with torch.no_grad():
+        other.w += by
+    return other
+
+
+def std_of(t, kernel: str = "flow_sde"):
+    sigma, still = t.sigma[t.parent], t.x[t.parent]
+    return KERNELS[kernel].step(still, still, sigma, t.sigma_next, t.g)[1]
+
+
+def kl_of(toy, other, t, kernel: str = "flow_sde"):
+    """Latent mean of (mean - mean')^2 / (2 std^2), from the kernel's means."""
+    x, s, c = t.x[t.parent], t.sigma[t.parent], t.cond.take(t.prompt[t.parent])
+    means = [
+        KERNELS[kernel].step(x, p(x, s, c), s, t.sigma_next, t.g)[0].detach() for p in (toy, other)
+    ]
+    return (means[0] - means[1]).square().mean(1) / (2 * std_of(t, kernel) ** 2)
+
+
+# --- The surrogate ------------------------------------------------------------------------------
+
+
+def vectors(elements):
+    return st.lists(elements, min_size=6, max_size=6).map(lambda v: torch.tensor(v, dtype=F64))
+
+
+@given(
+    log_r=vectors(st.floats(-1, 1)),
+    advantage=vectors(st.floats(-5, 5)),
+    low=st.floats(1e-6, 0.5),
+    high=st.floats(1e-6, 0.5),
+)
+def test_the_surrogate_is_the_pessimistic_bound(log_r, advantage, low, high):
+    r = log_r.exp()
+    expected = torch.maximum(-r * advantage, -r.clamp(1 - low, 1 + high) * advantage)
+    loss, _ = clipped_surrogate(log_r, advantage, low, high)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+
+
+def test_only_changes_for_the_better_are_clipped_and_have_no_gradient():
+    log_r = torch.tensor([0.2, -0.2, 0.2, -0.2, 0.05, 0.2], dtype=F64, requires_grad=True)
+    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 0.0], dtype=F64)
+    loss, clipped = clipped_surrogate(log_r, advantage, 0.1, 0.1)
+    assert clipped.tolist() == [True, False, False, True, False, False]
+    slope = torch.autograd.grad(loss.sum(), log_r)[0]
+    expected = torch.where(clipped, 0.0, -advantage * log_r.exp()).detach()
+    torch.testing.assert_close(slope, expected, rtol=1e-12, atol=0)
+    # A published range of a millionth is resolved in fp32, and ranges may differ by row.
+    _, clipped = clipped_surrogate(torch.tensor([0.999e-6, 1.001e-6]), torch.ones(2), 1e-6, 1e-6)
+    assert clipped.tolist() == [False, True]
+    clip = torch.tensor([0.1, 0.3])
+    assert clipped_surrogate(torch.full((2,), 0.2), torch.ones(2), clip, clip)[1].tolist() == [1, 0]
+
+
+# --- The gradient -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_first_gradient_is_that_of_minus_advantage_times_log_density(kernel):
+    toy = Toy()
+    rollout = collect(toy, kernel)
+    advantage, std = group_advantages(REWARD).repeat(T - 1), std_of(every_edge(rollout), kernel)
+    for ratio, weight in (("gaussian", 1), ("normalised", std)):
+        objective = grpo(kernel, ratio=ratio)
         loss, metrics = loss_of(objective, toy, objective.prepare(rollout))
-        advantage = group_advantages(REWARD).repeat(T - 1)
-        expected = gradient(-(advantage * log_density(toy, rollout, kernel)).mean(), toy)
-        # Rewards are fp32, and velocities are taken to fp32 before the step.
+        density = log_density(toy, rollout, kernel)
+        expected = gradient(-(advantage * weight * density).mean(), toy)
+        # Rewards are fp32, and velocities are cast to fp32 before the step.
         torch.testing.assert_close(gradient(loss, toy), expected, rtol=2e-5, atol=1e-6)
-        assert metrics["policy/ratio_error_max"] < 1e-5
-        assert metrics["policy/clip_share"] == 0
+        assert metrics["policy/ratio_error_max"] < 1e-5 and metrics["policy/clip_share"] == 0
+
+
+def test_away_from_the_old_policy_the_normalised_ratio_is_std_times_log_ratio_plus_kl():
+    for kernel in ["flow_sde", "cps"]:
+        toy, now = Toy(), moved()
+        rollout = collect(toy, kernel)
+        t, objective = every_edge(rollout), grpo(kernel, ratio="normalised", clip_nats=1e6)
+        loss, metrics = loss_of(objective, now, objective.prepare(rollout))
+        nats = log_density(now, rollout, kernel) - log_density(toy, rollout, kernel)
+        nats = (nats + kl_of(now, toy, t, kernel)).detach()
+        ratio = (std_of(t, kernel) * nats).exp()
+        expected = -(group_advantages(REWARD).repeat(T - 1) * ratio).mean()
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+        worst = nats.abs().max().item() * D
+        assert metrics["policy/ratio_error_max"].item() == pytest.approx(worst, rel=1e-4)
+
+
+def test_the_clip_bounds_the_nats_of_the_whole_latent():
+    toy, now = Toy(), moved()
+    rollout = collect(toy)
+    ratio = log_density(now, rollout, "flow_sde") - log_density(toy, rollout, "flow_sde")
+    advantage = group_advantages(REWARD).repeat(T - 1)
+    objective = grpo(clip_nats=1e-9)
+    loss, metrics = loss_of(objective, now, objective.prepare(rollout))
+    free = ratio * advantage < 0  # PPO's minimum binds only where the step helped already
+    expected = torch.where(free, -advantage * ratio.exp(), 0.0).mean()
+    near = {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(gradient(loss, now), gradient(expected, now), **near)
+    assert metrics["policy/clip_share"].item() == pytest.approx((~free).double().mean().item())
+    std = torch.tensor([0.5, 0.1])
+    assert grpo(clip_nats=6.0).clip(60, std) == pytest.approx(0.1)
+    normalised = grpo(clip_nats=6.0, ratio="normalised").clip(60, std)
+    torch.testing.assert_close(normalised, 0.1 * std)
 
 
 def test_edges_without_advantage_are_dropped_unless_the_kl_needs_them():
-    reward = torch.tensor([0.5, 0.5, 0.5, 0.3, 0.2, 0.7])  # the first group is tied
-    rollout = collect(Toy(), reward=reward)
+    reward = torch.tensor([0.5, 0.5, 0.5, 0.3, math.nan, 0.7])  # the first group is tied
+    rollout, other = collect(Toy(), reward=reward), Toy(seed=1)
     assert grpo().prepare(rollout).group.unique().tolist() == [1]
-    assert len(grpo().prepare(rollout)) == GROUP * (T - 1)
-    assert len(grpo(kl_coef=0.1).prepare(rollout)) == L * (T - 1)
+    assert len(grpo().prepare(rollout)) == 2 * (T - 1)
+    pulled = grpo(kl_coef=0.1).prepare(rollout)
+    assert len(pulled) == L * (T - 1) and pulled.advantage.isfinite().all()
+    loss, _ = loss_of(grpo(kl_coef=0.1), Toy(), pulled, other)
+    assert loss.isfinite()
+    loss_of(grpo(), Toy(), grpo().prepare(rollout), no_network)
 
 
-def test_missing_rewards_never_reach_the_loss():
-    for kl_coef in [0.0, 0.1]:
-        toy, other = Toy(), Toy(seed=1)
-        reward = REWARD.clone()
-        reward[1] = math.nan
-        objective = grpo(kl_coef=kl_coef)
-        batch = objective.prepare(collect(toy, reward=reward))
-        rows = batch.x.new_tensor(REWARD.tolist())
-        assert batch.advantage.isfinite().all()
-        loss, metrics = loss_of(objective, toy, batch, other)
-        assert loss.isfinite() and all(m.isfinite() for m in metrics.values())
-        two = rows[[0, 2]]
-        expected = ((two - two.mean()) / (two.std(correction=0) + 1e-4)).tolist()
-        assert sorted(batch.advantage[batch.group == 0].unique().tolist()) == pytest.approx(
-            sorted(expected + [0.0] * (kl_coef > 0)), rel=1e-5
-        )
+@pytest.mark.parametrize("form", ["velocity", "latent_dt", "latent_no_dt"])
+def test_each_kl_form_is_its_formula_and_has_its_gradient(form):
+    toy, reference = Toy(), Toy(seed=1)
+    rollout = collect(toy, reward=torch.ones(L))  # no advantages: the penalty alone
+    t = every_edge(rollout)
+    x, s, prompt = (rows[t.parent] for rows in (t.x, t.sigma, t.prompt))
+    s1, g, c = t.sigma_next, t.g, rollout.cond.take(prompt)
 
-
-def test_each_kl_form_is_its_formula_and_has_its_gradient():
-    for form in ["velocity", "latent_dt", "latent_no_dt"]:
-        toy, reference = Toy(), Toy(seed=1)
-        rollout = collect(toy, reward=torch.ones(L))  # no advantages: the pull alone
-        objective = grpo(kl_coef=0.5, kl_form=form)
-        loss, metrics = loss_of(objective, toy, objective.prepare(rollout), reference)
-        t = every_edge(rollout)
-        x, s, prompt = (rows[t.parent] for rows in (t.x, t.sigma, t.prompt))
-        s1, g, c = t.sigma_next, t.g, rollout.cond.take(prompt)
-        apart = (toy(x, s, c) - reference(x, s, c).detach()).square().mean(1)
+    def kl():
+        distance = (toy(x, s, c) - reference(x, s, c).detach()).square().mean(1)
         # The drift moves the mean by (s - s1) (1 + g^2 (1 - s) / (2 s)) per unit of velocity.
-        mean_apart = apart * ((s - s1) * (1 + g**2 * (1 - s) / (2 * s))).square()
-        kl = {
-            "velocity": apart,
-            "latent_dt": mean_apart / (2 * g**2 * (s - s1)),
-            "latent_no_dt": mean_apart / (2 * g**2),
+        of_mean = distance * ((s - s1) * (1 + g**2 * (1 - s) / (2 * s))).square()
+        return {
+            "velocity": distance,
+            "latent_dt": of_mean / (2 * g**2 * (s - s1)),
+            "latent_no_dt": of_mean / (2 * g**2),
         }[form].mean()
-        assert metrics["policy/kl"].item() == pytest.approx(kl.item(), rel=1e-5)
-        torch.testing.assert_close(
-            gradient(loss, toy), gradient(0.5 * kl, toy), rtol=2e-5, atol=1e-6
-        )
 
-
-def test_the_reference_is_called_only_when_it_was_declared():
-    assert grpo().needs.reference is False and grpo(kl_coef=0.1).needs.reference is True
-    loss_of(grpo(), Toy(), grpo().prepare(collect(Toy())), no_network)
-
-
-def test_clipped_rows_have_no_gradient():
-    toy = Toy()
-    rollout = collect(toy)
-    objective = grpo(clip_nats=None, clip_eps=1e-9)
-    moved = Toy()
-    with torch.no_grad():
-        moved.w += 0.05
-    batch = objective.prepare(rollout)
-    loss, metrics = loss_of(objective, moved, batch)
-    ratio = log_density(moved, rollout, "flow_sde") - log_density(toy, rollout, "flow_sde")
-    advantage = group_advantages(REWARD).repeat(T - 1)
-    free = ratio * advantage < 0  # PPO's minimum binds only where the step helped already
-    expected = torch.where(free, -advantage * ratio.exp(), 0.0).mean()
-    torch.testing.assert_close(
-        gradient(loss, moved), gradient(expected, moved), rtol=1e-4, atol=1e-6
-    )
-    assert metrics["policy/clip_share"].item() == pytest.approx((~free).double().mean().item())
-
-
-def test_the_clip_in_nats_shrinks_with_the_latent():
-    std = torch.tensor([0.5, 0.1])
-    assert grpo(clip_nats=6.0).clip(60, std) == pytest.approx(0.1)
-    assert grpo(clip_nats=None, clip_eps=0.2).clip(60, std) == 0.2
-
-
-def test_exactly_one_clip_is_asked_for():
-    for clips in [{"clip_nats": 1.0, "clip_eps": 1.0}, {"clip_nats": None}]:
-        with pytest.raises(ValueError, match="clip_nats"):
-            grpo(**clips)
+    for ratio, step_weight in EVERY:  # neither changes the penalty
+        objective = grpo(kl_coef=0.5, kl_form=form, ratio=ratio, step_weight=step_weight)
+        loss, metrics = loss_of(objective, toy, objective.prepare(rollout), reference)
+        assert metrics["policy/kl"].item() == pytest.approx(kl().item(), rel=1e-5)
+        found, expected = gradient(loss, toy), gradient(0.5 * kl(), toy)
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
 
 
 def per_edge(batch: Transitions) -> Transitions:
@@ -137,32 +197,95 @@ def per_edge(batch: Transitions) -> Transitions:
 
 
 def test_one_forward_a_parent_gives_the_gradient_of_one_an_edge():
-    for kernel in KERNELS:
-        for kl_coef in [0.0, 0.3]:
-            toy, reference = Toy(), Toy(seed=1)
-            batch = grpo(kernel, kl_coef=kl_coef).prepare(collect(toy, kernel, plan=SPLIT))
-            assert (len(batch.x), len(batch)) == (PROMPTS * (1 + GROUP), 2 * L)
-            seen = []
+    for kernel, kl_coef in itertools.product(KERNELS, (0.0, 0.3)):
+        toy, reference, seen = Toy(), Toy(seed=1), []
+        objective = grpo(kernel, kl_coef=kl_coef)
+        batch = objective.prepare(collect(toy, kernel, plan=SPLIT))
+        assert (len(batch.x), len(batch)) == (PROMPTS * (1 + GROUP), 2 * L)
 
-            def counted(x, sigma, cond, toy=toy, seen=seen):
-                seen.append(len(x))
-                return toy(x, sigma, cond)
+        def counted(x, sigma, cond, toy=toy, seen=seen):
+            seen.append(len(x))
+            return toy(x, sigma, cond)
 
-            models = Models(policy=counted, reference=reference, old=no_network)
-            losses = [
-                grpo(kernel, kl_coef=kl_coef).loss(models, b)[0] for b in (batch, per_edge(batch))
-            ]
-            assert seen == [len(batch.x), len(batch)]
-            first, second = (gradient(loss, toy) for loss in losses)
-            torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-9)
+        models = Models(policy=counted, reference=reference, old=no_network)
+        first, second = (
+            gradient(objective.loss(models, b)[0], toy) for b in (batch, per_edge(batch))
+        )
+        assert seen == [len(batch.x), len(batch)]
+        torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-9)
 
 
 def test_a_process_takes_its_own_trees_of_all_advantages():
-    whole = collect(Toy())
-    own = torch.tensor([2, 3])  # cuts both groups
+    whole, local = collect(Toy()), torch.tensor([2, 3])  # cuts both groups
     t = whole.tree
-    tree = replace(t, x=t.x[own], prompt=t.prompt[own], mean_old=t.mean_old[own])
-    batch = grpo().prepare(replace(whole, tree=tree, trees=own))
-    expected = group_advantages(REWARD)[own].repeat(T - 1).float()
+    tree = replace(t, x=t.x[local], prompt=t.prompt[local], mean_old=t.mean_old[local])
+    batch = grpo().prepare(replace(whole, tree=tree, trees=local))
+    expected = group_advantages(REWARD)[local].repeat(T - 1).float()
     torch.testing.assert_close(batch.advantage.float(), expected, rtol=1e-4, atol=1e-5)
     assert batch.group.tolist() == [0, 1] * (T - 1)
+
+
+# --- Weights of steps ---------------------------------------------------------------------------
+
+
+def test_noise_weights_are_the_std_over_its_mean_over_steps():
+    toy = Toy()
+    rollout = collect(toy, plan=SPLIT)  # 3 edges at step 0 and 3 at step 1
+    objective = grpo(step_weight="noise")
+    batch = objective.prepare(rollout)
+    std = std_of(batch)
+    mean = torch.stack([std[batch.step == i][0] for i in (0, 1)]).mean()
+    torch.testing.assert_close(batch.weight.double(), std / mean, rtol=1e-6, atol=0)
+    loss, _ = loss_of(objective, toy, batch)
+    weight = group_advantages(REWARD).repeat(2) * std / mean
+    expected = gradient(-(weight * log_density(toy, rollout, "flow_sde")).mean(), toy)
+    torch.testing.assert_close(gradient(loss, toy), expected, rtol=2e-5, atol=1e-6)
+    fans = grpo(step_weight="noise", credit=CreditOptions(edges="fan", scope="leaf"))
+    batch = fans.prepare(collect(Toy(), reward=COMB_REWARD, plan=COMB))
+    std = std_of(batch)
+    mean = (std[batch.step == 0][0] + std[batch.step == 2][0]) / 2
+    torch.testing.assert_close(batch.weight.double(), std / mean, rtol=1e-6, atol=0)
+
+
+def test_dropped_edges_leave_the_weights_of_the_rest():
+    tied = torch.tensor([0.5, 0.5, 0.5, 0.3, 0.2, 0.7])
+    for ratio, step_weight in EVERY:
+        objective = grpo(ratio=ratio, step_weight=step_weight)
+        some, whole = (objective.prepare(collect(Toy(), reward=r)) for r in (tied, REWARD))
+        assert len(some) < len(whole)
+        for i in range(T - 1):
+            rows = [set(b.weight[b.step == i].tolist()) for b in (some, whole)]
+            assert rows[0] == rows[1]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    values=st.lists(st.floats(0.01, 10), min_size=5, max_size=5),
+)
+def test_weights_have_mean_one_over_steps_however_many_edges_a_step_has(sizes, values):
+    move = torch.tensor([3 * m for m, size in enumerate(sizes) for _ in range(size)])
+    std = torch.tensor(values, dtype=F64)[move // 3]
+    each = torch.tensor(values[: len(sizes)], dtype=F64)
+    first = [sum(sizes[:m]) for m in range(len(sizes))]
+    found = mean_one(std, move)[first]
+    torch.testing.assert_close(found, each / each.mean(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_equal_weights_give_all_steps_one_gradient(kernel):
+    kernel, sigmas = KERNELS[kernel], torch.linspace(1, 0, 11, dtype=F64)
+    level = 1.0 if kernel is KERNELS["renoise"] else 0.5
+    ends = sigmas[:-2], sigmas[1:-1], kernel.noise(sigmas, level)[:-1]
+    still = torch.zeros(9, 1, dtype=F64)
+    std = kernel.step(still, still, *ends)[1]
+    x, v = torch.randn(2, 9, 6, dtype=F64, generator=torch.Generator().manual_seed(0))
+    z = torch.randn(1, 6, dtype=F64, generator=torch.Generator().manual_seed(1))
+    gain = velocity_gain(kernel.step, *ends).abs()
+    for ratio, size in ((log_ratio, gain / std), (ratio_norm, gain)):
+        moving = v.clone().requires_grad_()
+        mean, _ = kernel.step(x, moving, *ends)
+        old = mean.detach()
+        value = ratio(old + lift(std, old) * z, mean, old, std)
+        slope = torch.autograd.grad(value.sum(), moving)[0]
+        weighted = lift(mean_one(1 / size, torch.arange(9)), slope) * slope
+        torch.testing.assert_close(weighted, weighted[:1].expand_as(weighted))

@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 import torch
+import toy_rollout
 
 from flowrl.functional.noise import noise_seed
 from flowrl.objectives.base import Models
 from flowrl.objectives.batches import Trajectories
 from flowrl.objectives.reward_backprop.base import tangent
-from flowrl.trajectory import Conditioning
+from flowrl.trajectory import Conditioning, Rollout, Tree
 
 D, T, N, PROMPTS = 3, 5, 6, 2
 F64 = torch.float64
@@ -117,3 +118,15 @@ def straight_through(surrogate, value):
 
 def with_seed(batch: Trajectories, seed: int) -> Trajectories:
     return replace(batch, seed=seed)
+
+
+def rollout_of_chains(batch: Trajectories) -> Rollout:
+    steps = batch.steps + 1
+    numbers = torch.arange(steps)
+    tree = Tree(
+        x=batch.x, prompt=batch.prompt, log_prob=torch.zeros(N, steps),
+        mean_old=batch.x[:, :0], step=numbers, parent=numbers - 1, move=numbers - 1,
+        g=torch.zeros(steps), leaf=numbers[-1:], noisy=numbers[:0], edge=numbers[:0],
+        sigmas=batch.sigmas, forwards=0,
+    )  # fmt: skip
+    return toy_rollout.rollout_of(tree, torch.zeros(N), batch.cond, seed=3)

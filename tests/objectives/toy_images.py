@@ -4,19 +4,33 @@ import torch
 from toy_policy import D, Toy, cond, no_network
 from toy_rollout import rollout_of
 
-from flowrl.objectives.advantage import Advantages
-from flowrl.objectives.awm import AWM
+from flowrl.config import objectives as options
 from flowrl.objectives.base import Models
-from flowrl.objectives.dpo import DGPO, DPO, KTO
-from flowrl.objectives.gdro import GDRO, LAIR
-from flowrl.objectives.nft import NFT, old_decay
-from flowrl.objectives.noising import Noising, UniformTimes
-from flowrl.objectives.sft import RWR, SFT
 from flowrl.offline.source import single_node_trees
 from flowrl.trajectory import Rollout
 
 SIGMAS = torch.linspace(1, 0, 9)
 REWARD = (0.1, 0.5, 0.9, 0.3, 0.2, 0.7, 0.8, 0.25)  # of two prompts, four images each
+SHARED = options.NoisingOptions(count=2)
+PER_IMAGE = options.NoisingOptions(count=2, share="image")
+COMPARED = {"noising": SHARED, "implicit_beta": 3.0}
+OBJECTIVES = {
+    "dpo": options.DPOOptions(**COMPARED, kl_coef=0.1),
+    "gdro": options.GDROOptions(**COMPARED, tau=0.2),
+    "gdro, top-1": options.GDROOptions(**COMPARED, tau=0.2, form="top1"),
+    "lair": options.LAIROptions(**COMPARED, kappa=0.5),
+    "dgpo": options.DGPOOptions(**COMPARED, kl_coef=0.1),
+    "kto": options.KTOOptions(**COMPARED),
+    "sft": options.SFTOptions(noising=SHARED),
+    "best of n": options.SFTOptions(noising=SHARED, winners="one"),
+    "rwr": options.RWROptions(noising=PER_IMAGE, rwr_lambda=0.5),
+    "awm": options.AWMOptions(noising=PER_IMAGE, clip=0.5, kl_coef=0.1),
+    "nft": options.NFTOptions(noising=PER_IMAGE, nft_mix=0.5, kl_coef=0.1),
+}
+
+
+def make(name: str, **changes):
+    return OBJECTIVES[name].model_copy(update=changes).build()
 
 
 def images(reward=REWARD, group=None, seed: int = 5) -> Rollout:
@@ -26,37 +40,6 @@ def images(reward=REWARD, group=None, seed: int = 5) -> Rollout:
     generator = torch.Generator().manual_seed(1)
     x0 = torch.randn(len(rewards), D, generator=generator).double()
     return rollout_of(single_node_trees(x0, group, SIGMAS), rewards, cond(), seed=seed)
-
-
-def noising(count: int = 2, share="group") -> Noising:
-    return Noising(times=UniformTimes(), count=count, share=share)
-
-
-def compared(weighting: str = "uniform", count: int = 2, **options) -> dict:
-    return {"noising": noising(count), "weighting": weighting, "implicit_beta": 3.0} | options
-
-
-SNAPSHOT = old_decay(rate=None, limit=0.0)
-OBJECTIVES = {
-    "dpo": lambda: DPO(**compared(), sft_coef=0.1),
-    "gdro": lambda: GDRO(**compared("eps"), tau=0.2),
-    "gdro, top-1": lambda: GDRO(**compared(), tau=0.2, form="top1"),
-    "lair": lambda: LAIR(**compared(), advantage=Advantages(), kappa=0.5),
-    "dgpo": lambda: DGPO(**compared(kl_coef=0.1), advantage=Advantages()),
-    "gdpo_sr": lambda: DGPO(**compared(), advantage=Advantages(), form="linear"),
-    "kto": lambda: KTO(**compared()),
-    "sft": lambda: SFT(noising=noising()),
-    "best of n": lambda: SFT(noising=noising(), winners="one"),
-    "rwr": lambda: RWR(noising=noising(share="image"), rwr_lambda=0.5),
-    "awm": lambda: AWM(
-        noising=noising(share="image"), advantage=Advantages(), old_decay=SNAPSHOT, clip=0.5,
-        kl_coef=0.1, old_kl_coef=0.1,
-    ),
-    "nft": lambda: NFT(
-        noising=noising(share="image"), advantage=Advantages(), old_decay=SNAPSHOT, nft_mix=0.5,
-        kl_coef=0.1,
-    ),
-}  # fmt: skip
 
 
 def moved(toy: Toy, by: float = 0.05) -> Toy:
@@ -78,3 +61,11 @@ def loss_of(objective, toy, batch, reference=None, old=None):
     loss, metrics = objective.loss(models, batch)
     assert not any(m.requires_grad for m in metrics.values())
     return loss, metrics
+
+
+def at_the_reference(objective, rollout=None):
+    """Loss, metrics and gradient where policy, reference and old policy are equal."""
+    toy, batch = Toy(), objective.prepare(rollout or images())
+    loss, metrics = loss_of(objective, toy, batch, moved(toy, 0.0), moved(toy, 0.0))
+    grads = torch.autograd.grad(loss, list(toy.parameters()))
+    return loss.item(), metrics, torch.cat(grads)

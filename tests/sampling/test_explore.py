@@ -68,22 +68,6 @@ def test_full_previews_have_the_scores_of_what_is_drawn_again(make_learner):
         assert torch.equal(proxy.sort(1).values, ranked[:, [0, 1, 10, 11]])
 
 
-def test_without_regenerating_the_candidates_themselves_are_learned_from(make_learner, drawn):
-    rough = FEW | {"candidates": 10, "num_inference_steps": 2}
-    explore = rough | {"regenerate": False}
-    rollout = rollout_of(make_learner, explore)
-    chosen = rollout.explored.chosen
-    drafts = torch.cat([tree.leaves() for tree in drawn])[:20].view(2, 10, -1)
-    kept = torch.cat([images[rows] for images, rows in zip(drafts, chosen, strict=True)])
-    torch.testing.assert_close(rollout.tree.leaves().flatten(1), kept)
-    torch.testing.assert_close(
-        rollout.reward.view(2, 4), rollout.explored.proxy.gather(1, chosen), atol=1e-3, rtol=0
-    )
-    assert rollout.scores.shape[1] == len(rollout.names)
-    exact = rollout_of(make_learner, rough)
-    assert not torch.allclose(rollout.tree.leaves(), exact.tree.leaves(), atol=1e-2)
-
-
 def test_both_stages_start_from_the_same_noise_bit_for_bit(make_learner, drawn):
     explore = ROUGH | {"candidates": 10}
     rollout = rollout_of(make_learner, explore, rollout=ODE | {"batch_size": 7})

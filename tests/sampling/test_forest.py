@@ -21,7 +21,7 @@ def branching(*at: int, branch: int = 2, roots: int = 1, coupling=INDEPENDENT) -
     return TreePlan(roots, tuple(split if i in at else NOISY for i in range(T - 1)) + (ODE,))
 
 
-FANS = [(0, 3, {"strides": (1, 2)}), (1, 2, {"length": 2}), (1, 2, {}), (3, 2, {"gain": 0.5})]
+FANS = [(0, 3, {"strides": (1, 2)}), (1, 2, {"length": 2}), (1, 2, {}), (3, 2, {})]
 COMB = TreePlan(2, (ODE,) * T, fans=tuple(Fan(step=i, width=w, **more) for i, w, more in FANS))
 PLANS = {
     "chains": chains(),
@@ -65,7 +65,7 @@ def test_the_way_to_every_leaf_can_be_walked_again_as_a_chain():
             nodes = [leaf]
             while nodes[0]:
                 nodes.insert(0, int(tree.parent[nodes[0]]))
-            noises, gain = {}, {}
+            noises = {}
             for before, after in zip(nodes[:-1], nodes[1:], strict=True):
                 i, j = int(tree.step[before]), int(tree.step[after])
                 if after in tree.noisy:
@@ -74,9 +74,8 @@ def test_the_way_to_every_leaf_can_be_walked_again_as_a_chain():
                     g = tree.g[after]
                     mean, std = numbers.kernel.step(x, v, numbers.sigmas[i], numbers.sigmas[j], g)
                     noises[i] = (tree.x[:, after] - mean) / lift(std, mean)
-                    gain[i] = float(g / numbers.g(i, j))
             stops = tree.step[nodes].tolist()
-            x0 = chain(tree.x[:, 0], tree.prompt, numbers, stops, noises, gain)
+            x0 = chain(tree.x[:, 0], tree.prompt, numbers, stops, noises)
             torch.testing.assert_close(tree.x[:, leaf], x0, rtol=1e-5, atol=1e-6)
 
 
@@ -85,8 +84,6 @@ def test_replaying_one_leaf_with_its_recorded_noise_is_exact():
         NoiseCoupling(),
         NoiseCoupling(kind="shared", strength=1.5),
         NoiseCoupling(kind="simplex"),
-        NoiseCoupling(kind="antithetic"),
-        NoiseCoupling(kind="scaled", strength=3.0),
     ]:
         from flowrl.functional.noise import COUPLINGS
 
@@ -150,15 +147,6 @@ def test_a_merged_first_step_has_the_std_of_a_single_one():
             for node in tree.edge
         ]
         assert stds == pytest.approx([level] * 3, rel=1e-6)
-
-
-def test_the_gain_is_in_the_noise_and_in_the_density():
-    quiet, loud = (
-        grown(TreePlan(1, (Step(noise=True, train=True, gain=gain), *(ODE,) * 3)), schedule(4))
-        for gain in (1.0, 2.0)
-    )
-    assert loud.g[1] == 2 * quiet.g[1]
-    assert not torch.equal(loud.mean_old, quiet.mean_old)  # the drift keeps the marginals
 
 
 def test_without_noise_the_steps_are_the_schedulers_own_bit_for_bit():

@@ -87,7 +87,7 @@ def rho(coupling: NoiseCoupling, siblings: int, i: int, j: int) -> float:
         return 1 / (1 + coupling.strength**2)
     if coupling.kind == "simplex":
         return -1 / (siblings - 1)
-    return -1.0 if coupling.kind == "antithetic" and i // 2 == j // 2 else 0.0
+    return 0.0
 
 
 def test_two_leaves_share_what_came_before_they_parted():
@@ -96,12 +96,9 @@ def test_two_leaves_share_what_came_before_they_parted():
         NoiseCoupling(kind="shared", strength=0.5),
         NoiseCoupling(kind="shared", strength=4.0),
         NoiseCoupling(kind="simplex"),
-        NoiseCoupling(kind="antithetic"),
     ]:
         for branch in [2, 3, 4]:
             for kernel in ["flow_sde", "dance_sde", "cps", "overshoot", "renoise"]:
-                if coupling.kind == "antithetic" and branch % 2:
-                    continue  # they come in pairs
                 level = 1.0 if kernel == "renoise" else 0.6
                 numbers = schedule(kernel, level, T)
                 split = Step(branch=branch, noise=True, coupling=coupling, train=True)

@@ -15,7 +15,6 @@ SIZES: dict[str, tuple[dict, int]] = {
     "branch_grpo": ({"splits": [0, 2, 5]}, 16),
     "branch_grpo_mix": ({"splits": [1, 4], "window": {"kind": "fixed", "size": 2}}, 8),
     "tree_grpo": ({"branch": 2}, 16),
-    "dynamic_tree": ({"gain_growth": 0.5}, 32),
     "b2_diffurl": ({"branch": 3, "period": 4}, 6),
     "tempflow": ({"width": 2}, 2 * 2 * (T - 1)),
     "g2rpo": ({"width": 2, "draw": 2}, 2 * 2 * 2 * 3),
@@ -49,7 +48,7 @@ def test_the_plan_counts_what_the_sampler_does():
 
 
 def test_windows_and_fans_move_with_the_iteration():
-    moving = ["flow_grpo_fast", "dance_grpo", "mix_grpo", "tree_grpo", "dynamic_tree", "g2rpo"]
+    moving = ["flow_grpo_fast", "dance_grpo", "mix_grpo", "tree_grpo", "g2rpo"]
     for name in [*moving, "b2_diffurl", "e_grpo"]:
         plans = {plan_of(name, iteration) for iteration in range(120)}
         assert len(plans) > 1, name

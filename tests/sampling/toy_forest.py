@@ -76,15 +76,14 @@ def chain(
     numbers: Schedule,
     stops: list[int],
     noises: dict[int, Tensor],
-    gain: dict[int, float] | None = None,
 ) -> Tensor:
-    """One latent a row from sigma to sigma: no tree, no plan. stops: sigma indices; noises, gain:
+    """One latent a row from sigma to sigma: no tree, no plan. stops: sigma indices; noises:
     of the moves that have some, by the index they start from -> clean latents."""
     for i, j in zip(stops[:-1], stops[1:], strict=True):
         s, s_next = numbers.sigmas[i], numbers.sigmas[j]
         v = velocity(x, s, prompt)
         kernel = numbers.kernel.step if i in noises else ode_step
-        g = numbers.g(i, j) * (gain or {}).get(i, 1.0)
+        g = numbers.g(i, j)
         mean, std = kernel(x, v, s, s_next, g)
         x = mean + lift(std, mean) * noises[i] if i in noises else mean
     return x

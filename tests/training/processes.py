@@ -47,7 +47,7 @@ SCORED = {
     "two_stage": ({"kind": "grpo"}, TWO_STAGE),
     "spo": ({"kind": "spo", "min_gap": 0.0}, FAN),
     "nft": (NFT, ODE),
-    "dpo": ({"kind": "dpo", "sft_coef": 0.1, "noising": {"count": 2}}, ODE),
+    "dpo": ({"kind": "dpo", "kl_coef": 0.1, "noising": {"count": 2}}, ODE),
     "kto": ({"kind": "kto", "noising": {"count": 2}}, ODE),
     "dgpo": ({"kind": "dgpo", "kl_coef": 0.1}, ODE),
     "gdro": ({"kind": "gdro", "noising": {"count": 2}}, ODE),

@@ -45,7 +45,7 @@ KINDS = {
     "grpo": {"rollout": PLAIN, "evaluation": EVALUATION, "ema": {"decay": 0.5}},
     "tree": {"rollout": PLAIN | {"num_inference_steps": 3, "tree": TREE}},
     "nft": {"rollout": ODE, "objective": NFT | {"old_decay": {"rate": 0.2, "limit": 0.6}}},
-    "stored": {"rollout": ODE, "objective": GDRO, "store": {"cache_draws": 2}},
+    "stored": {"rollout": ODE, "objective": GDRO, "store": {}},
     "refreshed": {"rollout": ODE, "objective": GDRO, "store": {"refresh_every": 1}},
     "two-stage": {"rollout": ODE | {"explore": EXPLORE}, "objective": NFT},
     "gradient": {

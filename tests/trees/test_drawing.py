@@ -28,12 +28,12 @@ def test_a_table_says_what_happens_at_each_step():
 
 
 def test_a_table_has_a_row_for_every_fan():
-    rows = [row for row in table(presets.e_grpo(6, 12, 3, [1, 2], [1, 2])) if "fan" in row]
+    rows = [row for row in table(presets.e_grpo(6, 12, 3, [1, 2])) if "fan" in row]
     assert [(row["fan"], row["step"], row["length"]) for row in rows] == [
         (0, 1, 1), (1, 1, 2), (2, 2, 1), (3, 2, 2)
     ]  # fmt: skip
     assert [row["forwards"] for row in rows] == [12, 9, 1 + 9, 6]  # the third has its trunk's
-    assert table(presets.g2rpo(6, 4, 2, [1], [1, 3]))[-1]["strides"] == "1, 3"
+    assert table(presets.g2rpo(6, 6, 2, [1]))[-1]["strides"] == "1, 2, 3"
 
 
 def test_a_tree_is_drawn_as_it_branches():
@@ -58,14 +58,16 @@ def test_a_comb_is_drawn_with_its_trunk_above_its_fans():
 
 
 def test_merged_steps_and_strides_are_drawn_at_their_length():
-    assert draw(presets.e_grpo(5, 2, 1, [1], [1, 2])).splitlines()[1:3] == [
+    assert draw(presets.e_grpo(5, 2, 1, [1])).splitlines()[1:3] == [
         "──┳━──────",
         "  ┗━━━────",
     ]
-    assert draw(presets.g2rpo(5, 4, 2, [0], [1, 2])).splitlines()[1:5] == [
+    assert draw(presets.g2rpo(5, 6, 2, [0])).splitlines()[1:7] == [
         "┳━┬───────",
+        "┃ ├───────",
         "┃ └───────",
         "┗━┬───────",
+        "  ├───────",
         "  └───────",
     ]
 

@@ -24,11 +24,9 @@ EVERY = {
     "flow_grpo_fast": presets.flow_grpo_fast(8, 12, range(2, 4)),
     "dance_grpo": presets.dance_grpo(8, 12, {1, 4}),
     "mix_grpo": presets.mix_grpo(8, 12, range(2, 4)),
-    "mix_grpo_apart": presets.mix_grpo(8, 12, range(2, 4), shared_prefix=False),
     "branch_grpo": presets.branch_grpo(8, 12, 2, [1, 4]),
     "branch_grpo_mix": presets.branch_grpo_mix(8, 12, 2, [1, 4], range(2, 4)),
     "tree_grpo": presets.tree_grpo(8, 12, 2, range(2, 4)),
-    "dynamic_tree": presets.dynamic_tree(8, 12, range(2, 4), 0.5),
     "b2_diffurl": presets.b2_diffurl(8, 12, 3, 5),
 }
 
@@ -59,15 +57,11 @@ def test_dancegrpo_starts_from_one_noise_and_trains_some_of_its_stochastic_steps
     assert noisy(plan) == list(range(7)) and trained(plan) == [1, 4]
 
 
-def test_mixgrpo_draws_the_shared_prefix_once():
-    plan, apart = EVERY["mix_grpo"], EVERY["mix_grpo_apart"]
+def test_mixgrpo_samples_the_shared_prefix_once():
+    plan = EVERY["mix_grpo"]
     assert (plan.roots, branches(plan)) == (1, {2: 12})
-    assert (apart.roots, apart.same_noise, branches(apart)) == (12, True, {})
-    for either in (plan, apart):
-        assert noisy(either) == trained(either) == [2, 3]
-        assert count(either).trained_edges == 24
+    assert noisy(plan) == trained(plan) == [2, 3] and count(plan).trained_edges == 24
     assert count(plan).forwards == 3 + 12 * 5  # steps 0 to 2 once, 3 to 7 for each
-    assert count(apart).forwards == 12 * 8
 
 
 def test_branchgrpo_does_not_train_before_a_single_tree_splits():
@@ -112,13 +106,6 @@ def test_treegrpo_takes_the_forwards_of_its_formula(branch, size, start, after, 
     assert {step.coupling for step in plan.steps} == {INDEPENDENT}
 
 
-def test_a_dynamic_trees_noise_grows_with_its_depth_in_the_window():
-    plan = presets.dynamic_tree(10, 16, range(3, 7), 2.0)
-    assert [step.gain for step in plan.steps[2:8]] == [1, 1, 1.5, 2, 2.5, 1]
-    still = presets.dynamic_tree(10, 16, range(3, 7), 0.0)
-    assert still == presets.tree_grpo(10, 16, 2, range(3, 7))
-
-
 @given(branch=st.integers(2, 6), steps=st.integers(3, 20), trees=st.integers(1, 3), data=st.data())
 def test_b2_diffurl_takes_its_formula_less_the_velocity_that_siblings_share(
     branch, steps, trees, data
@@ -142,7 +129,6 @@ LEAVES = {
     "branch_grpo": (20, lambda n: presets.branch_grpo(20, n, 2, [0, 3, 6, 9])),
     "branch_grpo_mix": (5, lambda n: presets.branch_grpo_mix(9, n, 3, [1, 2], range(2))),
     "tree_grpo": (40, lambda n: presets.tree_grpo(10, n, 3, range(3))),
-    "dynamic_tree": (24, lambda n: presets.dynamic_tree(10, n, range(4), 0.0)),
     "b2_diffurl": (3, lambda n: presets.b2_diffurl(10, n, 5, 6)),
     "flow_grpo": (0, lambda n: presets.flow_grpo(10, n)),
     "mix_grpo": (0, lambda n: presets.mix_grpo(10, n, range(3))),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
+from flowrl.config.objectives import RewardBackpropOptions
 from flowrl.functional.gaussian import velocity_kl
 from flowrl.functional.noise import keyed_noise, keyed_uniform, noise_seed
 from flowrl.objectives.base import Models, Needs, recomputed
@@ -47,8 +48,8 @@ class Velocities:
         cond = self.batch.cond.take(self.batch.prompt[row])
         v = at_least_fp32(self.policy(x, sigma, cond))
         if self.reference is not None:
-            apart = velocity_kl(v, at_least_fp32(self.reference(x, sigma, cond)))
-            self._distance = self._distance.index_add(0, row, apart.to(self._distance))
+            distance = velocity_kl(v, at_least_fp32(self.reference(x, sigma, cond)))
+            self._distance = self._distance.index_add(0, row, distance.to(self._distance))
             self._points = self._points.index_add(0, row, torch.ones_like(self._points[row]))
         return v
 
@@ -57,19 +58,18 @@ class Velocities:
         return (self._distance / self._points.clamp(min=1)).mean()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RewardBackprop:
-    """Base of objectives that follow the reward's gradient; see the options of the same names.
+    """Base of objectives that follow the reward's gradient.
 
     A subclass computes the tangent of each image's clean latent, and calls `surrogate`.
     """
 
-    hinge: float | None = None
-    kl_coef: float = 0.0
+    options: RewardBackpropOptions
 
     @property
     def needs(self) -> Needs:
-        return Needs(states="path", reference=self.kl_coef > 0, reward_grad=True)
+        return Needs(states="path", reference=self.options.kl_coef > 0, reward_grad=True)
 
     def prepare(self, rollout: Rollout) -> Trajectories:
         return Trajectories.from_rollout(rollout)
@@ -85,7 +85,7 @@ class RewardBackprop:
         policy = models.policy
         if recompute:
             policy = functools.partial(recomputed, policy)
-        return Velocities(policy, batch, models.reference if self.kl_coef > 0 else None)
+        return Velocities(policy, batch, models.reference if self.options.kl_coef > 0 else None)
 
     def surrogate(
         self,
@@ -107,9 +107,9 @@ class RewardBackprop:
         good = reward.isfinite() & gradient.flatten(1).isfinite().all(1)
         reward = torch.where(good, reward, 0).to(moved)
         scale = torch.where(good, 1.0 if weight is None else weight, 0).to(moved)
-        slope = (reward_slope(reward, self.hinge) * scale).view(-1, *[1] * (moved.ndim - 1))
+        slope = (reward_slope(reward, self.options.hinge) * scale).view(-1, *[1] * (moved.ndim - 1))
         up = torch.where(good.view_as(slope), gradient, 0).to(moved)  # 0 times NaN is NaN
-        value = reward_loss(reward, self.hinge) * scale
+        value = reward_loss(reward, self.options.hinge) * scale
         loss = (value + (slope * up * moved).flatten(1).sum(1)).mean()
         metrics: Metrics = {
             "path/dropped": (~good).float().mean(),
@@ -118,9 +118,9 @@ class RewardBackprop:
         if bool(good.any()):
             metrics["path/reward"] = reward[good].mean()
             metrics["path/gradient_norm"] = up[good].square().flatten(1).mean(1).sqrt().mean()
-        if self.kl_coef > 0:
+        if self.options.kl_coef > 0:
             kl = velocities.kl()
-            loss, metrics["policy/kl"] = loss + self.kl_coef * kl, kl.detach()
+            loss, metrics["policy/kl"] = loss + self.options.kl_coef * kl, kl.detach()
         return loss, metrics
 
 

@@ -52,7 +52,7 @@ class RewardGradient:
     def __call__(self, rollout: Rollout) -> RewardField:
         """Return the field of this rollout's prompts.
 
-        Without an applicable score reward and gradient are NaN; other gradients are left as found.
+        Without an applicable score reward and gradient are NaN; other gradients are left alone.
         """
 
         def field(x0: Tensor, prompt: Tensor, words: str = "") -> tuple[Tensor, Tensor]:
@@ -138,10 +138,10 @@ def _slope(
     scores, reasons = answer if isinstance(answer, tuple) else (answer, None)
     if isinstance(scores, Mapping):
         scores = scores[spec.component or next(iter(scores))]
-    found = None
+    slope = None
     if isinstance(scores, Tensor) and scores.requires_grad:
-        (found,) = torch.autograd.grad(scores.sum(), pixels, allow_unused=True)
-    if found is None:
+        (slope,) = torch.autograd.grad(scores.sum(), pixels, allow_unused=True)
+    if slope is None:
         raise RewardFailure(
             f"reward {spec.name!r} says `differentiable = True`, but no gradient reaches the "
             "images: it must compute a tensor from them by torch, without detach or no_grad"
@@ -151,6 +151,6 @@ def _slope(
             f"reward {spec.name!r} answered with shape {tuple(scores.shape)} for {len(images)} "
             f"images; expected ({len(images)},)"
         )
-    known = scores.detach().float().cpu()
-    known[list(reasons or ())] = math.nan
-    return known, found
+    values = scores.detach().float().cpu()
+    values[list(reasons or ())] = math.nan
+    return values, slope

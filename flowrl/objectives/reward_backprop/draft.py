@@ -1,21 +1,20 @@
 """Back-propagation through the last steps: DRaFT-K (2309.17400) and AlignProp (2310.03739)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from flowrl.config.objectives import AlignPropOptions, DRaFTOptions
 from flowrl.objectives.base import Models
 from flowrl.objectives.batches import Trajectories
 from flowrl.objectives.reward_backprop.base import RewardBackprop, chances, tangent
 from flowrl.trajectory import Metrics, Rollout
 
-# (u (N,) uniform in [0, 1), T) -> how many last steps of each chain get a gradient, (N,) in [1, T]
-Truncation = Callable[[Tensor, int], Tensor]
+MEAN, STD = 0.16, 0.1  # of AlignProp's code: 8 and 5 of 50 steps
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LastSteps(RewardBackprop):
     """Base of DRaFT and AlignProp: the last steps of each chain with all their Jacobians.
 
@@ -23,7 +22,10 @@ class LastSteps(RewardBackprop):
     """
 
     def truncate(self, u: Tensor, steps: int) -> Tensor:
-        """Return how many of its last steps each chain is followed back. (N,) long"""
+        """Return how many of its last steps each chain is followed back. (N,) long
+
+        u: (N,) uniform in [0, 1).
+        """
         raise NotImplementedError
 
     def depths(self, batch: Trajectories) -> Tensor:
@@ -53,17 +55,17 @@ class LastSteps(RewardBackprop):
         return self.surrogate(moved, reward, gradient, velocities)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DRaFT(LastSteps):
     """The same number of steps for every chain."""
 
-    steps: int = 1
+    options: DRaFTOptions
 
     def truncate(self, u: Tensor, steps: int) -> Tensor:
-        return torch.full_like(u, min(self.steps, steps)).long()
+        return torch.full_like(u, min(self.options.steps, steps)).long()
 
     def deepest(self, batch: Trajectories) -> int:
-        return min(self.steps, batch.steps)
+        return min(self.options.steps, batch.steps)
 
 
 def uniform_truncation(u: Tensor, steps: int) -> Tensor:
@@ -71,17 +73,18 @@ def uniform_truncation(u: Tensor, steps: int) -> Tensor:
     return (u * steps).long().clamp(max=steps - 1) + 1
 
 
-def gaussian_truncation(u: Tensor, steps: int, *, mean: float, std: float) -> Tensor:
+def gaussian_truncation(u: Tensor, steps: int) -> Tensor:
     """Return a normal share of the steps, rounded; AlignProp's second form."""
     normal = torch.special.ndtri(u.double().clamp(min=1e-12))
-    return ((mean + std * normal) * steps).round().clamp(1, steps).long()
+    return ((MEAN + STD * normal) * steps).round().clamp(1, steps).long()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AlignProp(LastSteps):
     """A random number of steps, new for each chain."""
 
-    truncation: Truncation
+    options: AlignPropOptions
 
     def truncate(self, u: Tensor, steps: int) -> Tensor:
-        return self.truncation(u, steps)
+        uniform = self.options.truncation == "uniform"
+        return (uniform_truncation if uniform else gaussian_truncation)(u, steps)

@@ -1,11 +1,11 @@
 """FlowBP (2606.11075) with Euler weights: a few steps, or a few on both sides of a bridge."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from flowrl.config.objectives import FlowBPBridgeOptions, FlowBPSparseOptions
 from flowrl.functional.sde import lift
 from flowrl.objectives.base import Models
 from flowrl.objectives.batches import Trajectories
@@ -18,65 +18,53 @@ from flowrl.objectives.reward_backprop.base import (
 )
 from flowrl.trajectory import Metrics, Rollout
 
+# FlowBP's settings: how much more often late steps are chosen, how far the chosen steps stand for
+# the rest, and the share of the gradient through the bridge's own input.
+SPARSE_BIAS, BRIDGE_BIAS, GAIN, NESTED = 1.0, 4.0, 0.5, 0.5
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class FlowBPSparse(RewardBackprop):
     """A few steps of each chain, each at its known state: no Jacobians.
 
-    See the options of the same names; spacing "even" is DRTune's (2405.00760).
+    Steps are chosen with weights (i + 1)^SPARSE_BIAS, i = 0 being the noisiest.
     """
 
-    steps: int = 4
-    spacing: Literal["late", "even"] = "late"
-    bias: float = 1.0
-    gain_coef: float = 0.5
+    options: FlowBPSparseOptions
 
     def prepare(self, rollout: Rollout) -> Trajectories:
         batch = Trajectories.from_rollout(rollout)
-        count = min(self.steps, batch.steps)
+        count = min(self.options.steps, batch.steps)
         return batch.with_forwards(count, at_once=count)
 
     def active(self, batch: Trajectories) -> Tensor:
         """Return the steps that the gradient reaches, ascending. (N, K) long"""
-        total, count = batch.steps, min(self.steps, batch.steps)
-        if self.spacing == "late":
-            return late_steps(chances(batch, "steps", total), count, self.bias)
-        stride = total // count
-        starts = total - (count - 1) * stride
-        start = (chances(batch, "steps", 1) * starts).long().clamp(max=starts - 1)
-        return start + stride * torch.arange(count, device=start.device)
+        total, count = batch.steps, min(self.options.steps, batch.steps)
+        return late_steps(chances(batch, "steps", total), count, SPARSE_BIAS)
 
     def loss(self, models: Models, batch: Trajectories) -> tuple[Tensor, Metrics]:
         reward, gradient = models.reward_gradient(batch.x0, batch.prompt)
         velocities = self.velocities(models, batch)
         active = self.active(batch)
-        gain = sparse_gain(batch.dt.abs(), active, self.gain_coef)
+        gain = sparse_gain(batch.dt.abs(), active)
         row, step = batch.rows.repeat_interleave(active.shape[1]), active.flatten()
         moved = euler(velocities, batch, row, step, gain, torch.zeros_like(batch.x0))
         return self.surrogate(moved, reward, gradient, velocities)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FlowBPBridge(RewardBackprop):
     """A few steps before and after a state x_j, whose own velocity sees the steps before it.
 
-    steps: of both sides together, shared out by their lengths, step j always among them.
-    nested_coef: how much of the Jacobian at j is kept; 0 makes the loss linear. j is the second of
-    two different random steps.
+    The steps of both sides together are shared out by their lengths, step j always among them. j
+    is the second of two different random steps, and NESTED of the Jacobian there is kept.
     """
 
-    steps: int = 5
-    bias: float = 4.0
-    gain_coef: float = 0.0
-    nested_coef: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.steps < 2:
-            raise ValueError(f"a bridge needs at least 2 steps, one on either side: {self.steps}")
+    options: FlowBPBridgeOptions
 
     def prepare(self, rollout: Rollout) -> Trajectories:
         batch = Trajectories.from_rollout(rollout)
-        return batch.with_forwards(min(self.steps, batch.steps))
+        return batch.with_forwards(min(self.options.steps, batch.steps))
 
     def active(self, batch: Trajectories) -> tuple[Tensor, Tensor]:
         """Return j (N,) long, and the steps of both sides (N, K) long, ascending, with j."""
@@ -85,13 +73,13 @@ class FlowBPBridge(RewardBackprop):
         rows = [
             torch.cat(
                 [
-                    late_steps(before[[n], :at], count, self.bias)[0],
+                    late_steps(before[[n], :at], count, BRIDGE_BIAS)[0],
                     j[[n]],
-                    at + 1 + late_steps(after[[n], at + 1 :], others - 1, self.bias)[0],
+                    at + 1 + late_steps(after[[n], at + 1 :], later - 1, BRIDGE_BIAS)[0],
                 ]
             )
             for n, at in enumerate(j.tolist())
-            for count, others in [shared_out(min(self.steps, batch.steps), at, batch.steps)]
+            for count, later in [shared_out(min(self.options.steps, batch.steps), at, batch.steps)]
         ]
         return j, torch.stack(rows) if rows else j.new_zeros(0, 1)
 
@@ -99,12 +87,12 @@ class FlowBPBridge(RewardBackprop):
         reward, gradient = models.reward_gradient(batch.x0, batch.prompt)
         velocities = self.velocities(models, batch)
         j, active = self.active(batch)
-        gain = sparse_gain(batch.dt.abs(), active, self.gain_coef)
+        gain = torch.ones_like(batch.dt[j])
         row, step = batch.rows.repeat_interleave(active.shape[1]), active.flatten()
         early = step < j[row]
         moved = euler(velocities, batch, row[early], step[early], gain, torch.zeros_like(batch.x0))
         at_j = (step == j[row])[~early]
-        seen = lift(self.nested_coef * at_j.to(moved), moved) * moved[row[~early]]
+        seen = lift(NESTED * at_j.to(moved), moved) * moved[row[~early]]
         moved = euler(velocities, batch, row[~early], step[~early], gain, moved, seen)
         return self.surrogate(moved, reward, gradient, velocities)
 
@@ -128,13 +116,13 @@ def euler(
     return moved.index_add(0, row, lift(gain[row] * batch.dt[step], v) * tangent(v))
 
 
-def sparse_gain(length: Tensor, active: Tensor, gain_coef: float) -> Tensor:
-    """Return 1 + gain_coef (sum |dt| / sum over active |dt| - 1) of FlowBP-Sparse. (B,)
+def sparse_gain(length: Tensor, active: Tensor) -> Tensor:
+    """Return 1 + GAIN (sum |dt| / sum over active |dt| - 1) of FlowBP-Sparse. (B,)
 
-    length: (T,), the steps' |dt|; active: (B, K) long, the steps that the gradient reaches. At 1
-    they stand for the whole chain, at 0 for themselves.
+    length: (T,), the steps' |dt|; active: (B, K) long, the steps that the gradient reaches. With
+    GAIN 1 they stand for the whole chain, with 0 for themselves.
     """
-    return 1 + gain_coef * (length.sum() / length[active].sum(1) - 1)
+    return 1 + GAIN * (length.sum() / length[active].sum(1) - 1)
 
 
 def late_steps(u: Tensor, count: int, bias: float) -> Tensor:

@@ -1,11 +1,13 @@
 """Two leaps to the clean latent: LeapAlign, and FlowBP-Lagrange (2606.11075) with more supports."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.config.objectives import FlowBPLagrangeOptions, LeapAlignOptions
 from flowrl.functional.sde import lift
 from flowrl.objectives.base import Models
 from flowrl.objectives.batches import Trajectories
@@ -18,23 +20,34 @@ from flowrl.objectives.reward_backprop.base import (
 )
 from flowrl.trajectory import Metrics, Rollout
 
+# FlowBP's settings for SD3.5: the Dirichlet law that cuts a chain into the steps before, between
+# and after the states that leaps begin at; and the largest share of the steps of the last leap.
+CONCENTRATION, LATEST = (2.0, 6.0, 2.5), 0.4
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class LeapAlign(RewardBackprop):
     """From x_k to x_j and from x_j to the clean latent, in one leap each; k < j are random.
 
-    nested_coef: how much of the second leap's Jacobian is kept; 0 makes the loss linear. Values
-    are the rollout's, at x_j and at the end. Each image's loss is divided by the sum of its leaps'
-    mean absolute distances from the true states, none smaller than distance_floor.
+    NESTED of the second leap's Jacobian is kept. Values are the rollout's, at x_j and at the end.
+    Each image's loss is divided by the sum of its leaps' mean absolute distances from the true
+    states, none smaller than DISTANCE_FLOOR.
     """
 
-    nested_coef: float = 0.3
-    distance_floor: float = 0.1
-    # Velocities that a leap integrates, how many of them from its start get a gradient, and the
-    # share of it that those after the first keep: here one Euler step.
-    supports: int = 1
-    active: int = 1
-    support_coef: float = 1.0
+    options: LeapAlignOptions | FlowBPLagrangeOptions
+    NESTED: ClassVar[float] = 0.3
+    DISTANCE_FLOOR: ClassVar[float] = 0.1
+    SUPPORT_COEF: ClassVar[float] = 1.0  # share of the gradient of velocities after the first
+
+    @property
+    def supports(self) -> int:
+        """Velocities that a leap integrates: here one Euler step."""
+        return 1
+
+    @property
+    def active(self) -> int:
+        """How many of them, from the leap's start, have a gradient."""
+        return 1
 
     def pairs(self, batch: Trajectories) -> tuple[Tensor, Tensor]:
         """Return the steps k < j of each chain. (N,), (N,) long"""
@@ -54,7 +67,7 @@ class LeapAlign(RewardBackprop):
         end = torch.full_like(j, batch.steps)
         moved, first = self.leap(velocities, batch, k, j, torch.zeros_like(batch.x0))
         moved, second = self.leap(velocities, batch, j, end, moved)
-        floor = self.distance_floor
+        floor = self.DISTANCE_FLOOR
         weight = 1 / (first.clamp(min=floor) + second.clamp(min=floor))
         loss, metrics = self.surrogate(moved, reward, gradient, velocities, weight)
         return loss, metrics | {
@@ -68,17 +81,17 @@ class LeapAlign(RewardBackprop):
         """Return the tangent at step `end`, and the leap's distance from the true state.
 
         start, end: (N,) long. moved: the tangent at step `start`, which goes on whole, and
-        nested_coef of it into the first velocity.
+        NESTED of it into the first velocity.
         """
         s = self._supports(batch, start, end)
         live = s.coef != 0
         row, step = s.row[live], s.step[live]
-        first = lift(self.nested_coef * (step == start[row]).to(moved), moved)
+        first = lift(self.NESTED * (step == start[row]).to(moved), moved)
         x = batch.at(row, step) + first * moved[row]
         v = velocities(x, batch.sigma(step), row)
-        known = batch.velocity(s.row, s.step)
-        known[live] = v.detach()
-        landed = batch.at(batch.rows, start).index_add(0, s.row, lift(s.weight, known) * known)
+        all_v = batch.velocity(s.row, s.step)
+        all_v[live] = v.detach()
+        landed = batch.at(batch.rows, start).index_add(0, s.row, lift(s.weight, all_v) * all_v)
         distance = (batch.at(batch.rows, end) - landed).abs().flatten(1).mean(1)
         return moved.index_add(0, row, lift((s.weight * s.coef)[live], v) * tangent(v)), distance
 
@@ -88,7 +101,7 @@ class LeapAlign(RewardBackprop):
         for row, (a, b) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
             steps = even_supports(a, b, self.supports)
             weights = lagrange_weights(sigmas[steps], sigmas[a], sigmas[b]).tolist()
-            coefs = [1.0, *[self.support_coef] * (self.active - 1), *[0.0] * self.supports]
+            coefs = [1.0, *[self.SUPPORT_COEF] * (self.active - 1), *[0.0] * self.supports]
             rows += [(row, *one) for one in zip(steps, weights, coefs, strict=False)]
         row, step, weight, coef = zip(*rows, strict=True)
         like = batch.dt
@@ -110,7 +123,7 @@ class _Supports:
     coef: Tensor  # (n,), how much of the gradient is kept; at 0 the rollout's velocity is taken
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FlowBPLagrange(LeapAlign):
     """Leaps of higher order, by Lagrange's polynomials through evenly spread steps.
 
@@ -118,13 +131,18 @@ class FlowBPLagrange(LeapAlign):
     sign: give chains about 10 steps or more.
     """
 
-    supports: int = 3
-    active: int = 2
-    support_coef: float = 0.25
-    nested_coef: float = 0.1
-    distance_floor: float = 0.2
-    concentration: tuple[float, float, float] = (2.0, 6.0, 2.5)
-    latest: float = 0.4
+    options: FlowBPLagrangeOptions
+    NESTED: ClassVar[float] = 0.1
+    DISTANCE_FLOOR: ClassVar[float] = 0.2
+    SUPPORT_COEF: ClassVar[float] = 0.25
+
+    @property
+    def supports(self) -> int:
+        return self.options.supports
+
+    @property
+    def active(self) -> int:
+        return self.options.active
 
     def pairs(self, batch: Trajectories) -> tuple[Tensor, Tensor]:
         pairs = torch.tensor(
@@ -135,8 +153,8 @@ class FlowBPLagrange(LeapAlign):
 
     def pair(self, seed: int, steps: int) -> tuple[int, int]:
         """Cut a chain in three by a Dirichlet law: before k, from k to j, and from j on."""
-        _, between, after = np.random.default_rng(seed).dirichlet(self.concentration)
-        most = min(max(1, int(self.latest * steps)), steps - 1)
+        _, between, after = np.random.default_rng(seed).dirichlet(CONCENTRATION)
+        most = min(max(1, int(LATEST * steps)), steps - 1)
         late = min(max(1, round(after * steps)), most)
         middle = min(max(1, round(between * steps)), steps - late)
         return steps - late - middle, steps - late

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowrl.config.objectives import DRaFTLVOptions, ReFLOptions
 from flowrl.functional.sde import lift, x0_from_velocity
 from flowrl.objectives.base import Models
 from flowrl.objectives.batches import Trajectories
@@ -12,8 +13,10 @@ from flowrl.objectives.noising import noised
 from flowrl.objectives.reward_backprop.base import RewardBackprop, chances, fresh_noise, tangent
 from flowrl.trajectory import Metrics, Rollout
 
+COPIES = 2  # noises for each image in DRaFT-LV, a forward and a reward each
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class OnePrediction(RewardBackprop):
     """Base of ReFL and DRaFT-LV: the reward of the clean latent x - t v predicted at one point."""
 
@@ -30,15 +33,15 @@ class OnePrediction(RewardBackprop):
         return self.surrogate(-lift(sigma, x) * tangent(v), reward, gradient, velocities)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReFL(OnePrediction):
-    """One random step of each chain among the last ones; window: their share of the steps."""
+    """One random step of each chain among the last ones, a share `window` of all steps."""
 
-    window: float = 0.25
+    options: ReFLOptions
 
     def step(self, batch: Trajectories) -> Tensor:
         """Return the step of each chain. (N,) long"""
-        among = max(1, round(self.window * batch.steps))
+        among = max(1, round(self.options.window * batch.steps))
         place = (chances(batch, "step", 1)[:, 0] * among).long().clamp(max=among - 1)
         return batch.steps - 1 - place
 
@@ -47,21 +50,21 @@ class ReFL(OnePrediction):
         return batch.at(row, step), batch.sigma(step), row
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DRaFTLV(OnePrediction):
-    """The last step of each chain, from `copies` points that other noises lead to.
+    """The last step of each chain, from COPIES points that other noises lead to.
 
     Each clean latent is noised to the last step's sigma, and what the network predicts there is
     rewarded. Where the chain is the flow's own, the mean gradient is that of the last step, with
     less variance; a chain of few steps ends elsewhere than its last prediction.
     """
 
-    copies: int = 2
+    options: DRaFTLVOptions
 
     def prepare(self, rollout: Rollout) -> Trajectories:
-        return Trajectories.from_rollout(rollout).with_forwards(self.copies, at_once=self.copies)
+        return Trajectories.from_rollout(rollout).with_forwards(COPIES, at_once=COPIES)
 
     def points(self, batch: Trajectories) -> tuple[Tensor, Tensor, Tensor]:
-        row = batch.rows.repeat_interleave(self.copies)
+        row = batch.rows.repeat_interleave(COPIES)
         sigma = batch.sigma(torch.full_like(row, batch.steps - 1))
-        return noised(batch.x0[row], fresh_noise(batch, "copy", self.copies), sigma), sigma, row
+        return noised(batch.x0[row], fresh_noise(batch, "copy", COPIES), sigma), sigma, row

@@ -1,0 +1,100 @@
+"""Z-scores of groups, against numpy row by row."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from flowrl.config.objectives import AdvantageOptions
+from flowrl.objectives.advantage import group_stats, image_advantages, z_scores
+
+F64 = torch.float64
+
+
+@st.composite
+def rollouts(draw):
+    n = draw(st.integers(1, 20))
+    column = lambda elements: draw(st.lists(elements, min_size=n, max_size=n))  # noqa: E731
+    reward = torch.tensor(column(st.floats(-5, 5, width=16)), dtype=F64)
+    valid = torch.tensor(column(st.booleans()))
+    group = torch.tensor(column(st.integers(0, 3)))
+    return torch.where(valid, reward, torch.nan), valid, group
+
+
+def in_numpy(reward, valid, group, scale, ddof):
+    reward, valid, group = (t.numpy() for t in (reward, valid, group))
+    advantage = np.zeros(len(reward))
+    for i in np.flatnonzero(valid):
+        members = reward[valid & (group == group[i])]
+        if len(members) > 1 and members.min() < members.max():
+            spread = {"std": members, "global": reward[valid]}.get(scale)
+            by = 1 if spread is None else np.std(spread, ddof=ddof) + 1e-4
+            advantage[i] = (reward[i] - members.mean()) / by
+    return torch.tensor(advantage)
+
+
+@given(scale=st.sampled_from(["std", "global", "none"]), ddof=st.integers(0, 1), case=rollouts())
+def test_z_scores_are_grpos_formula_row_by_row(scale, ddof, case):
+    reward, valid, group = case
+    found = z_scores(reward, group, AdvantageOptions(scale=scale, ddof=ddof))
+    assert_close(found, in_numpy(reward, valid, group, scale, ddof), rtol=0, atol=1e-9)
+    silent = [not found[group == name].any() for name in group.unique()]
+    stats = group_stats(reward, valid, group)
+    assert stats.no_signal == pytest.approx(np.mean(silent))
+    assert all(map(math.isfinite, (stats.no_signal, stats.invalid, stats.spread)))
+
+
+@given(value=st.sampled_from([0.1, 1 / 3, -7.3, 1e6 + 0.1, 0.0]), n=st.integers(1, 9))
+def test_equal_rewards_get_exactly_0_and_a_common_reward_hides_no_difference(value, n):
+    group, options = torch.zeros(n).long(), AdvantageOptions(scale="std", floor=1e-12)
+    assert not z_scores(torch.full((n,), value), group, options).any()
+    reward, group = torch.tensor([0.0, 2.0, 6.0]), torch.zeros(3).long()
+    shifted = z_scores(reward + 2**24, group, options)  # where fp32 numbers lie 2 apart
+    assert_close(shifted, z_scores(reward, group, options), rtol=1e-8, atol=0)
+
+
+def test_values_that_are_not_counted_are_measured_by_the_rest():
+    value, group = torch.tensor([0.0, 2.0, 5.0]), torch.zeros(3).long()
+    counted = torch.tensor([True, True, False])
+    found = z_scores(value, group, AdvantageOptions(floor=1e-12), counted=counted)
+    assert found.tolist() == pytest.approx([-1, 1, 4])
+    # The global std of the two leaves 2 and 5 is 1.5.
+    leaf = torch.tensor([False, True, True])
+    options = AdvantageOptions(scale="global", floor=1e-12)
+    found = z_scores(value, group, options, counted=counted, leaf=leaf)
+    assert found.tolist() == pytest.approx([-1 / 1.5, 1 / 1.5, 4 / 1.5])
+
+
+def test_stats_count_groups_without_signal():
+    nan = math.nan
+    reward = torch.tensor([1.0, 3.0, 0.1, 0.1, 2.0, nan, nan, nan])
+    group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    stats = group_stats(reward, ~reward.isnan(), group)
+    assert (stats.groups, stats.no_signal, stats.invalid) == (4, 0.75, 3 / 8)
+    assert stats.spread == pytest.approx(1 / 3)  # 1, 0 and 0
+    with pytest.raises(ValueError, match="not finite"):
+        group_stats(torch.tensor([1.0, math.inf]), torch.ones(2).bool(), torch.zeros(2).long())
+
+
+def test_gdpo_divides_the_sum_of_z_scores_by_their_std_over_all_images():
+    scores = torch.tensor([[0.0, 5.0], [1.0, 5.0], [0.2, 1.0], [0.8, 3.0]]).double()
+    group = torch.tensor([0, 0, 1, 1])
+    rollout = SimpleNamespace(
+        terms=scores, weights=torch.ones(2), group=group, applicable=torch.ones(4, 2).bool()
+    )
+    advantage, compared = image_advantages(rollout, AdvantageOptions(rewards="gdpo"))
+    summed = np.array([-1.0, 1.0, -2.0, 2.0])
+    assert advantage.tolist() == pytest.approx((summed / summed.std()).tolist(), rel=1e-3)
+    assert compared.all()
+    # A lone image has nothing to be compared with, and 5 is the largest advantage.
+    alone = SimpleNamespace(
+        reward=torch.tensor([*[0.0] * 99, 1.0, 3.0]), valid=torch.ones(101).bool(),
+        group=torch.tensor([0] * 100 + [1]),
+    )  # fmt: skip
+    advantage, compared = image_advantages(alone, AdvantageOptions())
+    assert advantage.max() == 5 and not compared[100] and compared[:100].all()
