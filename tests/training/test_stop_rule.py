@@ -1,7 +1,8 @@
 """A run ends when its reward rises at the cost of one that is only measured, and stays so."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -86,14 +87,19 @@ def test_the_rule_watches_a_reward_that_is_only_measured():
 SCORES = {0: (0.1, 3.0), 1: (0.2, 3.5), 2: (0.3, 4.0), 3: (0.4, 3.8), 4: (0.5, 3.6), 5: (0.6, 1.0)}
 
 
+@dataclass
 class Scripted:
     """An evaluator whose scores are given by the iteration that a run has reached; first the
     base's, if the run does not know them."""
 
-    key, quality, prompts, others = "scripted", None, (), ()
-
-    def __init__(self):
-        self.run, self.backbone, self.calls = None, None, []
+    run: Any = None
+    backbone: Any = None
+    calls: list[int] = field(default_factory=list)
+    key: str = "scripted"
+    quality: str | None = None
+    prompts: tuple = ()
+    others: tuple = ()
+    title: str = ""
 
     def __call__(self, velocity, runtime, *, whole=True) -> Evaluation:
         step = self.run.done if self.run._base_is_evaluated() else 0
