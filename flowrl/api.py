@@ -91,7 +91,7 @@ from flowrl.trees.plan import TreePlan, count
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import locked_folder, unused, write_bytes
 from flowrl.utils.images import png
-from flowrl.utils.progress import Steps, told
+from flowrl.utils.progress import Steps, announced
 
 LOG = logging.getLogger(__name__)
 Row = dict[str, Any]  # of a table that a command prints
@@ -129,12 +129,12 @@ def align(
         UserError: for everything the caller can correct, before training where possible.
     """
     config = with_pipeline_name(config, pipeline)
-    given = ProvidedObjects(
+    provided = ProvidedObjects(
         pipeline=pipeline, prompts=prompts, evaluation_prompts=evaluation_prompts, rewards=rewards
     )
     runtime = training_runtime(config)
     start, facts = start_on_all(
-        config, given, runtime, resume=resume, accept_changes=accept_changes
+        config, provided, runtime, resume=resume, accept_changes=accept_changes
     )
     config = _changed(config, "run", output_dir=str(start.folder))
     if start.finished:
@@ -150,30 +150,30 @@ def align(
     # A launcher ends all processes when one fails, so only the main one has to look.
     owned = claim(start.folder, resume=LATEST if start.holds_run and resume is not None else None)
     with runtime.leaving(), owned if runtime.is_main else nullcontext():
-        return _train(config, given, runtime, start, facts)
+        return _train(config, provided, runtime, start, facts)
 
 
 def _train(
-    config: Config, given: ProvidedObjects, runtime: Runtime, start: Start, facts: Facts
+    config: Config, provided: ProvidedObjects, runtime: Runtime, start: Start, facts: Facts
 ) -> TrainedRun:
     """Train in the folder that the caller has claimed."""
     pushed, state = config.run.push_to_hub, start.state
     repository = repository_of(config) if pushed and runtime.is_main else None
-    texts = TextCaches(config, given.pipeline)
-    needed = all_prompts_to_encode(config, given, first=state["iteration"] if state else 0)
-    pool = build_pool(config, runtime, given)
-    with phase("load"), told(f"loading {config.pipeline.path}", show=runtime.is_main):
-        learner = build_learner(config, runtime, given, texts, needed, pool)
+    texts = TextCaches(config, provided.pipeline)
+    needed = all_prompts_to_encode(config, provided, first=state["iteration"] if state else 0)
+    pool = build_pool(config, runtime, provided)
+    with phase("load"), announced(f"loading {config.pipeline.path}", show=runtime.is_main):
+        learner = build_learner(config, runtime, provided, texts, needed, pool)
     with closing(learner.specs), pool or nullcontext():
         pipeline = learner.policy.backbone.pipeline
-        evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
+        evaluator = build_evaluator(config, pipeline, learner.specs, provided, texts)
         held_out = evaluator.prompts if evaluator else ()
         with (
             phase("check"),
-            told("trying the rewards", show=runtime.is_main),
+            announced("trying the rewards", show=runtime.is_main),
             runtime.raise_on_all(),
         ):
-            try_rewards(learner, [*training_prompts(config, given), *held_out])
+            try_rewards(learner, [*training_prompts(config, provided), *held_out])
         run = build_run(config, learner, evaluator, state, resumed=start.holds_run)
         with phase("save"):
             if runtime.is_main:
@@ -270,10 +270,12 @@ def sample(
     """
     loaded, paths = drawing.build(), []
     for i, prompt in enumerate(prompts):
-        own = (prompt.text, prompt.negative) if isinstance(prompt, PromptRecord) else (prompt, None)
+        text, negative = (
+            (prompt.text, prompt.negative) if isinstance(prompt, PromptRecord) else (prompt, None)
+        )
         for k in range(count):
             path = unused(output_dir / f"{i:03d}-seed{seed + k}.png")
-            write_bytes(path, png(loaded.image(own[0], seed + k, own[1])))
+            write_bytes(path, png(loaded.image(text, seed + k, negative)))
             paths.append(path)
     return paths
 
@@ -375,11 +377,11 @@ def collect(
     if lora is not None:
         config = with_lora(config, lora)
     runtime = training_runtime(config)
-    given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
+    provided = ProvidedObjects(pipeline=pipeline, rewards=rewards)
     texts = TextCaches(config, pipeline)
-    needed = prompts_to_encode(config, training_prompts(config, given), ())
-    pool = build_pool(config, runtime, given)
-    learner = build_learner(config, runtime, given, texts, needed, pool)
+    needed = prompts_to_encode(config, training_prompts(config, provided), ())
+    pool = build_pool(config, runtime, provided)
+    learner = build_learner(config, runtime, provided, texts, needed, pool)
     sampler = _sampler(learner)
     done = len(set(finished_shards(folder)) & set(range(shards)))
     steps = Steps("collecting", shards, start=done) if runtime.is_main else None
@@ -390,7 +392,7 @@ def collect(
 
     with closing(learner.specs), steps or nullcontext(), pool or nullcontext():
         with runtime.raise_on_all():
-            try_rewards(learner, training_prompts(config, given))
+            try_rewards(learner, training_prompts(config, provided))
         metadata = dataset_metadata(config, sampler)
         store = write_groups(folder, metadata, sampler, shards=shards, advance=advance)
     return _dataset_summary(store) if runtime.is_main else []
@@ -544,17 +546,17 @@ def audit(
     runtime = training_runtime(config)
     names = precisions or (_explore(config).precision,)
     resolved = [resolve(name, capability_of(runtime.device)) for name in dict.fromkeys(names)]
-    given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
-    needed = prompts_of_iterations(config, given, 1)
+    provided = ProvidedObjects(pipeline=pipeline, rewards=rewards)
+    needed = prompts_of_iterations(config, provided, 1)
     learner = build_learner(
-        _changed(config, "rollout", explore=None), runtime, given, needed=needed
+        _changed(config, "rollout", explore=None), runtime, provided, needed=needed
     )
     bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
     with closing(learner.specs), bar or nullcontext():
         for one in resolved:
             preview_layers(_drawing(config, learner), one)  # refuses what cannot work
         with runtime.raise_on_all():
-            try_rewards(learner, training_prompts(config, given))
+            try_rewards(learner, training_prompts(config, provided))
         exact = _exact_samples(config, learner, bar)
         rows = [
             row for one in resolved for row in _candidate_rows(configs, learner, exact, one, bar)

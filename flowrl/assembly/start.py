@@ -19,25 +19,25 @@ from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import parse_state, remove_leftovers, write_text
 
 
-def recipe_facts(config: Config, given: ProvidedObjects) -> Facts:
+def recipe_facts(config: Config, provided: ProvidedObjects) -> Facts:
     """Return what decides a run beside its options: digests of prompts, and given rewards."""
 
-    def known(prompts: Sequence[PromptRecord]) -> str:
+    def digest_of(prompts: Sequence[PromptRecord]) -> str:
         return content_digest([[p.uid, p.text, p.negative, list(p.paraphrases)] for p in prompts])
 
     facts = {
-        "prompts.train (content)": known(training_prompts(config, given)),
-        "evaluation.prompts (content)": known(evaluation_prompts(config, given)),
+        "prompts.train (content)": digest_of(training_prompts(config, provided)),
+        "evaluation.prompts (content)": digest_of(evaluation_prompts(config, provided)),
     }
-    if given.rewards:
-        versions = [[name, getattr(r, "version", None)] for name, r in given.rewards.items()]
+    if provided.rewards:
+        versions = [[name, getattr(r, "version", None)] for name, r in provided.rewards.items()]
         facts[f"{GIVEN}rewards"] = json.dumps(versions, default=str)
     return facts
 
 
 def start_on_all(
     config: Config,
-    given: ProvidedObjects,
+    provided: ProvidedObjects,
     runtime: Runtime,
     *,
     resume: str | None,
@@ -46,14 +46,14 @@ def start_on_all(
     """Return what the main process decided to go on from, on all processes."""
     decided, facts = None, {}
     with runtime.raise_on_all():
-        facts = recipe_facts(config, given)
+        facts = recipe_facts(config, provided)
         if runtime.is_main:
             decided = decide(config, facts, resume=resume, accept_changes=accept_changes)
     if runtime.world_size == 1:
         assert decided is not None
         return decided, facts
-    told = runtime.merge({} if decided is None else {"start": decided.text()})
-    start = decided or Start.from_text(told["start"])
+    sent = runtime.merge({} if decided is None else {"start": decided.text()})
+    start = decided or Start.from_text(sent["start"])
     if start.checkpoint is None:
         return start, facts
     path = start.checkpoint / STATE

@@ -163,8 +163,8 @@ def sampling_padding(
     for trees in shares:
         parts = [min(together, trees - start) for start in range(0, trees, together)]
         computed += sum(-(-part * width // rows) * rows for part in parts for width in widths)
-    asked = sum(shares) * sum(widths)
-    return computed / asked - 1 if asked else 0.0
+    forwards = sum(shares) * sum(widths)
+    return computed / forwards - 1 if forwards else 0.0
 
 
 def nearest_batches(load: IterationWork, gpus: int) -> tuple[int, ...]:
@@ -214,7 +214,7 @@ def _solve(load: IterationWork, gpus: int) -> WorkSplit:
     unit = load.candidates if load.whole_candidates else 1
     explored = deal(load.prompts * load.candidates, gpus, unit)
     sampled = deal(load.prompts * load.roots, gpus, load.roots if load.whole_prompts else 1)
-    shares = (_share(load, *own) for own in zip(explored, sampled, strict=True))
+    shares = (_share(load, *share) for share in zip(explored, sampled, strict=True))
     return WorkSplit(load=load, shares=tuple(shares))
 
 
@@ -231,15 +231,15 @@ def deal(total: int, parts: int, unit: int = 1) -> list[range]:
 
 
 def _share(load: IterationWork, candidates: range, trees: range) -> ProcessShare:
-    own = Counter(tree // load.roots for tree in trees)  # trees by the number of their group
+    in_group = Counter(tree // load.roots for tree in trees)  # trees by the number of their group
     explored = {tree // load.candidates for tree in candidates}
     rows = {
         group: min(count * load.rows, load.group_rows or count * load.rows)
-        for group, count in own.items()
+        for group, count in in_group.items()
     }
     parts = [[n for g, n in rows.items() if g % load.updates == i] for i in range(load.updates)]
     return ProcessShare(
-        prompts=len(own.keys() | explored),
+        prompts=len(in_group.keys() | explored),
         candidates=len(candidates),
         trees=len(trees),
         images=len(trees) * load.leaves + len(candidates) * load.candidate_leaves,

@@ -43,16 +43,16 @@ def runs(
 
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder: name the one that holds your runs.")
-    found = RunFolders(folder).runs()
-    if not found:
+    folders = RunFolders(folder).runs()
+    if not folders:
         raise UserError(f"There is no run in {folder}: flowrl train RECIPE makes one.")
     if not prune:
-        print_table([_row(run, as_json) for run in found], as_json=as_json, whole="run")
-        for run in () if as_json else found:
+        print_table([_row(run, as_json) for run in folders], as_json=as_json, whole="run")
+        for run in () if as_json else folders:
             if (state := run.state()).name in ("stopped", "failed", "killed"):
                 typer.echo(f"{run.name}: {state.detail}")
         return
-    spare = {run.name: (run, list(_spare(run))) for run in found}
+    spare = {run.name: (run, list(_spare(run))) for run in folders}
     rows = [
         {"run": name, "to remove": len(paths), "MB": _megabytes(paths)}
         for name, (_, paths) in spare.items()
@@ -70,23 +70,23 @@ def runs(
 
 
 def _row(run: "RunFiles", as_json: bool) -> dict[str, object]:
-    told = run.summary()
+    summary = run.summary()
     scores = dict if as_json else _scores
     return {
-        "run": told["run"],
-        "state": told["state"],
-        "iteration": told["step"],
-        "of": told["iterations"],
-        "base": scores(told["base"]),
-        "held out": scores(told["held_out"]),
+        "run": summary["run"],
+        "state": summary["state"],
+        "iteration": summary["step"],
+        "of": summary["iterations"],
+        "base": scores(summary["base"]),
+        "held out": scores(summary["held_out"]),
         "MB": _megabytes([run.path]),
     }
 
 
-def _scores(told: dict[str, float | None]) -> str:
+def _scores(scores: dict[str, float | None]) -> str:
     """Return scores in a line, by their rewards' names."""
-    found = {name.removeprefix("eval/"): score for name, score in told.items() if score is not None}
-    return ", ".join(f"{name} {score:.3f}" for name, score in found.items())
+    finite = ((name, score) for name, score in scores.items() if score is not None)
+    return ", ".join(f"{name.removeprefix('eval/')} {score:.3f}" for name, score in finite)
 
 
 def _spare(run: "RunFiles") -> Iterator[Path]:
@@ -95,13 +95,15 @@ def _spare(run: "RunFiles") -> Iterator[Path]:
 
     if run.state().name != "finished":
         return
-    kept = Checkpoints(run.path, keep=1)
-    newest = kept.newest()  # whole, or nothing is known to be spare
+    checkpoints = Checkpoints(run.path, keep=1)
+    newest = checkpoints.newest()  # whole, or nothing is known to be spare
     if newest is not None:
         path, state = newest
         best = state["best"][1] if state["best"] else None
         yield from (
-            kept.path(step) for step in kept.steps() if step != best and kept.path(step) != path
+            other
+            for step in checkpoints.steps()
+            if step != best and (other := checkpoints.path(step)) != path
         )
     if (run.path / "set-aside").is_dir():
         yield run.path / "set-aside"

@@ -13,7 +13,7 @@ from PIL import Image
 from flowrl.training.evaluate import Evaluation, EvaluationComparison
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.images import GREEN, GREY, RED, SMALL, Color, Stack, data_url, image_grid, png
-from flowrl.utils.templates import known, number, render, signed
+from flowrl.utils.templates import finite_or_none, number, render, signed
 
 Score = float | None
 PAIR = ("base", "aligned")
@@ -155,7 +155,7 @@ def summary_line(row: EvaluationComparison) -> str:
 
 def changes(scores: Sequence[Score]) -> list[Score]:
     """Return each column's score minus the base's, None where either is missing."""
-    base, *others = map(known, scores)
+    base, *others = map(finite_or_none, scores)
     return [None if base is None or value is None else value - base for value in others]
 
 
@@ -165,7 +165,7 @@ def _unit(columns: Sequence[str]) -> str:
 
 def _any(scores: Sequence[Score]) -> bool:
     """Return whether a reward, which may not fit every prompt, gave any score."""
-    return any(known(score) is not None for score in scores)
+    return any(finite_or_none(score) is not None for score in scores)
 
 
 def _note(name: str, scores: Sequence[Score]) -> tuple[str, Color]:

@@ -30,7 +30,7 @@ from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import write_bytes
 from flowrl.utils.images import to_pil
 from flowrl.utils.plots import draw_curves
-from flowrl.utils.templates import known
+from flowrl.utils.templates import finite_or_none
 
 LOG = logging.getLogger(__name__)
 NOT_REWARDS = ("reward/std_in_group", "reward/invalid", "reward/missing/", "reward/stand_in")
@@ -173,7 +173,7 @@ def gallery_rows(base: Evaluation, *others: Evaluation) -> list[GalleryRow]:
     images = [to_pil(evaluation.images.float() / 255) for evaluation in columns]
 
     def score(evaluation: Evaluation, row: int, name: str) -> float | None:
-        return known(float(evaluation.scores[row, evaluation.names.index(name)]))
+        return finite_or_none(float(evaluation.scores[row, evaluation.names.index(name)]))
 
     return [
         GalleryRow(

@@ -369,7 +369,7 @@ class RemoteGenerator(RolloutGenerator):
     precision: str | None = None  # of candidates, see `Stage`
 
     def _begin(
-        self, request: RolloutRequest, own: Tensor, plan: TreePlan, cond: Conditioning, keep: bool
+        self, request: RolloutRequest, share: Tensor, plan: TreePlan, cond: Conditioning, keep: bool
     ) -> Callable[[Timer], tuple[Parts, RewardResult]]:
         local = any(spec.whole_groups for spec in self.specs)
         stage = Stage(
@@ -377,10 +377,10 @@ class RemoteGenerator(RolloutGenerator):
             num_inference_steps=self.num_inference_steps,
             rewards=() if local else tuple(spec.name for spec in self.specs),
         )
-        mine, (together, rows) = request.take(own), self.batch_shape(request, plan)
+        mine, (together, rows) = request.take(share), self.batch_shape(request, plan)
         packed = pack_weights(self.policy.weights(self.adapter))
         adapter = digest(packed)
-        parts = [mine.only(part) for part in torch.arange(len(own)).split(together) if len(part)]
+        parts = [mine.only(part) for part in torch.arange(len(share)).split(together) if len(part)]
         jobs = [
             Job(
                 request=part.take(torch.arange(len(part.prompt))),

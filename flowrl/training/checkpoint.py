@@ -36,8 +36,8 @@ STEP = re.compile(r"step-(\d{6,})")  # the whole name of a checkpoint's folder, 
 
 def step_of(path: Path) -> int | None:
     """Return the number in `step-NNNNNN`; None for any other name, such as that of a copy."""
-    found = STEP.fullmatch(path.name)
-    return int(found[1]) if found else None
+    match = STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 class Checkpoints:
@@ -56,8 +56,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, ascending."""
-        found = (step_of(path.parent) for path in self.folder.glob(f"step-*/{STATE}"))
-        return sorted(step for step in found if step is not None)
+        steps = (step_of(path.parent) for path in self.folder.glob(f"step-*/{STATE}"))
+        return sorted(step for step in steps if step is not None)
 
     def save(self, step: int, state: dict[str, Any], *, best: int | None = None) -> Path:
         """Write a checkpoint, remove all but the newest and the best, return its folder."""
@@ -80,14 +80,14 @@ class Checkpoints:
         damaged: DamagedFile | None = None
         for step in reversed(self.steps()):
             try:
-                found = self.path(step), read_checkpoint(self.path(step))
+                checkpoint = self.path(step), read_checkpoint(self.path(step))
             except DamagedFile as error:
                 LOG.warning("%s", error)
                 damaged = damaged or error
                 continue
             if damaged is not None:
-                LOG.warning("going on from the checkpoint before it, %s", found[0])
-            return found
+                LOG.warning("going on from the checkpoint before it, %s", checkpoint[0])
+            return checkpoint
         if damaged is not None:
             raise DamagedFile(
                 f"{damaged}, and {self.run_dir} has no whole checkpoint before it: choose another "
@@ -154,9 +154,9 @@ def set_aside(run_dir: Path, step: int) -> Path | None:
     Checkpoints, evaluations and refreshed stores are moved, metrics and audits copied: the run
     cuts its own. Returns the folder they lie in now, None where there was nothing.
     """
-    found = [p for p in (run_dir / "checkpoints").glob("step-*") if (step_of(p) or 0) > step]
-    found = [p for p in found if (p / STATE).exists()]
-    if not found:
+    later = [p for p in (run_dir / "checkpoints").glob("step-*") if (step_of(p) or 0) > step]
+    later = [p for p in later if (p / STATE).exists()]
+    if not later:
         return None
     number = 1 + len(list((run_dir / ASIDE).glob("*")))
     aside = run_dir / ASIDE / f"{number:03d}-after-step-{step:06d}"
@@ -164,7 +164,7 @@ def set_aside(run_dir: Path, step: int) -> Path | None:
         if (run_dir / name).exists():
             write_bytes(aside / name, (run_dir / name).read_bytes())
     # The newest first: whatever interrupts this, those that are left are a run without a gap.
-    moved = sorted(found, key=lambda p: step_of(p) or 0, reverse=True)
+    moved = sorted(later, key=lambda p: step_of(p) or 0, reverse=True)
     for folder, pattern in (("evaluations", "step-*.safetensors"), ("stores", "step-*")):
         paths = sorted((run_dir / folder).glob(pattern))
         moved += [p for p in paths if (step_of(p.with_suffix("")) or 0) > step]

@@ -40,9 +40,9 @@ class Ledger:
         """Write one event, flushed to disk before it returns."""
         time = datetime.now(UTC).isoformat(timespec="seconds")
         entry = {"event": event, "time": time, **content}
-        known = self.events()
+        events = self.events()
         append_line(self.path, entry)
-        known.append(entry)
+        events.append(entry)
 
     def last(self, *names: str) -> Event | None:
         """Return the latest event of one of these names."""
@@ -72,7 +72,7 @@ class Ledger:
             changed: options that differ from the session before, as [before, now].
             run_id: of the checkpoint; None to keep the ledger's, or draw one.
         """
-        known = self.run_id or run_id or uuid.uuid4().hex
+        identifier = self.run_id or run_id or uuid.uuid4().hex
         name = "start" if step is None else "resume"
-        self.append(name, run=known, flowrl=version, step=step, recipe=dict(recipe),
+        self.append(name, run=identifier, flowrl=version, step=step, recipe=dict(recipe),
                     facts=dict(facts), changed=dict(changed))  # fmt: skip

@@ -39,13 +39,13 @@ class RowMeans:
         return over_processes(self.result(), self._weights, runtime)
 
     def result(self) -> dict[str, float]:
-        found = {}
+        results = {}
         for name, pairs in self._values.items():
             values = torch.stack([value.cpu().double() for value, _ in pairs])
             weights = torch.tensor([rows for _, rows in pairs]).double()
             mean = (values * weights).sum() / weights.sum()
-            found[name] = (values.max() if name.endswith("_max") else mean).item()
-        return found
+            results[name] = (values.max() if name.endswith("_max") else mean).item()
+        return results
 
 
 def over_processes(
@@ -57,8 +57,8 @@ def over_processes(
     """
     if runtime.world_size == 1:
         return metrics
-    own = {name: (value, weights[name]) for name, value in metrics.items()}
-    texts = runtime.merge({f"{runtime.rank:06d}": json.dumps(own)})
+    metrics_here = {name: (value, weights[name]) for name, value in metrics.items()}
+    texts = runtime.merge({f"{runtime.rank:06d}": json.dumps(metrics_here)})
     parts = [json.loads(texts[rank]) for rank in sorted(texts)]
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _joined(name, [part[name] for part in parts if name in part]) for name in names}
@@ -84,11 +84,11 @@ def rollout_metrics(rollout: Rollout, runtime: Runtime) -> dict[str, float]:
         "reward/invalid": stats.invalid,
         "groups/no_signal": stats.no_signal,
     }
-    own = _image_metrics(rollout) | _tree_metrics(rollout)
+    local = _image_metrics(rollout) | _tree_metrics(rollout)
     means = rollout.scores.nanmean(0).tolist()
     scores = {f"reward/{n}": m for n, m in zip(rollout.names, means, strict=True)}
     explored = _explore_metrics(rollout) if rollout.explored is not None else {}
-    shared = over_processes(own, dict.fromkeys(own, len(rollout.tree)), runtime)
+    shared = over_processes(local, dict.fromkeys(local, len(rollout.tree)), runtime)
     return metrics | shared | scores | _missing(rollout) | explored
 
 
@@ -107,25 +107,25 @@ def _missing(rollout: Rollout) -> dict[str, float]:
     missing = rollout.applicable & ~rollout.scores.isfinite()
     shares = (missing.sum(0) / rollout.applicable.sum(0).clamp(min=1)).tolist()
     stood_in = missing & rollout.terms.isfinite()
-    found = {f"reward/missing/{n}": s for n, s in zip(rollout.names, shares, strict=True)}
-    return found | {"reward/stand_in": stood_in.any(1).double().mean().item()}
+    shares_by_name = {f"reward/missing/{n}": s for n, s in zip(rollout.names, shares, strict=True)}
+    return shares_by_name | {"reward/stand_in": stood_in.any(1).double().mean().item()}
 
 
 def _explore_metrics(rollout: Rollout) -> dict[str, float]:
     """Return metrics of all processes' candidates; needs `rollout.explored`."""
     explored = rollout.explored
     assert explored is not None
-    proxy, kept = explored.proxy, explored.proxy.gather(1, explored.chosen)
-    exact = rollout.reward.view(*kept.shape, -1).nanmean(-1)
+    proxy, chosen = explored.proxy, explored.proxy.gather(1, explored.chosen)
+    exact = rollout.reward.view(*chosen.shape, -1).nanmean(-1)
     return {
         "explore/forwards": float(explored.forwards),
         "explore/candidates": float(proxy.numel()),
         "explore/missing": (~proxy.isfinite()).double().mean().item(),
-        "explore/unranked": (~kept.isfinite()).double().mean().item(),
+        "explore/unranked": (~chosen.isfinite()).double().mean().item(),
         "explore/mean": proxy.nanmean().item(),
         "explore/spread": _spread(proxy),
-        "explore/spread_kept": _spread(kept),
-        "explore/rho_kept": regenerated_rank(kept, exact),
+        "explore/spread_kept": _spread(chosen),
+        "explore/rho_kept": regenerated_rank(chosen, exact),
     } | {f"explore/audit/{name}": value for name, value in explored.audit.items()}
 
 
@@ -186,8 +186,8 @@ def pairwise_distance_by_ancestor(x0: Tensor, ancestor: Tensor, group: Tensor) -
         rows = x0[group == name]
         trees, leaves = rows.shape[:2]
         parted = torch.full((trees, leaves, trees, leaves), -1)
-        own = torch.arange(trees)
-        parted[own, :, own] = ancestor.cpu()
+        diagonal = torch.arange(trees)
+        parted[diagonal, :, diagonal] = ancestor.cpu()
         each = torch.triu_indices(trees * leaves, trees * leaves, offset=1)
         distance = _distances(rows.reshape(trees * leaves, -1))[each[0], each[1]]
         parted = parted.view(trees * leaves, -1)[each[0], each[1]]

@@ -57,8 +57,8 @@ def owned(run_dir: Path) -> Iterator[None]:
     """Say inside the block that this process trains in a folder, which it has locked."""
     from flowrl.utils.files import write_text  # which loads torch; readers do without
 
-    own = psutil.Process()
-    owner = Owner(pid=own.pid, began=own.create_time(), host=socket.gethostname())
+    process = psutil.Process()
+    owner = Owner(pid=process.pid, began=process.create_time(), host=socket.gethostname())
     write_text(run_dir / FILE, json.dumps(asdict(owner)))
     try:
         yield

@@ -64,8 +64,8 @@ class Start:
     def from_text(text: str) -> "Start":
         """Return what another process decided."""
         folder, holds_run, checkpoint, finished = json.loads(text)
-        found = None if checkpoint is None else Path(checkpoint)
-        return Start(folder=Path(folder), holds_run=holds_run, checkpoint=found, finished=finished)
+        path = None if checkpoint is None else Path(checkpoint)
+        return Start(folder=Path(folder), holds_run=holds_run, checkpoint=path, finished=finished)
 
 
 def decide(config: Config, facts: Facts, *, resume: str | None, accept_changes: bool) -> Start:
@@ -101,8 +101,8 @@ def holds_run(folder: Path) -> bool:
     return (folder / CONFIG).exists()
 
 
-def _at(folder: Path, found: tuple[Path, dict[str, Any]] | None, changed: Changes) -> Start:
-    path, state = (None, None) if found is None else found
+def _at(folder: Path, checkpoint: tuple[Path, dict[str, Any]] | None, changed: Changes) -> Start:
+    path, state = (None, None) if checkpoint is None else checkpoint
     return Start(folder=folder, holds_run=True, checkpoint=path, state=state, changed=changed)
 
 
@@ -187,8 +187,8 @@ def _check_own(path: Path, folder: Path) -> None:
         )
     if holds_run(folder) and _same(path.parent.parent, folder):
         return
-    own = Ledger(folder).run_id if holds_run(folder) else None
-    if own is None or read_checkpoint(path).get("run") != own:
+    run_id = Ledger(folder).run_id if holds_run(folder) else None
+    if run_id is None or read_checkpoint(path).get("run") != run_id:
         raise _of_another(path, path.parent.parent, folder)
 
 
@@ -215,18 +215,18 @@ def changes(folder: Path, config: Config, facts: Facts) -> Changes:
             f"the recipe of the run in {folder} cannot be read ({error}): choose another "
             "run.output_dir"
         ) from error
-    found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
-    known = last["facts"] if last else {}
-    names = [name for name in {**facts, **known} if name in known or name.startswith(GIVEN)]
-    found |= {
-        name: (known.get(name), facts.get(name))
+    changed = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
+    facts_before = last["facts"] if last else {}
+    names = [n for n in {**facts, **facts_before} if n in facts_before or n.startswith(GIVEN)]
+    changed |= {
+        name: (facts_before.get(name), facts.get(name))
         for name in names
-        if last and known.get(name) != facts.get(name)
+        if last and facts_before.get(name) != facts.get(name)
     }
-    if config.optim.schedule == "linear" and "run.iterations" in found:
+    if config.optim.schedule == "linear" and "run.iterations" in changed:
         # In which the learning rate falls: another number is another recipe.
-        found[DECAY] = found["run.iterations"]
-    return found
+        changed[DECAY] = changed["run.iterations"]
+    return changed
 
 
 DECAY = "optim.schedule over run.iterations"

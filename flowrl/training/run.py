@@ -129,8 +129,8 @@ class Run:
 
     def _base_is_evaluated(self) -> bool:
         """Return whether the base was evaluated as this run does; a resumed run may differ."""
-        found, evaluator = self.evaluation(0), self.evaluator
-        return found is not None and evaluator is not None and found.key == evaluator.key
+        evaluation, evaluator = self.evaluation(0), self.evaluator
+        return evaluation is not None and evaluator is not None and evaluation.key == evaluator.key
 
     def _load_history(self) -> None:
         """Load what earlier sessions measured, for the stop rule."""
@@ -144,23 +144,23 @@ class Run:
         """Yield the iterations of comparable evaluations in the folder, with both scores."""
         assert self.stop is not None and self.evaluator is not None
         for step in range(0, self.done + 1, self.evaluate_every):
-            found = self.evaluation(step)
-            if found is not None and found.key == self.evaluator.key:
-                yield step, self.score(found), self.stop.score(found)
+            evaluation = self.evaluation(step)
+            if evaluation is not None and evaluation.key == self.evaluator.key:
+                yield step, self.score(evaluation), self.stop.score(evaluation)
 
     def _renew_lora(self) -> None:
         """Put the checkpoint's LoRA at the root, where that of a later iteration may lie."""
-        own, root = self.checkpoints.path(self.done) / FILE, self.folder / FILE
-        if own.is_file() and not (root.is_file() and root.read_bytes() == own.read_bytes()):
-            write_bytes(root, own.read_bytes())
+        saved, root = self.checkpoints.path(self.done) / FILE, self.folder / FILE
+        if saved.is_file() and not (root.is_file() and root.read_bytes() == saved.read_bytes()):
+            write_bytes(root, saved.read_bytes())
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._policy.load_state_dict(state["policy"])
         settings = [{k: g[k] for k in RECIPE_OPTIONS} for g in self._optimizer.param_groups]
         self._optimizer.load_state_dict(state["optimizer"])
         # The moments are the checkpoint's; what the recipe sets is the recipe's, changed or not.
-        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(own)
+        for group, setting in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(setting)
         self.runtime.load_state_dict(state["runtime"])
         restore_random_state(state["random"])
         self._random = state["random"]
@@ -229,9 +229,9 @@ class Run:
         if self.evaluator is None:
             return None
         if self._latest is not None and self._latest[0] == self.done:
-            found = self._latest[1]
-            if not whole or len(found.at_steps) == len(self.evaluator.at_steps):
-                return found
+            evaluation = self._latest[1]
+            if not whole or len(evaluation.at_steps) == len(self.evaluator.at_steps):
+                return evaluation
         with self._policy.using(self._policy.export_adapter):
             evaluation = self._evaluate(self.done, whole=whole)
         self._latest = self.done, evaluation

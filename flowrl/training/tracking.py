@@ -20,7 +20,7 @@ from flowrl.errors import UserError
 from flowrl.utils.files import write_bytes
 from flowrl.utils.images import Stack, image_grid, png, to_pil
 from flowrl.utils.journal import read_lines, seal_line
-from flowrl.utils.templates import known
+from flowrl.utils.templates import finite_or_none
 
 FILE = "metrics.jsonl"
 
@@ -152,7 +152,7 @@ class Report:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one line. NaN and infinities become null there and are kept from the trackers."""
-        clean = {name: known(float(value)) for name, value in metrics.items()}
+        clean = {name: finite_or_none(float(value)) for name, value in metrics.items()}
         self._file.write(seal_line({"step": step} | clean) + b"\n")
         self._file.flush()
         finite = {name: value for name, value in clean.items() if value is not None}

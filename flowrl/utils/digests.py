@@ -38,10 +38,10 @@ def seal(data: bytes) -> bytes:
     text += b" " * (-len(text) % 8)
     parts = len(text).to_bytes(8, "little") + text, data[start:]
     place = parts[0].index(_PLACE) + len(_PLACE)
-    found = blake2b(parts[0], digest_size=_HEX // 2)
-    found.update(parts[1])
+    hasher = blake2b(parts[0], digest_size=_HEX // 2)
+    hasher.update(parts[1])
     return b"".join(
-        [parts[0][:place], found.hexdigest().encode(), parts[0][place + _HEX :], parts[1]]
+        [parts[0][:place], hasher.hexdigest().encode(), parts[0][place + _HEX :], parts[1]]
     )
 
 
@@ -79,10 +79,10 @@ def _is_intact(data: bytes, wanted: Any) -> bool:
     place = data.find(_PLACE) + len(_PLACE)
     if place < len(_PLACE) or not isinstance(wanted, str):
         return False
-    found = blake2b(data[:place], digest_size=_HEX // 2)
-    found.update(b"0" * _HEX)
-    found.update(memoryview(data)[place + _HEX :])
-    return found.hexdigest() == wanted
+    hasher = blake2b(data[:place], digest_size=_HEX // 2)
+    hasher.update(b"0" * _HEX)
+    hasher.update(memoryview(data)[place + _HEX :])
+    return hasher.hexdigest() == wanted
 
 
 def _header(data: bytes) -> tuple[dict[str, Any], int]:

@@ -39,11 +39,11 @@ def _check_name(value: str) -> str:
 
 def check_unicode(value: str) -> str:
     """Return a text that files and tokenizers take. Raises ValueError for half a character."""
-    found = next((c for c in value if "\ud800" <= c <= "\udfff"), None)
-    if found is not None:
+    surrogate = next((c for c in value if "\ud800" <= c <= "\udfff"), None)
+    if surrogate is not None:
         raise ValueError(
-            f"the text holds {found!a}, half of a surrogate pair, which is no character: write the "
-            "character itself"
+            f"the text holds {surrogate!a}, half of a surrogate pair, which is no character: "
+            "write the character itself"
         )
     return value
 

@@ -94,16 +94,16 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 def wrap(text: str, width: int, *, size: int = TEXT, lines: int = CAPTION_LINES) -> list[str]:
     """Break `text` into at most `lines` lines of `width` pixels, with an ellipsis if cut."""
     face = font(size)
-    found, rest = [], " ".join(text.split()).translate(PLAIN)
-    while rest and len(found) < lines:
-        last = len(found) == lines - 1
+    broken, rest = [], " ".join(text.split()).translate(PLAIN)
+    while rest and len(broken) < lines:
+        last = len(broken) == lines - 1
         end = _fitting(rest, width, face, by_letter=last)
         if last and end < len(rest):
-            found.append(rest[: max(1, end - 1)].rstrip() + "…")
+            broken.append(rest[: max(1, end - 1)].rstrip() + "…")
             break
-        found.append(rest[:end].rstrip())
+        broken.append(rest[:end].rstrip())
         rest = rest[end:].lstrip()
-    return found
+    return broken
 
 
 def _fitting(

@@ -19,15 +19,15 @@ def load_callable(target: str) -> Callable[..., Any]:
         raise LookupError(f"{target!r} is not written as module:attribute")
     search_working_directory()
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        component = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         package = sys.modules.get(module.partition(".")[0])
         where = list(getattr(package, "__path__", [])) or getattr(package, "__file__", None)
         place = f"the package found lies at {where}" if where else "no such package was found"
         raise LookupError(f"{error} ({place})") from error
-    if not callable(found):
-        raise LookupError(f"it is {found!r}, expected a class or a function")
-    return found
+    if not callable(component):
+        raise LookupError(f"it is {component!r}, expected a class or a function")
+    return component
 
 
 def search_working_directory() -> None:

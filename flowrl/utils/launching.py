@@ -140,7 +140,7 @@ def end_with_launcher() -> None:
 def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
     """Wait until all have ended; return the code of the first failure."""
     failed, code = 0.0, 0
-    asked = False
+    terminated = False
     while running := [process for process in processes if process.poll() is None]:
         codes = [process.returncode for process in processes if process.returncode]
         if codes and not code:
@@ -149,9 +149,9 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
         for process in running:
             if late > PATIENCE + SAVING:
                 process.kill()
-            elif late > PATIENCE and not asked:
+            elif late > PATIENCE and not terminated:
                 process.terminate()
-        asked = late > PATIENCE
+        terminated = late > PATIENCE
         time.sleep(0.1)
     code = code or next((p.returncode for p in processes if p.returncode), 0)
     return code if code >= 0 else 128 - code

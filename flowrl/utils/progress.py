@@ -103,7 +103,7 @@ class Steps:
 
 
 @contextmanager
-def told(what: str, *, show: bool = True) -> Iterator[None]:
+def announced(what: str, *, show: bool = True) -> Iterator[None]:
     """Print that a job without steps begins, and how long it took if that was seconds.
 
     show: whether to print at all; processes but the main one do not.

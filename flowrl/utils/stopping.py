@@ -43,7 +43,7 @@ def at_once() -> Iterator[None]:
 
 
 @contextmanager
-def when_done(told: Callable[[StopRequest], None]) -> Iterator[StopRequest]:
+def when_done(notify: Callable[[StopRequest], None]) -> Iterator[StopRequest]:
     """Yield a request that a signal fills; the block ends when it can. A second one interrupts.
 
     told: called with the request in the signal's handler.
@@ -54,7 +54,7 @@ def when_done(told: Callable[[StopRequest], None]) -> Iterator[StopRequest]:
         if request.name:
             _interrupt(number, frame)
         request.set(number)
-        told(request)
+        notify(request)
 
     _requests.append(request)
     try:
@@ -78,10 +78,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     main = threading.current_thread() is threading.main_thread()
-    known = [getattr(signal, name) for name in NAMES if hasattr(signal, name)] if main else []
+    numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)] if main else []
     # nohup ignores hangups for a program that shall outlive its terminal.
-    ignored = [n for n in known if n.name == "SIGHUP" and signal.getsignal(n) is signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in known if number not in ignored}
+    ignored = [n for n in numbers if n.name == "SIGHUP" and signal.getsignal(n) is signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in numbers if number not in ignored}
     try:
         yield
     finally:

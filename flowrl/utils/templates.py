@@ -17,14 +17,14 @@ def render(template: str, values: dict[str, Any]) -> str:
     return _environment().get_template(template).render(values)
 
 
-def known(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """Return the number, or None where it is missing, NaN or infinite."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def number(value: float | None) -> str:
     """Format a score: three decimals, fewer when large, "n/a" when missing."""
-    value = known(value)
+    value = finite_or_none(value)
     if value is None:
         return "n/a"
     return f"{value:.3f}" if abs(value) < 1000 else f"{value:.5g}"
@@ -33,7 +33,7 @@ def number(value: float | None) -> str:
 def signed(value: float | None) -> str:
     """Format a change like `number`, with a sign unless it is 0.000."""
     text = number(value)
-    if known(value) is None or not text.strip("-0."):
+    if finite_or_none(value) is None or not text.strip("-0."):
         return text.lstrip("-")
     return text if text.startswith("-") else "+" + text
 
