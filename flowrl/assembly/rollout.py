@@ -22,13 +22,12 @@ from flowrl.quantization.backends import (
     Plain,
     Resolved,
     capability_of,
-    next_lower,
     precision_name,
     resolve,
 )
 from flowrl.quantization.layer_rules import LayerChoice
 from flowrl.quantization.rollout_model import RolloutModel, prepare, write_precision
-from flowrl.sampling.rank_audit import AuditLog, PrecisionController
+from flowrl.sampling.rank_audit import RankAuditor
 from flowrl.sampling.rollout import (
     RolloutGenerator,
     policy_velocity,
@@ -153,50 +152,45 @@ def build_explorer(parts: RolloutParts, exact: RolloutGenerator) -> Explorer | N
     e, seed = parts.config.rollout.explore, parts.config.run.seed
     if e is None:
         return None
-    capability = capability_of(parts.runtime.device)
-    first = resolved = resolve(e.precision, capability, where=WHERE)
-    degrades = e.audit.every and e.audit.on_miss == "degrade"
-    while resolved is not None:  # what cannot work fails before anything is sampled
-        preview_layers(parts, resolved)
-        resolved = next_lower(resolved, capability) if degrades else None
+    resolved = resolve(e.precision, capability_of(parts.runtime.device), where=WHERE)
+    preview_layers(parts, resolved)  # what cannot work fails before anything is sampled
     plan = functools.partial(plan_at, parts.config.rollout.candidates, seed)
 
     def exact_plan(iteration: int) -> TreePlan:
         return replace(plan_at(parts.config.rollout.plan, seed, iteration), roots=e.candidates)
 
-    controller = PrecisionController(
-        make=functools.partial(_preview_generator, parts, exact),
-        first=first,
-        capability=capability,
+    auditor = RankAuditor(
+        preview=functools.cache(functools.partial(_preview_generator, parts, exact, resolved)),
+        precision=precision_name(resolved),
         exact=exact,
         plan=plan,
         exact_plan=exact_plan,
         keep=lambda iteration: parts.config.rollout.plan(iteration, seed).roots,
         select=e.select,
-        **e.audit.arguments(),
-        log=AuditLog(Path(parts.config.run.output_dir)),
+        options=e.audit,
+        folder=Path(parts.config.run.output_dir),
     )
-    return Explorer(preview=controller.current, plan=plan, select=e.select)
+    return Explorer(preview=auditor, plan=plan, select=e.select)
 
 
 def _preview_generator(
-    parts: RolloutParts, exact: RolloutGenerator, resolved: Resolved, since: int
+    parts: RolloutParts, exact: RolloutGenerator, resolved: Resolved
 ) -> RolloutGenerator:
-    """Return the generator of candidates from iteration `since` on; record it in the run folder."""
+    """Return the generator of candidates; record its precision in the run folder."""
     e = parts.config.rollout.explore
     assert e is not None
-    layers, backend = preview_layers(parts, resolved)
-    if parts.runtime.is_main:
-        write_precision(
-            Path(parts.config.run.output_dir),
-            resolved,
-            layers,
-            dtype=parts.backbone.dtype,
-            since=since,
-            lora=e.lora,
-            four_over_six=e.four_over_six,
-        )
-    generator = build_preview_generator(parts, exact, layers, backend)
+    with parts.runtime.raise_on_all():
+        layers, backend = preview_layers(parts, resolved)
+        if parts.runtime.is_main:
+            write_precision(
+                Path(parts.config.run.output_dir),
+                resolved,
+                layers,
+                dtype=parts.backbone.dtype,
+                lora=e.lora,
+                four_over_six=e.four_over_six,
+            )
+        generator = build_preview_generator(parts, exact, layers, backend)
     if isinstance(generator, RemoteGenerator):
         return replace(generator, precision=precision_name(resolved))
     return generator

@@ -1,4 +1,4 @@
-"""`flowrl audit`: do cheap candidates rank as exact images do? Nothing is learned."""
+"""`flowrl audit`: compare the ranking of cheap candidates with that of exact images."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,18 +8,6 @@ import typer
 
 from flowrl.cli._console import AsJson, Lora, print_table
 from flowrl.cli.train import Words, recipe_request
-
-JSON_NAMES = {
-    "pooled rho": "pooled_rho",
-    "overlap best": "overlap_best",
-    "overlap worst": "overlap_worst",
-    "rank best": "rank_best",
-    "rank worst": "rank_worst",
-    "retention": "contrast",
-    "no rho": "prompts_without_rho",
-    "s/image": "seconds_per_image",
-    "to exact": "ratio_to_exact",
-}
 
 
 def audit(
@@ -41,18 +29,16 @@ def audit(
     lora: Lora = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare cheap candidates with the exact images, before you train on a choice of them.
+    """Compare cheap candidates with exact images of the same noise, before training.
 
     All candidates of a few prompts are sampled once exactly, and once in every pair of steps and
-    precision. A row has the share of weights in few bits (low-bit) and how well scores rank:
-    Spearman's rho within a prompt; for the better half of the choice the share that exact scores
-    would choose (overlap) and the mean exact rank, 1 the best; how much of the largest possible
-    contrast between its halves the choice keeps; the seconds to sample and score an image, and
-    their ratio to those of an exact one. The last rows are a choice by exact scores and one at
-    random.
+    precision. A row has the share of weights in few bits (low-bit); Spearman's rank correlation of
+    scores within a prompt (rho); the share of the best and of the worst half of a selection by
+    exact scores that is selected (best, worst); the difference of exact scores between the halves,
+    relative to that of a selection by exact scores (contrast); and the seconds to sample and score
+    an image, also relative to an exact one. The last row is of the exact images.
 
-    Training accepts a rho of 0.8 by default, see `flowrl explain rollout.explore.audit`. --json
-    has Kendall's tau, rho of all prompts together (pooled_rho) and the worse half too.
+    Training warns below a rho of 0.8 by default, see `flowrl explain rollout.explore.audit`.
 
     Examples:
 
@@ -70,45 +56,31 @@ def audit(
         request.recipe, request.overrides, prompts=prompts, candidates=candidates,
         steps=steps or (), precisions=precision or (), lora=lora,
     )  # fmt: skip
-    print_table(json_rows(rows) if as_json else table_rows(rows), as_json=as_json)
-    for note in () if as_json else notes(rows):
-        print(note)
-
-
-def json_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return every number to 6 decimals, with all names in every row."""
-
-    def rounded(value: Any) -> Any:
-        return round(value, 6) if isinstance(value, float) and math.isfinite(value) else value
-
-    names = dict.fromkeys(name for row in rows for name in row)
-    return [{JSON_NAMES.get(name, name): rounded(row.get(name)) for name in names} for row in rows]
+    print_table(rows if as_json else table_rows(rows), as_json=as_json)
+    for row in () if as_json else rows:
+        for count, lack in ((row["flat"], "prompts have no rho: their scores are all equal"),
+                            (row["missing"], "candidates have no score")):  # fmt: skip
+            if count:
+                typer.echo(f"{row['steps']} steps, {row['precision']}: {count} {lack}", err=True)
 
 
 def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the numbers that decide, in columns that fit a terminal of 80."""
+    """Return the numbers in columns that fit a terminal of 80."""
 
-    def text(value: float | None, format: str) -> str:
-        return "n/a" if value is None or not math.isfinite(value) else f"{value:{format}}"
+    def text(value: float, format: str) -> str:
+        return f"{value:{format}}" if math.isfinite(value) else "n/a"
 
     return [
-        {"steps": row.get("steps"), "precision": row["precision"]}
-        | {"low-bit": text(row.get("quantised"), ".0%"), "rho": text(row.get("rho"), ".3f")}
-        | {"overlap": text(row.get("overlap best"), ".2f")}
-        | {"rank": text(row.get("rank best"), ".1f")}
-        | {"contrast": text(row.get("retention"), ".3f")}
-        | {"seconds": text(row.get("s/image"), ".3g"), "ratio": text(row.get("to exact"), ".2f")}
+        {
+            "steps": row["steps"],
+            "precision": row["precision"],
+            "low-bit": text(row["quantised"], ".0%"),
+            "rho": text(row["rho"], ".3f"),
+            "best": text(row["best_kept"], ".2f"),
+            "worst": text(row["worst_kept"], ".2f"),
+            "contrast": text(row["contrast"], ".3f"),
+            "seconds": text(row["seconds_per_image"], ".3g"),
+            "ratio": text(row["ratio_to_exact"], ".2f"),
+        }
         for row in rows
     ]
-
-
-def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence for each row that lacks something."""
-    sentences = []
-    for row in rows:
-        flat, missing = row.get("no rho") or 0, row.get("missing") or 0
-        found = [f"{flat} prompts have no rho, their scores are all equal"] if flat else []
-        found += [f"{missing} candidates have no score"] if missing else []
-        if found:
-            sentences.append(f"{row['steps']} steps, {row['precision']}: {'; '.join(found)}")
-    return sentences

@@ -62,7 +62,7 @@ PRECISIONS = (
 
 
 class AuditOptions(Options):
-    """Do the candidates' scores rank as the exact ones do?"""
+    """Comparison of the candidates' ranking with that of exact images."""
 
     every: Whole = option(
         50, "Iterations between audits, the first before the first rollout; 0 is never."
@@ -77,11 +77,8 @@ class AuditOptions(Options):
         "prompts, that is enough.",
         "published: 0.9 to 0.94 pooled, for CLIPScore, PickScore, HPSv2 and ImageReward",
     )
-    on_miss: Literal["degrade", "stop", "warn"] = option(
-        "degrade",
-        "What happens below it: degrade goes on in the next higher precision (nvfp4, fp8, bf16) "
-        "and says so, stop ends the run, warn goes on as it is. Where rollout.tree has noise that "
-        "candidates lack, degrade only warns.",
+    on_miss: Literal["warn", "stop"] = option(
+        "warn", "What happens below it: warn continues, stop ends the run; both say what to change."
     )
 
 

@@ -20,7 +20,7 @@ from flowrl.export.gallery import GalleryRow, fair_sample, write_gallery
 from flowrl.export.hub import Licence, is_hub_name, licence_of, public, public_config
 from flowrl.export.model_card import GRID, Card, write_card
 from flowrl.quantization.rollout_model import read_precision
-from flowrl.sampling.rank_audit import AuditLog
+from flowrl.sampling.rank_audit import read_audits
 from flowrl.tiny.world import planted
 from flowrl.training.evaluate import Evaluation, EvaluationComparison, Evaluator, compare
 from flowrl.training.loop import Learner
@@ -131,25 +131,15 @@ def precisions(config: Config, folder: Path, done: int) -> str:
 
 
 def _candidate_precisions(config: Config, folder: Path, done: int) -> str:
+    """Return steps and precision of candidates, and their last audit."""
     explore = config.rollout.explore
     assert explore is not None
     steps = explore.num_inference_steps or config.rollout.num_inference_steps
-    events = [event for event in AuditLog(folder).before(done) if event.steps == steps]
-    parts, now = [f"{steps} steps"], ""
-    for event in events:
-        # An audit before the first rollout decides the precision of that rollout.
-        first = event.next and not event.iteration
-        for precision in [event.next] if first else [event.precision, event.next]:
-            if precision not in (None, now):
-                start = f"from iteration {event.iteration + 1} " if now else ""
-                parts.append(start + ("not quantised" if precision == "bf16" else precision))
-                now = precision
-    if not events:
-        parts.append(read_precision(folder) or explore.precision)
-    text = f"Candidates: {parts[0]}, {'; '.join(parts[1:])}"
-    rhos = [(event.iteration + 1, event.report.rho) for event in events]
-    if rhos:
-        text += f"; last audit before iteration {rhos[-1][0]}, rho {rhos[-1][1]:.2f}"
+    text = f"Candidates: {steps} steps, {read_precision(folder) or explore.precision}"
+    audits = [audit for audit in read_audits(folder) if audit["iteration"] < done]
+    if audits and audits[-1]["rho"] is not None:
+        text += f"; last audit before iteration {audits[-1]['iteration'] + 1}, rho "
+        text += f"{audits[-1]['rho']:.2f}"
     return f"{text}."
 
 

@@ -124,16 +124,6 @@ def precision_text(resolved: Resolved, dtype: str = "") -> str:
     return f"not quantised ({dtype})" if dtype else "not quantised"
 
 
-def next_lower(resolved: Resolved, capability: Capability) -> Resolved | None:
-    """Return the next native precision with more bits (nvfp4, fp8, bf16); None after bf16."""
-    native = native_formats(capability)
-    for format in FORMATS[FORMATS.index(resolved.format) + 1 :]:
-        if format in native:
-            reason = f"one step down from {precision_name(resolved)}"
-            return _native(resolved.requested, format, reason)
-    return None
-
-
 def _emulated(capability: Capability) -> Resolved:
     native = "nvfp4" in native_formats(capability)
     reason = "the numbers of nvfp4 from ordinary products: not faster than bf16"

@@ -314,7 +314,6 @@ def write_precision(
     *,
     dtype: torch.dtype,
     what: str = "candidates",
-    since: int = 0,
     lora: str = "merge",
     four_over_six: bool = False,
     file: str = FILE,
@@ -324,12 +323,10 @@ def write_precision(
     Args:
         choices: empty where nothing is quantised.
         dtype: the network's own.
-        since: the iteration, from 0, before which it began.
     """
     LOG.info("%s", describe_precision(resolved, choices, dtype=dtype, what=what))
     content = {
         "what": what,
-        "since_iteration": since,
         "precision": precision_text(resolved, dtype_name(dtype)),
         "dtype": dtype_name(dtype),
         **asdict(resolved),

@@ -500,7 +500,14 @@ def _figures(row: Mapping[str, Any]) -> str:
         for name in SHOWN
         if row.get(name) is not None
     ]
-    return ", ".join(found + [_audited(one) for one in row.get("rows", ()) if "rho" in one])
+    return ", ".join(
+        found
+        + [
+            _audited(one)
+            for one in row.get("rows", ())
+            if one["precision"] not in ("exact", "random")
+        ]
+    )
 
 
 def _figure(value: Any) -> str:
@@ -511,7 +518,7 @@ def _figure(value: Any) -> str:
 
 def _audited(row: Mapping[str, Any]) -> str:
     """Return how low-bit candidates rank beside exact ones."""
-    shown = (name for name in ("rho", "tau", "overlap best") if isinstance(row.get(name), float))
+    shown = (name for name in ("rho", "best_kept", "contrast") if isinstance(row.get(name), float))
     return f"{row.get('precision')}: " + ", ".join(f"{name} {row[name]:.3g}" for name in shown)
 
 

@@ -47,26 +47,24 @@ class Counting:
         return images.mean((1, 2, 3))
 
 
-def test_there_is_a_row_a_pair_and_one_each_of_exact_and_random_choices(recipe, load_tiny, here):
+def test_there_is_a_row_for_each_pair_and_one_of_exact_images(recipe, load_tiny, here):
     rows = audit(
         recipe, prompts=2, steps=[3, 4], precisions=["bf16", "nvfp4-emulated"], pipeline=load_tiny()
     )
-    assert [(row.get("steps"), row["precision"]) for row in rows] == [
-        (3, "bf16"), (4, "bf16"), (3, "nvfp4-emulated"), (4, "nvfp4-emulated"),
-        (4, "exact"), (None, "random"),
+    assert [(row["steps"], row["precision"]) for row in rows] == [
+        (3, "bf16"), (4, "bf16"), (3, "nvfp4-emulated"), (4, "nvfp4-emulated"), (4, "exact"),
     ]  # fmt: skip
-    few, same, *low_bit, exact, random = rows
+    few, same, *low_bit, exact = rows
     # As many steps in the network's own dtype are the exact images themselves.
     for row in (same, exact):
-        measures = ("tau", "rho", "pooled rho", "overlap best", "overlap worst", "retention")
-        assert [row[name] for name in measures] == pytest.approx([1] * 6)
-        assert (row["rank best"], row["rank worst"]) == (1.5, 5.5)
+        measures = ("rho", "best_kept", "worst_kept", "contrast")
+        assert [row[name] for name in measures] == pytest.approx([1] * 4)
     assert few["quantised"] == same["quantised"] == 0
     assert all(0 < row["quantised"] < 1 and row["rho"] < 1 for row in low_bit)
-    assert random["rank best"] == random["rank worst"] == 3.5
-    for row in rows[:-1]:
-        assert row["to exact"] == pytest.approx(row["s/image"] / exact["s/image"])
-        assert (row["no rho"], row["missing"]) == (0, 0)
+    for row in rows:
+        ratio = row["seconds_per_image"] / exact["seconds_per_image"]
+        assert row["ratio_to_exact"] == pytest.approx(ratio)
+        assert (row["flat"], row["missing"]) == (0, 0)
     assert not list(here.iterdir())
 
 
@@ -109,7 +107,7 @@ def test_a_reward_that_is_constant_within_prompts_has_no_rho(recipe, load_tiny, 
         return torch.tensor([float(len(text)) for text in prompts])
 
     row, *_ = audit(recipe, prompts=2, pipeline=load_tiny(), rewards={"brightness": flat})
-    assert row["no rho"] == 2 and math.isnan(row["rho"]) and math.isnan(row["retention"])
+    assert row["flat"] == 2 and math.isnan(row["rho"]) and math.isnan(row["contrast"])
 
 
 @pytest.mark.slow
@@ -183,8 +181,7 @@ def table(out):
 def test_the_command_prints_a_short_table(run, recipe, here):
     code, out, _ = run(recipe, "--prompts", 1, "--steps", 4, "rollout.explore.candidates=5")
     assert code == 0
-    header, row, exact, random = table(out)
-    assert header == "steps precision low-bit rho overlap rank contrast seconds ratio".split()
-    perfect = ["0%", "1.000", "1.00", "1.5", "1.000"]
+    header, row, exact = table(out)
+    assert header == "steps precision low-bit rho best worst contrast seconds ratio".split()
+    perfect = ["0%", "1.000", "1.00", "1.00", "1.000"]
     assert row[:7] == ["4", "bf16", *perfect] and exact[:7] == ["4", "exact", *perfect]
-    assert random[:3] == ["n/a", "random", "n/a"] and random[5] == "3.0"

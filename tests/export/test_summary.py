@@ -2,14 +2,13 @@
 
 from typing import get_args
 
-import torch
-
 from flowrl.config import Config
 from flowrl.config.methods import OBJECTIVES, TREES, method_name
 from flowrl.export.summary import legend, precisions, reward_curves
 from flowrl.functional.contrasts import Contrast
-from flowrl.sampling.rank_audit import AuditEvent, AuditLog, audit_ranks
+from flowrl.sampling.rank_audit import FILE
 from flowrl.training.evaluate import EvaluationComparison
+from flowrl.utils.journal import seal_line
 
 
 def test_the_method_is_named_by_tree_objective_and_choice_of_candidates(tiny_config):
@@ -47,14 +46,6 @@ def exploring(tiny_config, pipeline=None, **explore):
     )
 
 
-def event(iteration, precision, next=None) -> AuditEvent:
-    score = torch.arange(8.0)[None]
-    return AuditEvent(
-        iteration=iteration, precision=precision, steps=2, next=next, text="",
-        action="degrade" if next else "keep", report=audit_ranks(score, score, 4),
-    )  # fmt: skip
-
-
 def row(name: str) -> EvaluationComparison:
     change = Contrast(mean=0.0, low=0.0, high=0.0, p=1.0, images=1, prompts=1)
     return EvaluationComparison(name=name, before=0.0, after=0.0, change=change)
@@ -73,21 +64,13 @@ def test_the_legend_and_precisions(tiny_config, tmp_path):
     low = tiny_config(pipeline={"precision": "nvfp4-emulated"})
     assert precisions(low, tmp_path, 1) == "Rollouts and training: nvfp4-emulated."
     # The card tells what candidates were drawn in.
-    config, log = exploring(tiny_config, precision="nvfp4-emulated"), AuditLog(tmp_path)
+    config = exploring(tiny_config, precision="nvfp4-emulated")
     assert precisions(config, tmp_path, 9) == "Candidates: 2 steps, nvfp4-emulated."
-    log.record(event(0, "nvfp4-emulated"))
-    log.record(event(8, "nvfp4-emulated", "bf16"))
-    log.record(event(16, "bf16"))
-    assert precisions(config, tmp_path, 20) == (
-        "Candidates: 2 steps, nvfp4-emulated; from iteration 9 not quantised; last audit before "
-        "iteration 17, rho 1.00."
+    audits = [{"iteration": i, "rho": rho} for i, rho in ((0, 0.5), (8, 1.0), (16, 0.9))]
+    (tmp_path / FILE).write_bytes(b"".join(seal_line(audit) + b"\n" for audit in audits))
+    assert precisions(config, tmp_path, 16) == (
+        "Candidates: 2 steps, nvfp4-emulated; last audit before iteration 9, rho 1.00."
     )
-    assert "from" not in precisions(config, tmp_path, 8)
-    # A degrade before the first rollout leaves nothing drawn before.
-    other = tmp_path / "other"
-    AuditLog(other).record(event(0, "nvfp4-emulated", "bf16"))
-    told = precisions(exploring(tiny_config), other, 5)
-    assert told.startswith("Candidates: 2 steps, not quantised; last audit")
 
 
 def test_reward_curves_leave_out_what_is_no_reward_and_what_is_missing():

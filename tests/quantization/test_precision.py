@@ -9,10 +9,8 @@ from flowrl.errors import UserError
 from flowrl.quantization.backends import (
     PRECISIONS,
     Capability,
-    Resolved,
     capability_of,
     native_formats,
-    next_lower,
     resolve,
 )
 
@@ -68,22 +66,6 @@ def test_errors_name_the_option_and_an_unknown_precision_the_known_ones():
             assert f"{name} " in str(error.value) and wrong in str(error.value), where
             assert where or "pipeline." not in str(error.value)
     assert ", ".join(PRECISIONS) in str(error.value)
-
-
-def test_one_step_down_at_a_time_ends_at_bf16():
-    for device, requested, steps in [
-        ("blackwell", "auto", ["fp8", "bf16"]),
-        ("blackwell", "nvfp4-emulated", ["fp8", "bf16"]),
-        ("hopper", "auto", ["bf16"]),
-        ("ampere", "nvfp4-emulated", ["bf16"]),
-        ("cpu", "bf16", []),
-    ]:
-        now: Resolved | None = resolve(requested, DEVICES[device])
-        seen = []
-        while (now := next_lower(now, DEVICES[device])) is not None:
-            assert now.native and now.requested == requested
-            seen.append(now.format)
-        assert seen == steps
 
 
 def test_a_rocm_device_is_not_taken_for_an_nvidia_generation(monkeypatch):

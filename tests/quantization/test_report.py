@@ -22,10 +22,10 @@ def choices():
 
 def test_the_file_says_what_it_is_about_and_since_when(choices, tmp_path):
     write_precision(
-        tmp_path, EMULATED, choices, dtype=torch.float16, since=8, lora="side", four_over_six=True
+        tmp_path, EMULATED, choices, dtype=torch.float16, lora="side", four_over_six=True
     )
     found = json.loads((tmp_path / "precision.json").read_text())
-    assert (found["what"], found["since_iteration"], found["dtype"]) == ("candidates", 8, "float16")
+    assert (found["what"], found["dtype"]) == ("candidates", "float16")
     assert (found["precision"], found["format"]) == ("nvfp4-emulated", "nvfp4")
     assert (found["lora"], found["four_over_six"]) == ("side", True)
     assert len(found["layers"]) == 2 and found["quantised_share"] == 0.5

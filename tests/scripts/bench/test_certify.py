@@ -113,7 +113,7 @@ def test_each_part_leaves_the_gpu_free_for_other_processes(tmp_path, monkeypatch
 def test_the_page_shows_every_file_and_what_no_gpu_has_run(tmp_path):
     about = {"card": "A|<b>", "torch": "2", "flowrl": "1", "blocks": "all", "cards": 1}
     took = {"seconds": 3, "cpu_seconds": 2.5}
-    audited = [{"precision": "fp8", "rho": 0.9, "tau": 0.8}, {"precision": "random"}]
+    audited = [{"precision": "fp8", "rho": 0.9, "contrast": 0.8}, {"precision": "exact"}]
     parts = {"compile": {"ratio": 0.75, **took}, "rewards": {"error": "x"},
              "kernels fp8": {"native": True, "rows": audited}}  # fmt: skip
     (tmp_path / "a.json").write_text(json.dumps({"machine": about, "parts": parts}))
@@ -122,7 +122,7 @@ def test_the_page_shows_every_file_and_what_no_gpu_has_run(tmp_path):
     text = certify.write_page(tmp_path).read_text()
     # Files of before `part_seconds`.
     assert "## A\\|&lt;b>" in text and "| compile | 3 | 2.5 | ratio 0.75 |" in text
-    assert "| native True, fp8: rho 0.9, tau 0.8 |" in text
+    assert "| native True, fp8: rho 0.9, contrast 0.8 |" in text
     missing = text.partition("## Not run on a GPU")[2]
     assert "- compile" not in missing
     assert all(

@@ -1,0 +1,163 @@
+"""Do candidates rank as exact images do? The numbers, and what follows in a run."""
+
+import logging
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.errors import UserError
+from flowrl.sampling.rank_audit import audit_ranks, read_audits, regenerated_rank, spearman_rho
+from flowrl.sampling.rollout import Timer
+
+NAN, INF = math.nan, math.inf
+few = st.integers(0, 4)  # many ties
+
+
+def scores(prompts=4, candidates=96, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(prompts, candidates, dtype=torch.float64, generator=generator)
+
+
+def vector(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@given(rows=st.lists(st.tuples(few, few), min_size=2, max_size=12))
+def test_spearmans_rho_is_the_correlation_of_average_ranks(rows):
+    columns = [*zip(*rows, strict=True)]
+    ranks = [[sum(v > w for v in c) + c.count(w) / 2 for w in c] for c in columns]
+    rho = spearman_rho(*(vector(*column) for column in columns))
+    if any(len(set(column)) == 1 for column in columns):
+        assert math.isnan(rho)
+    else:
+        assert rho == pytest.approx(torch.corrcoef(torch.tensor(ranks).double())[0, 1].item())
+
+
+def test_a_candidate_without_one_score_is_left_out_of_both():
+    proxy, true = vector(3, NAN, 1, 2, INF, 9), vector(0.3, 0.9, 0.2, 0.1, 0.0, NAN)
+    assert spearman_rho(proxy, true) == spearman_rho(vector(3, 1, 2), vector(0.3, 0.2, 0.1)) != 1
+    assert math.isnan(spearman_rho(vector(1, NAN), vector(2, 3)))
+    broken, lost = scores(2, 12), scores(2, 12, seed=1)
+    broken[0, 3], lost[0, 5], broken[1, 0] = NAN, NAN, INF
+    audit = audit_ranks(broken, lost, 4)
+    assert audit.missing == 3 and audit.flat == 0
+    rest = [i for i in range(12) if i not in (3, 5)]
+    alone = audit_ranks(broken[:1, rest], lost[:1, rest], 4)
+    assert asdict(audit_ranks(broken[:1], lost[:1], 4)) == asdict(alone) | {"missing": 2}
+
+
+@pytest.mark.parametrize("select", ["best_worst", "mean_deviation", "extremes_random", "random"])
+def test_perfect_and_reversed_candidates(select):
+    true = scores()
+    perfect = audit_ranks(true.exp() if select != "mean_deviation" else 2 * true, true, 24, select)
+    numbers = [perfect.rho, perfect.best_kept, perfect.worst_kept, perfect.contrast]
+    assert numbers == pytest.approx([1] * 4) and (perfect.flat, perfect.missing) == (0, 0)
+    reverse = audit_ranks(-true, true, 24, select)
+    assert reverse.rho == pytest.approx(-1) and reverse.contrast < 0
+
+
+def test_unrelated_candidates_select_at_random():
+    audit = audit_ranks(scores(400), scores(400, seed=1), 24)
+    assert audit.rho == pytest.approx(0, abs=0.02)
+    assert audit.best_kept == pytest.approx(12 / 96, abs=0.02)
+    assert audit.contrast == pytest.approx(0, abs=0.05)
+
+
+def test_prompts_without_a_rank_are_counted_and_left_out_of_the_means():
+    true, proxy = scores(3, 8), scores(3, 8, seed=1)
+    proxy[0], true[1] = 0.5, 0.5
+    audit, alone = audit_ranks(proxy, true, 4), audit_ranks(proxy[2:], true[2:], 4)
+    assert audit.flat == 2 and audit.rho == alone.rho
+    empty = audit_ranks(torch.full((2, 6), NAN), scores(2, 6), 4)
+    assert math.isnan(empty.rho) and math.isnan(empty.contrast)
+    assert (empty.flat, empty.missing) == (2, 12)
+    one = audit_ranks(scores(1), scores(1), 1)  # it is the worst; there is no best
+    assert math.isnan(one.best_kept) and one.worst_kept == 1 and math.isnan(one.contrast)
+    with pytest.raises(ValueError, match="shapes"):
+        audit_ranks(scores(2, 8), scores(2, 9), 4)
+
+
+def test_the_regenerated_rank_is_the_mean_of_prompts_that_have_one():
+    true = scores(3, 8)
+    proxy = torch.stack([true[0], -true[1], torch.zeros(8).double()])
+    assert regenerated_rank(proxy[:2], true[:2]) == pytest.approx(0)
+    assert regenerated_rank(proxy[[0, 2]], true[[0, 2]]) == pytest.approx(1)
+    assert math.isnan(regenerated_rank(torch.empty(0, 2), torch.empty(0, 2)))
+
+
+# --- in a run ------------------------------------------------------------------------------------
+
+EXPLORE = {"candidates": 8, "num_inference_steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
+
+
+@pytest.fixture
+def options(tmp_path):
+    def make(tree="ode", explore=None, **audit):
+        merged = EXPLORE | (explore or {}) | {"audit": {"prompts": 1, "every": 2} | audit}
+        return {
+            "objective": {"kind": "nft", "noising": {"count": 2}},
+            "rollout": {"tree": {"kind": tree}, "explore": merged},
+            "run": {"output_dir": str(tmp_path / "run")},
+        }
+
+    return make
+
+
+def test_audits_come_when_they_are_due_and_change_no_image(make_learner, options, tmp_path):
+    learner = make_learner(**options(min_rho=-1.0))
+    rollouts = [learner.source.collect(i, Timer()) for i in range(4)]
+    assert [bool(rollout.explored.audit) for rollout in rollouts] == [True, False, True, False]
+    audits = read_audits(tmp_path / "run")
+    assert [(audit["iteration"], audit["action"]) for audit in audits] == [(0, "keep"), (2, "keep")]
+    assert audits[0]["rho"] == rollouts[0].explored.audit["rho"]
+    plain = make_learner(**options(every=0)).source.collect(0, Timer())
+    assert plain.explored.audit == {} and torch.equal(plain.tree.x, rollouts[0].tree.x)
+    # A resumed run replaces the audits from where it begins.
+    make_learner(**options(min_rho=-1.0)).source.collect(0, Timer())
+    assert read_audits(tmp_path / "run") == audits[:1]
+
+
+def test_candidates_that_are_the_exact_images_rank_alike(make_learner, options):
+    explore = {"precision": "bf16", "num_inference_steps": None}
+    learner = make_learner(**options(explore=explore), pipeline={"decode_batch": 8})
+    audit = learner.source.collect(0, Timer()).explored.audit
+    assert audit == {"rho": pytest.approx(1), "contrast": pytest.approx(1)}
+
+
+@pytest.mark.parametrize(("tree", "named"), [("ode", "precision"), ("flow_grpo", "to null")])
+def test_a_low_rho_warns_or_stops_and_says_what_to_change(
+    make_learner, options, tmp_path, caplog, tree, named
+):
+    with caplog.at_level(logging.WARNING, "flowrl"):
+        make_learner(**options(tree, min_rho=1.0)).source.collect(0, Timer())
+    assert "min_rho" in caplog.text and named in caplog.text
+    caplog.clear()
+    learner = make_learner(**options(tree, min_rho=1.0, on_miss="stop"))
+    with pytest.raises(UserError, match=f"min_rho.*{named}"):
+        learner.source.collect(0, Timer())
+    assert "min_rho" not in caplog.text  # it is said once
+    (audit,) = read_audits(tmp_path / "run")
+    assert audit["action"] == "stop" and audit["rho"] < 1
+
+
+def test_an_audit_is_no_failure_in_the_streak_of_rollouts(make_learner, options):
+    def patchy(images, prompts, metadata):
+        scores = images.mean((1, 2, 3))
+        scores[0] = NAN
+        return scores
+
+    learner = make_learner(
+        **options(min_rho=-1.0, every=1),
+        rewards={"patchy": patchy},
+        failures={"max_streak": 2, "max_invalid_fraction": 0.9},
+    )
+    learner.source.collect(0, Timer())
+    with pytest.raises(UserError, match="in 2 iterations in a row"):
+        learner.source.collect(1, Timer())
