@@ -3,10 +3,6 @@
 The cosine of OpenAI's CLIP ViT-L/14 (428 M parameters, 1.7 GB in fp32), neither rescaled by 2.5
 nor cut at 0 as in the paper: the form that alignment papers train on and report. Weights under the
 MIT licence.
-
-Any other CLIP will do, also one that open_clip wrote: "hf-hub:apple/DFN5B-CLIP-ViT-H-14" is DFN's
-ViT-H/14 (986 M parameters, arXiv 2309.17425, Apple's licence, see its card), whose scores are not
-comparable with these.
 """
 
 from torch import Tensor
@@ -18,8 +14,7 @@ from .networks.preprocess import NAME
 class CLIPScore:
     """The cosine of image and prompt, for images of the prompt about 0.2 to 0.35.
 
-    Prompts are cut at 77 tokens. model: a name on the Hugging Face hub, or a folder; of weights
-    that open_clip wrote "hf-hub:owner/name" or "local-dir:folder".
+    Prompts are cut at 77 tokens. model: a name on the Hugging Face hub, or a folder.
     """
 
     name = "clipscore"

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .detectors.tiny_shapes import SHAPES
+from .networks.loading import building
 from .tiny_palette import COLORS
 
 SIDE = 64  # pixels
@@ -73,7 +74,8 @@ def _reader(classes: int, size: tuple[int, int]) -> nn.Module:
 def load_network(path: Path = WEIGHTS) -> JudgeNetwork:
     from safetensors.torch import load_file
 
-    network = JudgeNetwork()
+    with building():
+        network = JudgeNetwork()
     network.load_state_dict({name: t.float() for name, t in load_file(path).items()})
     return network.eval().requires_grad_(False)
 

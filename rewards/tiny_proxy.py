@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .detectors.tiny_shapes import SHAPES
+from .networks.loading import building
 from .tiny_palette import COLORS
 
 SIDE = 64  # pixels
@@ -112,6 +113,7 @@ class TinyProxy:
 def load_network(path: Path = WEIGHTS) -> ProxyNetwork:
     from safetensors.torch import load_file
 
-    network = ProxyNetwork()
+    with building():
+        network = ProxyNetwork()
     network.load_state_dict({name: t.float() for name, t in load_file(path).items()})
     return network.eval().requires_grad_(False)

@@ -64,7 +64,7 @@ NEEDED = {
     "fastapi": "flowrl ui and vote",
     "starlette": "flowrl reward-serve",
     "uvicorn": "flowrl ui, vote and reward-serve",
-    "scikit-image": "the similarity reward",
+    "scikit-image": "the photograph that detectors are tried on",
 }
 OPTIONAL = {  # package: its extra, and what it is for
     "openai": ("judge", "vision-language judges"),

@@ -469,31 +469,20 @@ VIT_L14 = "openai/clip-vit-large-patch14"
 # Other networks that a reward's `model` may name; one that is not here counts as the reward's own.
 MODELS: Mapping[str, int] = {
     VIT_L14: CLIP_L,
-    "facebook/dinov2-large": 304_368_640,
     "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": CLIP_H,
-    "hf-hub:apple/DFN5B-CLIP-ViT-H-14": CLIP_H,
-    "hf-hub:apple/DFN5B-CLIP-ViT-H-14-378": 986_714_881,
 }
 # The name of a reward's network, unless its args have a `model`, and its parameters.
 REWARDS: Mapping[str, tuple[str, int]] = {
     "pickscore": ("yuvalkirstain/PickScore_v1", CLIP_H),
     "clipscore": (VIT_L14, CLIP_L),
     "aesthetic": (VIT_L14, CLIP_L),
-    "aesthetic_v2_5": ("google/siglip-so400m-patch14-384", 428_225_600),
     "hpsv2": ("xswu/HPSv2", CLIP_H),
-    "mps": ("RE-N-Y/mpsv1", CLIP_H + 118_505_472),
     "imagereward": ("THUDM/ImageReward", 446_206_689),
 }
 HPSV3 = 7_748_610_610  # Qwen2-VL-7B without what tells the next token; in bf16 unless it is told
 DETECTORS: Mapping[str, int] = {
     "mask2former": 68_741_083,  # facebook/mask2former-swin-small-coco-instance
     "owlv2": 154_966_792,  # google/owlv2-base-patch16-ensemble
-    "grounding_dino": 233_000_000,  # IDEA-Research/grounding-dino-base, as its card rounds it
-}
-SEES: Mapping[str, tuple[str, int]] = {  # of what `measure` names: network and parameters
-    "clip": (VIT_L14, CLIP_L),
-    "dinov2": ("facebook/dinov2-base", 86_580_480),
-    "dreamsim": ("dreamsim", 3 * 85_798_656),  # three ViT-B/16
 }
 Networks = dict[tuple[str, ...], int]  # bytes on a GPU, by what decides a network
 
@@ -553,20 +542,9 @@ def reward_networks(entry: RewardOptions) -> Networks | None:
         its = args.get("detector_args") or {}
         found = _network(detector, DETECTORS.get(detector, 0), its)
         return found | (_clip_l(args.get("colors_args") or {}) if colors == "clip" else {})
-    if name in ("similarity", "diversity"):
-        return _of_measure(str(args.get("measure", "")), args)
+    if name == "diversity":
+        return _clip_l(args) if args.get("measure") == "clip" else {}
     return _network(*REWARDS[name], args) if name in REWARDS else {}
-
-
-def _of_measure(measure: str, args: Mapping[str, Any]) -> Networks:
-    """Return the networks that look at images for a likeness such as "clip+dinov2:model"."""
-    found: Networks = {}
-    for part in measure.split("+"):
-        kind, _, model = part.partition(":")
-        if kind in SEES:
-            own, parameters = SEES[kind]
-            found |= _network(own, parameters, {**args, "model": model or own})
-    return found
 
 
 def _clip_l(args: Mapping[str, Any]) -> Networks:

@@ -29,7 +29,6 @@ ColorNamer = Callable[[np.ndarray, Sequence[Detection]], Sequence[str | None]]
 DETECTORS = {
     "tiny": f"{__name__}.tiny:TinyDetector",
     "mask2former": f"{__name__}.mask2former:Mask2FormerDetector",
-    "grounding_dino": f"{__name__}.open_vocabulary:GroundingDinoDetector",
     "owlv2": f"{__name__}.open_vocabulary:Owlv2Detector",
 }
 COLOR_NAMERS = {

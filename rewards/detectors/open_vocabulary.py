@@ -1,13 +1,10 @@
-"""Objects of any name in photographs: OWLv2 (Minderer et al. 2023, arXiv 2306.09683) and
-Grounding DINO (Liu et al. 2023, arXiv 2303.05499) as transformers has them.
+"""Objects of any name in photographs: OWLv2 (Minderer et al. 2023, arXiv 2306.09683).
 
-They lift the limit to COCO's 80 classes. Neither gives masks, and no published GenEval number was
-made with them: choose the thresholds on images of your own.
+It is not limited to COCO's 80 classes. It gives no masks, and no published GenEval number was made
+with it: choose the thresholds on images of your own.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import cv2
@@ -18,92 +15,19 @@ from torch import Tensor
 from ..geneval_rules import Box, Detection
 from .object_model import ObjectModel
 
-# (model, images, classes) -> boxes (B, Q, 4) xyxy in pixels, scores (B, Q, K) in [0, 1]
-Find = Callable[[ObjectModel, np.ndarray, Sequence[str]], tuple[Tensor, Tensor]]
+MODEL = "google/owlv2-base-patch16-ensemble"
 
 
-def find_owlv2(model: ObjectModel, images: np.ndarray, classes: Sequence[str]):
-    """The score is the sigmoid of a box's similarity to "a photo of a {class}"."""
-    texts = [f"a photo of a {name}" for name in classes]
-    length = model.network.config.text_config.max_position_embeddings
-    told = model.tokenizer(
-        texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-    ).to(model.network.device)
-    outputs = model.network(
-        input_ids=told["input_ids"].repeat(len(images), 1),
-        attention_mask=told["attention_mask"].repeat(len(images), 1),
-        pixel_values=model.pixels(images)["pixel_values"],
-    )
-    # The image was padded at the right and below: boxes are shares of a square's side.
-    side = max(images.shape[1:3])
-    return _corners(outputs.pred_boxes, (side, side)), outputs.logits.float().sigmoid()
+class Owlv2Detector:
+    """(B, H, W, 3) uint8 RGB and class names for each -> a list of Detections for each image.
 
+    Every box has the class that fits best.
 
-def find_grounding_dino(model: ObjectModel, images: np.ndarray, classes: Sequence[str]):
-    """All classes are one text, "cat. computer mouse."; the score of a class is the mean sigmoid
-    over its tokens, as in the authors' evaluation on COCO."""
-    stop = model.tokenizer.convert_tokens_to_ids(".")
-    ids, spans = [model.tokenizer.cls_token_id], []
-    for name in classes:
-        words = model.tokenizer(name.lower().replace(".", " "), add_special_tokens=False)
-        spans.append(slice(len(ids), len(ids) + len(words["input_ids"])))
-        ids += [*words["input_ids"], stop]
-    text = torch.tensor([[*ids, model.tokenizer.sep_token_id]], device=model.network.device)
-    text = text.repeat(len(images), 1)
-    outputs = model.network(
-        input_ids=text, attention_mask=torch.ones_like(text), **model.pixels(images)
-    )
-    by_token = outputs.logits.float().sigmoid()
-    scores = torch.stack([by_token[..., span].mean(-1) for span in spans], -1)
-    return _corners(outputs.pred_boxes, images.shape[1:3]), scores
-
-
-def _corners(boxes: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Centres and sizes as shares of size (height, width) -> corners xyxy in pixels."""
-    middle, extent = boxes.float().unflatten(-1, (2, 2)).unbind(-2)
-    scale = torch.tensor([size[1], size[0]], device=boxes.device)
-    return torch.cat([(middle - extent / 2) * scale, (middle + extent / 2) * scale], -1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    """One architecture, with the defaults that suit it."""
-
-    model: str
-    family: str
-    network: str
-    find: Find
-    threshold: float
-    overlap: float
-
-
-KINDS = {
-    "owlv2": _Kind(
-        model="google/owlv2-base-patch16-ensemble",
-        family="Owlv2",
-        network="Owlv2ForObjectDetection",
-        find=find_owlv2,
-        threshold=0.2,
-        overlap=0.5,
-    ),
-    "grounding_dino": _Kind(
-        model="IDEA-Research/grounding-dino-base",
-        family="GroundingDino",
-        network="GroundingDinoForObjectDetection",
-        find=find_grounding_dino,
-        threshold=0.35,
-        overlap=0.8,
-    ),
-}
-
-
-class OpenDetector:
-    """(B, H, W, 3) uint8 RGB and class names for each -> for every image a list of Detections.
-
-    kind: "owlv2" or "grounding_dino"; model: a name on the Hugging Face hub or a folder. Every box
-    has the class that fits best; of boxes of one class that overlap by more than `overlap`
-    (intersection over union) the surest counts. floor: objects less sure are not reported. batch:
-    images at a time.
+    Args:
+        model: a name on the Hugging Face hub or a folder.
+        floor: objects with a lower score are not reported.
+        overlap: of boxes of one class with a larger intersection over union only the best counts.
+        batch: images at a time.
     """
 
     open_vocabulary = True
@@ -111,34 +35,48 @@ class OpenDetector:
 
     def __init__(
         self,
-        kind: str,
         *,
-        model: str | None = None,
-        threshold: float | None = None,
+        model: str = MODEL,
+        threshold: float = 0.2,
         counting_threshold: float | None = None,
         floor: float = 0.05,
-        overlap: float | None = None,
+        overlap: float = 0.5,
         batch: int = 4,
         device: str = "auto",
         dtype: str = "fp32",
     ):
-        if kind not in KINDS:
-            raise ValueError(f"the kind is one of {', '.join(KINDS)}, not {kind!r}")
-        used = KINDS[kind]
-        self.find = used.find
-        self.threshold = used.threshold if threshold is None else threshold
-        self.counting_threshold = (
-            self.threshold if counting_threshold is None else counting_threshold
-        )
-        self.overlap = used.overlap if overlap is None else overlap
-        self.floor, self.batch = floor, batch
+        self.threshold = threshold
+        self.counting_threshold = threshold if counting_threshold is None else counting_threshold
+        self.floor, self.overlap, self.batch = floor, overlap, batch
         self.model = ObjectModel(
-            model or used.model, family=used.family, kind=used.network, device=device, dtype=dtype
+            model, family="Owlv2", kind="Owlv2ForObjectDetection", device=device, dtype=dtype
         )
 
     def load(self) -> None:
-        """Brings the weights. Raises FileNotFoundError when they are not there."""
+        """Load the weights. Raises FileNotFoundError when they are not there."""
         _ = self.model.network, self.model.tokenizer
+
+    def find(self, images: np.ndarray, classes: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return boxes (B, Q, 4) xyxy in pixels and scores (B, Q, K) in [0, 1].
+
+        The score is the sigmoid of a box's similarity to "a photo of a {class}".
+        """
+        model = self.model
+        texts = [f"a photo of a {name}" for name in classes]
+        length = model.network.config.text_config.max_position_embeddings
+        tokens = model.tokenizer(
+            texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        ).to(model.network.device)
+        outputs = model.network(
+            input_ids=tokens["input_ids"].repeat(len(images), 1),
+            attention_mask=tokens["attention_mask"].repeat(len(images), 1),
+            pixel_values=model.pixels(images)["pixel_values"],
+        )
+        # The image was padded at the right and below: boxes are shares of a square's side.
+        centre, extent = outputs.pred_boxes.float().unflatten(-1, (2, 2)).unbind(-2)
+        side = max(images.shape[1:3])
+        corners = torch.cat([centre - extent / 2, centre + extent / 2], -1) * side
+        return corners, outputs.logits.float().sigmoid()
 
     @torch.no_grad()
     def __call__(
@@ -146,7 +84,7 @@ class OpenDetector:
     ) -> list[list[Detection]]:
         result = []
         for rows, names in _alike(classes, self.batch):
-            boxes, scores = self.find(self.model, images[rows], names)
+            boxes, scores = self.find(images[rows], names)
             pairs = zip(boxes.cpu().numpy(), scores.cpu().numpy(), strict=True)
             result += [self._detections(b, s, names, images.shape[1:3]) for b, s in pairs]
         return result
@@ -173,17 +111,13 @@ class OpenDetector:
         ]
 
 
-Owlv2Detector = functools.partial(OpenDetector, "owlv2")
-GroundingDinoDetector = functools.partial(OpenDetector, "grounding_dino")
-
-
 def _box(row: np.ndarray) -> Box:
     left, top, right, bottom = map(float, row)
     return left, top, right, bottom
 
 
 def _alike(classes: Sequence[Sequence[str]], batch: int) -> Iterator[tuple[slice, Sequence[str]]]:
-    """Neighbours that ask for the same, as the images of a group do: rows and their classes."""
+    """Yield rows of neighbours with the same classes, as the images of a group, and the classes."""
     start = 0
     for names, same in groupby(map(tuple, classes)):
         end = start + len(list(same))

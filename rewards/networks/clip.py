@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .loading import DTYPES, building, check_dtype, device_of, fetching, imported, text_tokenizer
-from .open_clip_layout import PREFIXES, load_open_clip
-from .preprocess import Preprocess
+from .preprocess import clip_pixels
 from .sharing import shared
 from .text_embeddings import TextEmbeddings, warn_of_cut
 
@@ -32,19 +31,18 @@ def projected(output: Any) -> Tensor:
 class _Loaded(NamedTuple):
     network: Any  # a CLIPModel of transformers
     scale: float
-    preprocess: Preprocess
 
 
 class Clip:
     """A CLIP by its name on the Hugging Face hub, or in a folder; loaded when first used.
 
-    One that open_clip wrote is "hf-hub:owner/name" or "local-dir:folder", as open_clip names it;
-    its prompts are read by open_clip's own tokenizer.
+    Rewards of a process that use the same weights share one network, which runs once for the same
+    images. The weights get no gradient, the images do.
 
-    Rewards of a process that use the same weights hold one network, which is run once for the same
-    images. reward: who uses it, for messages. tokenizer: where that lies, if not with the model.
-    dtype "fp32" or "bf16": of the network; vectors and their products are float32. The weights
-    get no gradient, the images do.
+    Args:
+        reward: named in messages.
+        tokenizer: a name on the hub or a folder, where it is not with the model.
+        dtype: of the network, "fp32" or "bf16"; vectors and their products are float32.
     """
 
     def __init__(
@@ -68,31 +66,21 @@ class Clip:
         named = f"{self.model}@{self.revision}" if self.revision else self.model
         return f"{named}/{self.dtype}"
 
-    @property
-    def _of_open_clip(self) -> bool:
-        return self.tokenizer.startswith(PREFIXES)
-
     @functools.cached_property
     def _loaded(self) -> _Loaded:
         return self._shared.load(self._load)
 
     def _load(self) -> _Loaded:
-        if self.model.startswith(PREFIXES):
-            found = load_open_clip(self.model, self.revision, self.reward)
-            network, preprocess = found.network, found.preprocess
-        else:
-            kind, preprocess = imported("transformers:CLIPModel", self.reward), Preprocess()
-            with building(), fetching(self.model):
-                network = kind.from_pretrained(self.model, revision=self.revision)
+        kind = imported("transformers:CLIPModel", self.reward)
+        with building(), fetching(self.model):
+            network = kind.from_pretrained(self.model, revision=self.revision)
         scale = network.logit_scale.detach().float().exp().item()  # bf16 would shift it by 1 %
         network = network.eval().requires_grad_(False)
         network = network.to(device_of(self.device), DTYPES[self.dtype])
-        return _Loaded(network, scale, preprocess)
+        return _Loaded(network, scale)
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        if self._of_open_clip:
-            return imported("open_clip:SimpleTokenizer", self.reward)()
         revision = self.revision if self.tokenizer == self.model else None
         return text_tokenizer(self.tokenizer, self.reward, revision)
 
@@ -106,9 +94,9 @@ class Clip:
         return self._shared.recall("images", images, lambda: self._seen(images))
 
     def _seen(self, images: Tensor) -> Tensor:
-        network, _, preprocess = self._loaded
+        network = self._loaded.network
         size = network.config.vision_config.image_size
-        pixels = preprocess(images.to(network.device), size).to(network.dtype)
+        pixels = clip_pixels(images.to(network.device), size).to(network.dtype)
         return _unit(network.get_image_features(pixel_values=pixels))
 
     def cosine(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -121,23 +109,13 @@ class Clip:
 
     def _read(self, prompts: list[str]) -> Tensor:
         network = self._loaded.network
-        tokens, mask = self._tokens(prompts, network.config.text_config.max_position_embeddings)
-        mask = None if mask is None else mask.to(network.device)
-        found = network.get_text_features(input_ids=tokens.to(network.device), attention_mask=mask)
-        return _unit(found)
-
-    def _tokens(self, prompts: list[str], limit: int) -> tuple[Tensor, Tensor | None]:
-        """Numbers (B, L), and which are text; None where nothing reads what follows the end."""
-        if self._of_open_clip:
-            lengths = [len(self._tokenizer.encode(prompt)) + 2 for prompt in prompts]
-            warn_of_cut(self.reward, prompts, lengths, limit)
-            return self._tokenizer(prompts, context_length=limit), None
+        limit = network.config.text_config.max_position_embeddings
         whole = self._tokenizer(prompts, verbose=False)["input_ids"]
         warn_of_cut(self.reward, prompts, [len(ids) for ids in whole], limit)
         tokens = self._tokenizer(
             prompts, padding=True, truncation=True, max_length=limit, return_tensors="pt"
-        )
-        return tokens["input_ids"], tokens["attention_mask"]
+        ).to(network.device)
+        return _unit(network.get_text_features(**tokens))
 
 
 def _unit(output: Any) -> Tensor:

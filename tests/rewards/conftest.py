@@ -63,6 +63,33 @@ def tiny_hps(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return "tiny-hps", str(folder)
 
 
+@pytest.fixture(scope="session")
+def tiny_imagereward(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from published_layout import save_imagereward
+
+    folder = tmp_path_factory.mktemp("imagereward")
+    save_imagereward(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_hpsv3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from published_layout import save_hpsv3
+
+    folder = tmp_path_factory.mktemp("hpsv3")
+    save_hpsv3(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_aesthetic(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from published_layout import save_aesthetic
+
+    folder = tmp_path_factory.mktemp("aesthetic")
+    save_aesthetic(folder)
+    return str(folder)
+
+
 def _spread(model: torch.nn.Module) -> None:
     """Random weights hardly look at their input; a larger spread makes them."""
     for parameter in model.parameters():

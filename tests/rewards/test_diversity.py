@@ -38,23 +38,16 @@ def test_a_duplicate_gets_the_lowest_credit():
     assert credit[1] == credit[3] < credit[[0, 2, 4]].min()
 
 
-def test_too_few_images_have_no_diversity():
-    with pytest.raises(ValueError, match="no pair"):
-        set_diversity(torch.ones(1, 1))
-    with pytest.raises(ValueError, match="no pair"):
-        leave_one_out_credit(torch.ones(2, 2))
-
-
-def judged(*pictures, measure="pixels"):
+def judged(*pictures, **args):
     images = torch.stack(pictures)
-    return SetDiversity(measure)(images, ["p"] * len(images), [{}] * len(images))
+    return SetDiversity(**args)(images, ["p"] * len(images), [{}] * len(images))
 
 
-def test_the_odd_image_out_scores_highest_and_images_that_are_all_the_same_0():
+def test_the_odd_image_out_scores_highest_and_images_that_are_all_the_same_0(tiny_clip):
     red = square("red", 32)
-    for measure in ("pixels", "ssim"):
-        scores, reasons = judged(red, noise(32), red, measure=measure)
-        assert scores[1] > scores[0] == scores[2] and not reasons
+    for args in ({}, {"measure": "clip", "model": tiny_clip, "device": "cpu"}):
+        scores, reasons = judged(red, noise(32), red, **args)
+        assert scores[1] > scores[0] and scores[0] == pytest.approx(scores[2]) and not reasons
         assert scores.sum() == pytest.approx(0, abs=1e-6)
     assert judged(*[red] * 4)[0].abs().max() < 1e-7
 
@@ -63,14 +56,3 @@ def test_two_images_have_no_score_and_the_reason_says_what_to_do():
     scores, reasons = judged(square("red", 32), square("blue", 32))
     assert all(map(math.isnan, scores))
     assert set(reasons) == {0, 1} and "raise rollout.group_size" in reasons[0]
-
-
-def test_its_fixtures_are_in_order():
-    for measure in ["pixels", "ssim"]:
-        cases = SetDiversity(measure).fixtures()
-        assert cases
-        for case in cases:
-            scores, reasons = judged(
-                case["better"], case["worse"], *case["others"], measure=measure
-            )
-            assert scores[0] > scores[1] and not reasons

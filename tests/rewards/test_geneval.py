@@ -148,17 +148,6 @@ def test_a_detector_of_open_vocabulary_is_told_the_classes_of_each_prompt():
     assert Open.asked == [["cat"], ["cat", "dog"]]
 
 
-def test_a_reward_is_cheap_to_make_and_wrong_names_are_refused():
-    assert GenEval()._find is None
-    for wrong in ({"mode": "lenient"}, {"compat": "other"}):
-        with pytest.raises(ValueError, match="one of|flow_grpo"):
-            GenEval(**wrong)
-    with pytest.raises(ValueError, match="tiny, mask2former"):
-        GenEval(detector="nothing")(WHITE, [""], [CAT])
-    with pytest.raises(ValueError, match="clip, pixels"):
-        GenEval(colors="nothing").check("", CAT)
-
-
 def test_an_image_on_which_the_detector_fails_is_missing_in_every_mode_and_spoils_no_other():
     def picky(images):
         if (images == 0).all((1, 2, 3)).any():
@@ -184,34 +173,8 @@ def test_a_failing_namer_of_colours_spoils_only_prompts_with_colours():
     assert scores[0] == 1 and scores[1].isnan() and "no colours today" in reasons[1]
 
 
-def test_the_version_says_what_changes_the_numbers():
-    versions = {
-        made.version
-        for made in (
-            GenEval(), GenEval("strict"), GenEval(compat="flow_grpo"), GenEval(colors="clip"),
-            GenEval(threshold=0.5), GenEval(counting_threshold=0.5), GenEval(detector="owlv2"),
-            GenEval(detector="owlv2", detector_args={"threshold": 0.1}),
-            GenEval(colors="clip", colors_args={"model": "other"}),
-        )
-    }  # fmt: skip
-    assert len(versions) == 9
-    assert GenEval(detector_args={"device": "cpu", "batch": 2}).version == GenEval().version
-    assert GenEval().bounds == (0.0, 1.0) and GenEval(compat="flow_grpo").bounds == (None, 1.0)
-
-
-def test_fixtures_are_judged_in_their_right_order():
-    for mode in MODES:
-        made = GenEval(mode)
-        for item in made.fixtures():
-            made.check(item["prompt"], item["metadata"])
-            images = torch.stack([item["better"], item["worse"]])
-            better, worse = scores_of(made, images, [item["metadata"]] * 2)
-            assert better > worse, item["says"]
-        assert len(made.fixtures()) == 3 and not GenEval(detector="my:detector").fixtures()
-
-
 def test_detectors_of_photographs_are_shown_one_and_those_that_find_nothing_are_noticed():
-    for detector in ("mask2former", "owlv2", "grounding_dino"):
+    for detector in ("mask2former", "owlv2"):
         for mode, boxes in [(mode, 1) for mode in MODES] + [("partial", 3)]:
 
             def eye(images, *_, boxes=boxes):
@@ -231,7 +194,7 @@ def test_detectors_of_photographs_are_shown_one_and_those_that_find_nothing_are_
 
 @pytest.mark.weights
 def test_the_published_detectors_see_the_cat():
-    for detector in ["mask2former", "owlv2", "grounding_dino"]:
+    for detector in ["mask2former", "owlv2"]:
         made = GenEval("official", detector=detector)
         (item,) = made.fixtures()
         images = torch.stack([item["better"], item["worse"]])

@@ -217,15 +217,6 @@ def test_a_prompt_that_could_never_be_met_is_refused_with_what_is_wrong():
             check({"tag": "two_object", "include": include, "exclude": exclude})
 
 
-def test_null_is_as_good_as_nothing():
-    entry = one("cat", color=None, position=None)
-    check({"tag": "single_object", "include": [entry], "exclude": None})
-    for found in ([], [CAT], [CAT, CAT]):
-        objects = by_class(found, 0.3)
-        assert partial(objects, [entry]) == partial(objects, ONE_CAT)
-        assert official(objects, [entry], []) == official(objects, ONE_CAT, [])
-
-
 @given(st.lists(detections, max_size=20), prompts, st.randoms())
 def test_scores_do_not_depend_on_the_order_in_which_objects_were_found(found, include, rng):
     """Of different scores: equal ones are a tie that the detector's order breaks."""

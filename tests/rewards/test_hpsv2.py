@@ -1,7 +1,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from flowrl_rewards.clipscore import CLIPScore
 from flowrl_rewards.hpsv2 import HPSv2
 
 PROMPTS = ["a red circle", "two blue stars", "a red circle", "a green ring"]
@@ -56,23 +55,6 @@ def test_long_prompts_are_cut_with_a_warning(tiny_hps, random_images, recwarn):
     assert scores.isfinite().all()
 
 
-def test_gradients_reach_the_pixels(made, random_images, right_slopes):
-    assert made.differentiable is True
-    right_slopes(lambda images: made(images, PROMPTS, BLANK), random_images(4, 40, 56))
-
-
-def test_bf16_stays_near_and_says_so_and_loading_leaves_random_numbers_alone(
-    tiny_hps, made, random_images
-):
-    architecture, folder = tiny_hps
-    before = torch.get_rng_state()
-    half = HPSv2(model=folder, architecture=architecture, device="cpu", dtype="bf16")
-    scores = half(random_images(4), PROMPTS, BLANK)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.testing.assert_close(scores, made(random_images(4), PROMPTS, BLANK), rtol=0, atol=0.02)
-    assert half.version != made.version
-
-
 def test_weights_of_another_network_are_refused(tiny_hps, tmp_path, random_images):
     torch.save({"state_dict": {"wrong": torch.ones(1)}}, tmp_path / "w.pt")
     wrong = HPSv2(model=str(tmp_path / "w.pt"), architecture=tiny_hps[0], device="cpu")
@@ -83,13 +65,3 @@ def test_weights_of_another_network_are_refused(tiny_hps, tmp_path, random_image
         unknown(random_images(1), [""], [{}])
     with pytest.raises(ValueError, match="v2.1, v2.0, not 'v3'"):
         HPSv2("v3")
-
-
-@pytest.mark.weights
-def test_published_weights_score_in_the_published_range_and_know_colours():
-    for big in (HPSv2(), CLIPScore()):
-        for found in big.fixtures():
-            both = torch.stack([found["better"], found["worse"]])
-            scores = big(both, [found["prompt"]] * 2, [{}] * 2)
-            assert scores[0] > scores[1]
-            assert 0.2 < scores[0] < 0.35

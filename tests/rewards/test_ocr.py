@@ -192,22 +192,3 @@ def test_the_engine_reads_blue_green_red():
     made._read = lambda image: seen.append(image[0, 0].tolist()) or []
     made(torch.tensor([1.0, 0.4, 0.0]).view(1, 3, 1, 1).repeat(1, 1, 8, 8), ['"A"'], [{}])
     assert seen == [[0, 102, 255]]
-
-
-def test_the_version_says_what_changes_the_numbers():
-    versions = {
-        made.version
-        for made in (
-            OCR(), OCR("strict"), OCR("strict", extra_text=False), OCR(confidence=0.3),
-            OCR("strict", word_order=False),
-        )
-    }  # fmt: skip
-    assert len(versions) == 5 and all("rapidocr-3" in version for version in versions)
-
-
-def test_a_reward_is_cheap_to_make_and_wrong_modes_are_refused():
-    assert OCR()._read is None
-    with pytest.raises(ValueError, match="flow_grpo, strict"):
-        OCR(mode="loose")
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        OCR(confidence=50)

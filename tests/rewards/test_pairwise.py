@@ -29,15 +29,6 @@ def compared(script, images=IMAGES, **args):
     return rates, reasons, len(server.asked)
 
 
-@given(wins_of_all)
-def test_win_rates_of_all_pairs_sum_to_half_the_images(drawn):
-    count, values = drawn
-    wins = dict(zip(chosen_pairs(count), values, strict=False))
-    rates = win_rates(count, wins)
-    assert sum(rates) == pytest.approx(count / 2)
-    assert all(-1e-9 <= rate <= 1 + 1e-9 for rate in rates)
-
-
 @given(st.permutations(range(6)))
 def test_with_a_strict_order_the_rate_is_the_share_of_images_below(order):
     wins = {(i, j): float(order[i] > order[j]) for i, j in chosen_pairs(6)}
@@ -125,8 +116,3 @@ def test_images_of_several_prompts_and_settings_that_cannot_work_are_refused():
     for args in ({"mode": "x"}, {"rivals": 0}, {"template": "?"}):
         with pytest.raises(ValueError):
             PairwiseWinRate({"model": "m"}, **args)
-
-
-def test_an_image_without_comparisons_has_no_rate():
-    rates = win_rates(3, {(0, 1): 0.75})
-    assert rates[:2] == [0.75, 0.25] and math.isnan(rates[2])

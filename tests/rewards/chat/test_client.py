@@ -1,6 +1,5 @@
 import asyncio
 import sys
-import threading
 
 import pytest
 import torch
@@ -117,21 +116,6 @@ def test_replies_that_came_before_the_deadline_are_kept():
     assert "deadline of 0.5 s" in slow.missing and server.url in slow.missing
 
 
-def test_a_server_that_dies_in_mid_batch_loses_only_what_it_had_not_answered():
-    count = threading.Semaphore(3)
-
-    def script(body):
-        if count.acquire(blocking=False):
-            return completion("ok")
-        server.server.socket.close()
-        return server.truncated
-
-    with scripted(script) as server, no_longer_than(4 + SLACK):
-        replies = ask(server, *(question(str(n)) for n in range(9)), in_flight=1, deadline=4)
-    assert sum(reply.text == "ok" for reply in replies) == 3
-    assert sum("cannot be reached" in reply.missing for reply in replies) == 6
-
-
 def test_two_servers_share_the_questions_and_a_dead_one_leaves_its_own_to_the_other():
     several = [question(f"q{n}") for n in range(8)]
     with scripted(echo) as one, scripted(echo) as two:
@@ -165,21 +149,6 @@ def test_the_cache_separates_texts_images_lengths_and_probabilities():
     assert len(server.asked) == len(different)
 
 
-def test_a_failure_is_not_kept_and_only_so_many_replies_are(monkeypatch):
-    answers = [refusal(400), completion("better")]
-    with scripted(lambda body: answers.pop(0)) as server:
-        chat = Chat("m", server.url, cache=True)
-        assert [chat.ask([question()])[0].text for _ in range(2)] == ["", "better"]
-    monkeypatch.setattr(chat_module, "REPLIES_STORED", 3)
-    with scripted(echo) as server:
-        chat = Chat("m", server.url, cache=True)
-        assert len(chat.ask([question(f"q{n}") for n in range(5)])) == 5
-        chat.ask([question("q4")])
-        assert len(server.asked) == 5
-        chat.ask([question("q0")])
-        assert len(server.asked) == 6
-
-
 def test_the_key_comes_from_the_named_variable_only(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "of another service")
     monkeypatch.setenv("JUDGE_KEY", "secret")
@@ -190,15 +159,6 @@ def test_the_key_comes_from_the_named_variable_only(monkeypatch):
         monkeypatch.delenv("JUDGE_KEY")
         with pytest.raises(ValueError, match="variable JUDGE_KEY holds no key"):
             ask(server, api_key_env="JUDGE_KEY")
-
-
-def test_proxies_from_the_environment_are_not_used(monkeypatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    with scripted(echo) as server:
-        assert ask(server)[0].text
 
 
 def test_settings_that_cannot_work_are_refused_and_a_missing_package_is_named(monkeypatch):

@@ -3,7 +3,7 @@ import pytest
 import torch
 from chat_servers import completion, images_of, scripted
 from flowrl_rewards.chat.client import Chat
-from flowrl_rewards.chat.messages import Question, Reply, check_template, digest, text_score
+from flowrl_rewards.chat.messages import Question, Reply
 from flowrl_rewards.images import pngs, to_uint8
 
 
@@ -60,23 +60,3 @@ def test_an_answer_that_was_cut_asks_for_more_tokens_with_and_without_thoughts()
         with scripted(lambda body, cut=cut: cut) as server:
             assert "max_tokens" in ask(server, thinking=True)[0].missing, message
             assert len(server.asked) == 1, message
-
-
-def test_a_text_is_worth_the_last_number_that_the_pattern_finds():
-    assert text_score("first 3/10, then rated 7/10", r"(\d+)/10", 0, 10) == 7
-    with pytest.raises(ValueError, match="max_tokens"):
-        text_score("rated 7/10", r"<Score>(.*)</Score>", 0, 10)
-    for last in ("a lot", "11", "7-8"):
-        with pytest.raises(ValueError, match="expected a number from 0 to 10"):
-            text_score(f"score 3. score {last}.", r"score (.*?)\.", 0, 10)
-
-
-def test_a_template_must_say_where_its_field_goes():
-    check_template("is it {question}?", "question")
-    with pytest.raises(ValueError, match="{prompt}"):
-        check_template("is it {question}?")
-
-
-def test_a_digest_is_the_same_for_the_same_alone():
-    assert digest("a", 1) == digest("a", 1) and len(digest("a", 1)) == 8
-    assert len({digest("a", 1), digest("a", 2), digest("a"), digest("a1")}) == 4

@@ -20,11 +20,6 @@ def normalised(weights, mass=1.0):
     return [(str(n), mass * w / sum(weights)) for n, w in enumerate(weights)]
 
 
-@given(st.sampled_from(sorted(SCORES)), st.floats(0.5, 1))
-def test_mass_on_one_answer_is_its_score(answer, mass):
-    assert expectation([(answer, mass)], SCORES) == pytest.approx(SCORES[answer])
-
-
 @given(shares, st.floats(0.6, 1))
 def test_the_expectation_is_that_of_the_accepted_answers_alone(weights, mass):
     score = expectation([*normalised(weights, mass), ("The", 1 - mass)], SCORES)
@@ -39,11 +34,6 @@ def test_how_mass_is_split_among_spellings_does_not_matter(weights, splits):
     for (answer, p), (share, spell) in zip(plain, splits, strict=False):
         split += [(answer, p * share), (spell(answer), p * (1 - share))]
     assert expectation(split, SCORES) == pytest.approx(expectation(plain, SCORES))
-
-
-def test_case_does_not_matter():
-    scores = {"Yes": 1.0, "no": 0.0}
-    assert expectation([("YES", 0.3), (" yes", 0.3), ("No", 0.2)], scores) == pytest.approx(0.75)
 
 
 @given(st.floats(0, 0.499))

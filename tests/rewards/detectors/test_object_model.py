@@ -32,9 +32,3 @@ def test_what_is_missing_is_said_in_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(ImportError, match="the detector Owlv2 needs scipy"):
         made().network  # noqa: B018
-
-
-def test_it_is_cheap_to_make_and_wrong_types_are_refused():
-    assert not {"network", "processor", "tokenizer"} & set(made().__dict__)
-    with pytest.raises(ValueError, match="fp32, bf16"):
-        made(dtype="fp4")

@@ -60,9 +60,3 @@ def test_the_mask_decides_which_pixels_vote_and_else_the_middle_of_the_box():
     whole = (0, 0, 60, 40)
     found = [thing(whole, mask), thing(whole, ~mask), thing((10, 5, 50, 35)), thing((0, 0, 20, 9))]
     assert PixelColors()(image, found) == ["red", "blue", "red", "blue"]
-
-
-def test_boxes_beyond_the_image_are_looked_at_as_far_as_it_goes():
-    image = np.full((20, 20, 3), (225, 30, 35), np.uint8)
-    boxes = [(-10, -10, 30, 30), (18, 18, 20, 20), (25, 25, 40, 40)]
-    assert PixelColors()(image, [thing(box) for box in boxes]) == ["red", "red", None]

@@ -59,47 +59,11 @@ def test_resized_images_score_as_by_the_reference_processor(clip, reference, ran
         assert (plain - expected).abs().max() > 0.02
 
 
-def test_a_batch_scores_as_its_images_alone_and_rows_do_not_meet(clip, random_images):
-    images = random_images(4)
-    whole = clip.cosine(images, PROMPTS)
-    alone = torch.cat([clip.cosine(images[i : i + 1], PROMPTS[i : i + 1]) for i in range(4)])
-    torch.testing.assert_close(whole, alone, rtol=0, atol=1e-6)
-    other = images.clone()
-    other[1:] = 1 - other[1:]
-    changed = clip.cosine(other, [PROMPTS[0], *PROMPTS[:3]])
-    assert changed[0] == whole[0] and (changed[1:] != whole[1:]).all()
-    order = torch.tensor([2, 0, 3, 1])
-    torch.testing.assert_close(
-        clip.cosine(images[order], [PROMPTS[i] for i in order]), whole[order], rtol=0, atol=1e-6
-    )
-
-
 def test_long_prompts_are_cut_with_a_warning(clip):
     long = "a red circle " * 9
     with pytest.warns(UserWarning, match=r"a test reads 14 tokens .* prompt of 29"):
         cut = clip.texts([long])
     assert torch.equal(cut, clip.texts([long])) and cut.isfinite().all()
-
-
-def test_the_gradient_reaches_the_pixels_and_is_the_slope_of_the_score(
-    clip, random_images, right_slopes
-):
-    for size in ((32, 32), (64, 48)):
-        right_slopes(lambda images: clip.cosine(images, PROMPTS), random_images(4, *size))
-    assert all(parameter.grad is None for parameter in clip._loaded[0].parameters())
-
-
-def test_bf16_moves_the_network_and_neither_the_scale_nor_the_products(
-    tiny_clip, clip, random_images
-):
-    before = torch.get_rng_state()
-    half = Clip(tiny_clip, reward="a test", device="cpu", dtype="bf16")
-    scores = half.cosine(random_images(4), PROMPTS)
-    assert torch.equal(torch.get_rng_state(), before)  # as loading leaves them
-    assert half._loaded[0].dtype == torch.bfloat16 and scores.dtype == torch.float32
-    assert half.scale == clip.scale == pytest.approx(100, rel=1e-4)
-    torch.testing.assert_close(scores, clip.cosine(random_images(4), PROMPTS), rtol=0, atol=0.02)
-    assert half.version != clip.version
 
 
 def test_both_forms_of_the_projected_vector_are_taken():
@@ -108,16 +72,3 @@ def test_both_forms_of_the_projected_vector_are_taken():
     vector = torch.ones(2, 3)
     assert projected(vector) is vector
     assert projected(BaseModelOutputWithPooling(pooler_output=vector)) is vector
-
-
-def test_it_is_cheap_to_make_and_names_what_is_missing(tmp_path, random_images):
-    absent = Clip("nobody/no-such-model", reward="a test", device="cpu")
-    with pytest.raises(FileNotFoundError) as caught:
-        absent.images(random_images(1))
-    assert "`hf download nobody/no-such-model`" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    empty = Clip(str(tmp_path), reward="a test", device="cpu")
-    with pytest.raises(FileNotFoundError, match="holds no such model"):
-        empty.images(random_images(1))
-    with pytest.raises(ValueError, match="fp32, bf16, not 'fp8'"):
-        Clip("a/b", reward="a test", dtype="fp8")

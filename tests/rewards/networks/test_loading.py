@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from flowrl_rewards.networks.loading import (
-    check_dtype,
-    device_of,
     imported,
     read_weights,
     weights_file,
@@ -92,11 +90,3 @@ def test_weights_are_read_from_both_kinds_of_files_and_nothing_else(tmp_path):
     for name in ("code.pt", "text.pt"):
         with pytest.raises(ValueError, match=f"{name} is not read as plain weights"):
             read_weights(tmp_path / name)
-
-
-def test_auto_is_a_device_that_is_there():
-    assert device_of("auto").type in ("cuda", "cpu") and device_of("cpu").type == "cpu"
-    torch.zeros(1, device=device_of("auto"))
-    assert check_dtype("bf16") == "bf16"
-    with pytest.raises(ValueError, match="fp32, bf16, not 'float32'"):
-        check_dtype("float32")

@@ -11,7 +11,6 @@ from flowrl_rewards.detectors.tiny import TinyDetector
 from flowrl_rewards.fixtures import square
 from flowrl_rewards.geneval import GenEval
 from flowrl_rewards.networks.sharing import Shared, shared
-from flowrl_rewards.pickscore import PickScore
 from torch import nn
 from transformers import CLIPModel
 
@@ -105,17 +104,6 @@ def test_clipscore_and_aesthetic_share_one_network_and_its_forward(
     for reward in rewards:  # others: nothing is taken for what it is not
         assert not torch.equal(reward(images.flip(0), *asked), reward(images, *asked))
     assert counts["image forwards"] == 2
-
-
-def test_two_rewards_with_the_weights_of_pickscore_load_them_once(counts, tiny_clip, random_images):
-    settings = {"model": tiny_clip, "tokenizer": tiny_clip, "device": "cpu"}
-    rewards = [PickScore(scale, **settings) for scale in ("div26", "cosine")]
-    a, b = (reward(random_images(2), ["a", "b"], [{}] * 2) for reward in rewards)
-    assert (counts["loads"], counts["image forwards"], counts["text forwards"]) == (1, 1, 1)
-    torch.testing.assert_close(a, b * rewards[0].clip.scale / 26)
-    half = PickScore(dtype="bf16", **settings)
-    half(random_images(2), ["a", "b"], [{}] * 2)
-    assert counts["loads"] == 2
 
 
 def test_gradients_reach_the_images_of_every_reward_that_shares(tiny_clip, random_images):

@@ -1,7 +1,5 @@
 import torch
 from flowrl_rewards.networks.text_embeddings import TextEmbeddings, warn_of_cut
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def numbered(calls):
@@ -26,14 +24,6 @@ def test_equal_prompts_are_encoded_once_come_back_in_place_and_the_last_used_are
     for prompt in ("a", "b", "a", "c", "a", "b"):
         texts([prompt])
     assert calls == [["a"], ["b"], ["c"], ["b"]]
-
-
-@given(st.lists(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=9), max_size=6))
-def test_it_remembers_no_more_than_its_limit_and_answers_all_the_same(batches):
-    texts = TextEmbeddings(lambda new: torch.tensor([[float(ord(t))] for t in new]), limit=3)
-    for prompts in batches:
-        assert texts(prompts).flatten().tolist() == [ord(prompt) for prompt in prompts]
-        assert len(texts._known) <= 3
 
 
 def test_no_gradient_is_kept_for_texts():

@@ -12,7 +12,7 @@ from flowrl.scoring.server import make_app
 from flowrl.scoring.spec import BUILT_IN, load_reward
 
 OFFLINE = (
-    "geneval ocr similarity diversity compressibility incompressibility brightness tiny_colors "
+    "geneval ocr diversity compressibility incompressibility brightness tiny_colors "
     "tiny_quality tiny_judge tiny_proxy"
 ).split()
 LACKING = {  # what the others say on a machine without weights, packages and servers
@@ -20,10 +20,8 @@ LACKING = {  # what the others say on a machine without weights, packages and se
     "clipscore": "run `hf download openai/clip-vit-large-patch14",
     "hpsv2": "run `hf download xswu/HPSv2",
     "aesthetic": "run `hf download trl-lib/ddpo-aesthetic-predictor",
-    "aesthetic_v2_5": "give its path as `head`",
     "imagereward": "run `hf download THUDM/ImageReward ImageReward.pt`",
     "hpsv3": "`pip install --no-deps hpsv3` brings it",
-    "mps": "run `hf download RE-N-Y/mpsv1 model.safetensors`",
     "vlm_judge": "a judge needs the server",
     "vlm_questions": "a judge needs the server",
     "pairwise": "a judge needs the server",
