@@ -1,4 +1,4 @@
-"""`flowrl runs`: the run folders, what they take on disk, and less of it."""
+"""`flowrl runs`: list run folders, and free disk space."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +12,11 @@ from flowrl.errors import UserError
 if TYPE_CHECKING:
     from flowrl.web.runs import RunFiles
 
-Found = Annotated[Path, typer.Argument(metavar="[RUNS]", help="Folder of run folders, or one run.")]
+Folder = Annotated[Path, typer.Argument(metavar="[RUNS]", help="Folder of runs, or one run.")]
 
 
 def runs(
-    folder: Found = Path("runs"),
+    folder: Folder = Path("runs"),
     prune: Annotated[
         bool,
         typer.Option(
@@ -43,16 +43,17 @@ def runs(
 
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder: name the one that holds your runs.")
-    folders = RunFolders(folder).runs()
-    if not folders:
+    listed = RunFolders(folder).runs()
+    if not listed:
         raise UserError(f"There is no run in {folder}: flowrl train RECIPE makes one.")
     if not prune:
-        print_table([_row(run, as_json) for run in folders], as_json=as_json, whole="run")
-        for run in () if as_json else folders:
+        rows = [_json_row(run) if as_json else _row(run) for run in listed]
+        print_table(rows, as_json=as_json, whole="run")
+        for run in [] if as_json else listed:
             if (state := run.state()).name in ("stopped", "failed", "killed"):
                 typer.echo(f"{run.name}: {state.detail}")
         return
-    spare = {run.name: (run, list(_spare(run))) for run in folders}
+    spare = {run.name: (run, list(_spare(run))) for run in listed}
     rows = [
         {"run": name, "to remove": len(paths), "MB": _megabytes(paths)}
         for name, (_, paths) in spare.items()
@@ -69,41 +70,49 @@ def runs(
             _remove(run, paths)
 
 
-def _row(run: "RunFiles", as_json: bool) -> dict[str, object]:
+def _json_row(run: "RunFiles") -> dict[str, object]:
     summary = run.summary()
-    scores = dict if as_json else _scores
+    names: dict[str, str] = {
+        "run": "run", "state": "state", "iteration": "step", "of": "iterations", "base": "base",
+        "held out": "held_out",
+    }  # fmt: skip
+    row: dict[str, object] = {name: summary[key] for name, key in names.items()}
+    return row | {"MB": _megabytes([run.path])}
+
+
+def _row(run: "RunFiles") -> dict[str, object]:
+    """Return a row for people: held-out scores before training and now, one reward on a line."""
+    summary = run.summary()
+    total = f" of {summary['iterations']}" if summary["iterations"] else ""
+    base, now = summary["base"], summary["held_out"]
+    scores = []
+    for name in base | now:
+        values = [f"{s[name]:.3f}" for s in (base, now) if s.get(name) is not None]
+        scores.append(f"{name.removeprefix('eval/')} {' to '.join(dict.fromkeys(values))}")
     return {
         "run": summary["run"],
         "state": summary["state"],
-        "iteration": summary["step"],
-        "of": summary["iterations"],
-        "base": scores(summary["base"]),
-        "held out": scores(summary["held_out"]),
+        "iteration": f"{summary['step']}{total}",
+        "held-out": "\n".join(scores),
         "MB": _megabytes([run.path]),
     }
 
 
-def _scores(scores: dict[str, float | None]) -> str:
-    """Return scores in a line, by their rewards' names."""
-    finite = ((name, score) for name, score in scores.items() if score is not None)
-    return ", ".join(f"{name.removeprefix('eval/')} {score:.3f}" for name, score in finite)
-
-
 def _spare(run: "RunFiles") -> Iterator[Path]:
-    """Yield the folders of a finished run that nothing needs any more."""
+    """Yield the folders of a finished run that neither resuming nor the card needs."""
     from flowrl.training.checkpoint import Checkpoints
 
     if run.state().name != "finished":
         return
     checkpoints = Checkpoints(run.path, keep=1)
-    newest = checkpoints.newest()  # whole, or nothing is known to be spare
+    newest = checkpoints.newest()  # an intact one, or none is spare
     if newest is not None:
         path, state = newest
         best = state["best"][1] if state["best"] else None
         yield from (
-            other
+            checkpoints.path(step)
             for step in checkpoints.steps()
-            if step != best and (other := checkpoints.path(step)) != path
+            if step != best and checkpoints.path(step) != path
         )
     if (run.path / "set-aside").is_dir():
         yield run.path / "set-aside"
@@ -117,7 +126,7 @@ def _megabytes(paths: list[Path]) -> float:
 
 
 def _remove(run: "RunFiles", paths: list[Path]) -> None:
-    """Remove folders of a run while nobody else has it."""
+    """Remove folders of a run, which is locked meanwhile."""
     import shutil
 
     from flowrl.training.checkpoint import LATEST, STATE, claim, remove_checkpoint

@@ -76,7 +76,7 @@ def test_scores_are_shown_by_their_names_before_and_after(tmp_path, capsys, monk
     text = "".join(seal_line(line).decode() + "\n" for line in lines)
     (tmp_path / "done" / "metrics.jsonl").write_text(text)
     out = run(capsys, "runs", str(tmp_path))[1]
-    assert "geneval 0.250, ocr 0.500" in out and "geneval 0.750" in out and "{" not in out
+    assert "geneval 0.250 to 0.750" in out and "ocr 0.500" in out and "{" not in out
     (row,) = map(json.loads, run(capsys, "runs", str(tmp_path), "--json")[1].splitlines())
     assert row["base"] == {"eval/geneval": 0.25, "eval/ocr": 0.5}
 
@@ -86,3 +86,25 @@ def test_without_a_yes_nothing_is_removed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("typer.confirm", lambda *_, abort: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run(capsys, "runs", str(tmp_path), "--prune")[0] != 0
     assert names(tmp_path / "done") == ["step-000001", "step-000002", "step-000003"]
+
+
+def test_a_screen_of_80_columns_breaks_no_word(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "DiffusionNFT" / "Tiny-SANA-seed-3"
+    write_run(folder, finished=False)
+    names = ("geneval_strict", "tiny_quality_judge", "unseen_combinations")
+    rows = [
+        {"step": step} | {f"eval/{name}": 0.25 * (1 + step) for name in names} for step in (0, 3)
+    ]
+    lines = [seal_line(row).decode() + "\n" for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    Ledger(folder).append("stop", step=3, seconds=9.0, reason="time", complete=True, detail="")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal, which wraps
+    monkeypatch.setenv("TERM", "dumb")
+    _, out, _ = run(capsys, "runs", str(tmp_path))
+    table = out.partition("run.max_minutes")[0]
+    assert "DiffusionNFT/Tiny-SANA-seed-3" in table and "3 of 3" in table
+    words = table.split()
+    assert set(names) <= set(words) and words.count("1.000") == 3 and "stopped" in words
+    assert max(map(len, table.splitlines())) <= 80
+    assert "continue: flowrl train --resume" in out and str(folder) in out
