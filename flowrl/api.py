@@ -120,10 +120,10 @@ def align(
             callables by name, in place of those that the configuration names. The pipeline keeps
             the adapters of its training, which may differ from the saved average of them: load it
             anew to use the LoRA.
-        resume: "auto" goes on with an unfinished run of this recipe, and where the folder holds
+        resume: "auto" resumes an unfinished run of this recipe, and where the folder holds
             another recipe's run takes the next number (`runs/quickstart-2`); "latest" or the
-            folder of a checkpoint goes on with the folder's run; None wants a folder without one.
-        accept_changes: go on although options differ that decide what is learned.
+            folder of a checkpoint resumes the folder's run; None needs a folder without one.
+        accept_changes: resume although options differ that affect results.
 
     Raises:
         UserError: for everything the caller can correct, before training where possible.

@@ -1,4 +1,4 @@
-"""What a session goes on from, the same on all processes, and what it writes when it begins."""
+"""Begin a session: the same decision on all processes, and its first entries on disk."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def start_on_all(
     resume: str | None,
     accept_changes: bool,
 ) -> tuple[Start, Facts]:
-    """Return what the main process decided to go on from, on all processes."""
+    """Return the decision of the main process on all processes."""
     decided, facts = None, {}
     with runtime.raise_on_all():
         facts = recipe_facts(config, provided)

@@ -86,7 +86,7 @@ class Checkpoints:
                 damaged = damaged or error
                 continue
             if damaged is not None:
-                LOG.warning("going on from the checkpoint before it, %s", checkpoint[0])
+                LOG.warning("resuming from the checkpoint before it, %s", checkpoint[0])
             return checkpoint
         if damaged is not None:
             raise DamagedFile(
@@ -103,7 +103,7 @@ class Checkpoints:
                     read_checkpoint(self.path(step))
                     return (
                         f"the checkpoint before it, {self.path(step)}, is whole: --resume latest "
-                        "goes on from there"
+                        "takes it"
                     )
         return "no checkpoint before it is whole: choose another run.output_dir to start over"
 

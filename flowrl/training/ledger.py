@@ -1,4 +1,4 @@
-"""The journal of a run: an append-only `ledger.jsonl` that says what happened in its folder.
+"""The event log of a run: an append-only `ledger.jsonl` in its folder.
 
     start, resume   the recipe in force, what changed since the last one, the iteration it begins at
     checkpoint      its iteration and the digests of its files
@@ -22,14 +22,14 @@ Event = dict[str, Any]
 
 
 class Ledger:
-    """The journal in a run's folder. Only the main process writes it, and holds the folder."""
+    """The event log in a run's folder. Only the main process writes it, which has the lock."""
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / FILE
         self._events: list[Event] | None = None
 
     def events(self) -> list[Event]:
-        """Return what is written, oldest first."""
+        """Return all events, oldest first."""
         if self._events is None:
             lines = read_lines(self.path)
             lines.warn(self.path)
@@ -64,13 +64,13 @@ class Ledger:
         changed: Mapping[str, Any],
         run_id: str | None,
     ) -> None:
-        """Write that a session begins.
+        """Write the event that begins a session.
 
         Args:
             recipe, facts: what is trained now, see `flowrl.training.resume`.
-            step: the iteration of the checkpoint it goes on from; None for a run that begins.
+            step: the iteration of the checkpoint it resumes from; None for a new run.
             changed: options that differ from the session before, as [before, now].
-            run_id: of the checkpoint; None to keep the ledger's, or draw one.
+            run_id: of the checkpoint; None to keep the ledger's, or make one.
         """
         identifier = self.run_id or run_id or uuid.uuid4().hex
         name = "start" if step is None else "resume"

@@ -34,7 +34,7 @@ from flowrl.utils.distributed import Runtime
 def train(learner: "Learner", run: Run, *, iterations: int) -> None:
     """Train to `iterations` from where the run stands, and save at the end.
 
-    Stops early, after a whole iteration, at the run's time limit or when it is asked to.
+    Stops early, after a whole iteration, at the time limit, by the stop rule or on a signal.
     """
     first = run.begin(learner.policy, learner.optimizer)
     for iteration in range(first, first if run.interrupted else iterations):
@@ -85,7 +85,7 @@ class Learner:
         batch = self.objective.prepare(rollout)
         means = RowMeans()
         means.add(batch.metrics(), 1, weight=len(rollout.tree))
-        # Nothing has moved since the rollout.
+        # First pass: the policy still equals the sampling policy, so the ratio is 1.
         check_ratio = self.objective.needs.ratio and self.checks_ratio
         for part in batch.updates(optim.updates_per_rollout):
             rows = runtime.sum(len(part))  # of all processes
@@ -182,8 +182,8 @@ class Learner:
         loss = metrics.get("loss", 0.0)
         if self.runtime.any(not math.isfinite(loss)):
             raise UserError(
-                "the loss of this update is no finite number, so nothing can be learned from it "
-                f"(here it is {loss:g}): lower optim.lr, or see docs/troubleshooting.md"
+                f"the loss is NaN or infinite ({loss:g} on this process): lower optim.lr, or see "
+                "docs/troubleshooting.md"
             )
 
     def _check_norm(self, norm: float) -> None:
@@ -200,8 +200,9 @@ class Learner:
         # Written so that NaN is an error too; decided together, or the others would wait forever.
         if self.runtime.any(not error <= limit):
             raise UserError(
-                f"the policy's ratio to itself is off by {error:.2e} nats in the first pass after "
-                f"the rollout, more than optim.ratio_tolerance = {limit:g}: training and rollout "
-                "do not compute the same velocities. Set rollout.merge_lora to false, use the same "
-                "rollout.batch_size and optim.micro_batch, or pipeline.dtype fp32"
+                "in the first pass after the rollout the log-ratio of the policy to the sampling "
+                f"policy is {error:.2e} nats, more than optim.ratio_tolerance = {limit:g}, while "
+                "both have the same weights and should compute the same velocities. Set "
+                "rollout.merge_lora to false, use the same rollout.batch_size and "
+                "optim.micro_batch, or pipeline.dtype fp32"
             )

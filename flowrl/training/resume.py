@@ -1,4 +1,4 @@
-"""What a start goes on from: a new folder, a checkpoint of the run in its folder, or nothing."""
+"""Decide what a start does: begin a run, resume one, or nothing, because it is finished."""
 
 import itertools
 import json
@@ -20,8 +20,8 @@ AUTO = "auto"
 Facts = Mapping[str, Any]  # what a recipe does not say: digests of prompts, rewards of a caller
 Changes = dict[str, tuple[Any, Any]]  # by option: before, now
 
-# Options that decide where, when and in which order things are computed, not what is learned. They
-# may differ between the sessions of one run. An entry stands for all below it, * for a number.
+# Options that do not affect results and may change on resume. An entry stands for all below it, *
+# for a number.
 FREE = (
     "run.output_dir", "run.iterations", "run.max_minutes", "run.checkpoint_every",
     "run.keep_checkpoints", "run.sample_every", "run.trackers",
@@ -31,21 +31,21 @@ FREE = (
     "rollout.batch_size", "rollout.padding", "rollout.merge_lora", "rollout.compile",
     "rollout.workers", "optim.micro_batch", "prompts.allow_overlap", "rewards.*.executor",
     "evaluation.batch_size", "runtime",
-    # How a judge is asked, and what it may cost; not which model, nor what it is asked.
+    # Requests to a judge and their cost; not its model nor its prompt.
     *(f"rewards.*.args.server.{name}" for name in (
         "base_url", "api_key_env", "timeout", "deadline", "in_flight", "rounds",
         "requests_per_minute", "max_requests", "max_tokens_total", "cache",
     )),
 )  # fmt: skip
-# Those that change what is measured and not what is learned: free for --resume, while a rerun that
-# measures otherwise is another run.
+# Options that affect evaluation only: they may change with --resume, while a rerun with another
+# evaluation is another run.
 MEASURED = ("evaluation", "run.stop_when_hacking")
 SHOWN = 5  # changes in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a session trains, and what it goes on from."""
+    """Where a session trains, and from which checkpoint."""
 
     folder: Path
     holds_run: bool  # begun earlier, with a checkpoint or not
@@ -62,7 +62,7 @@ class Start:
 
     @staticmethod
     def from_text(text: str) -> "Start":
-        """Return what another process decided."""
+        """Return the decision of another process."""
         folder, holds_run, checkpoint, finished = json.loads(text)
         path = None if checkpoint is None else Path(checkpoint)
         return Start(folder=Path(folder), holds_run=holds_run, checkpoint=path, finished=finished)
@@ -124,7 +124,7 @@ def _rerun(config: Config, facts: Facts, folder: Path, accept_changes: bool) -> 
             continue
         if why := _finished(place, config):
             return Start(folder=place, holds_run=True, finished=why)
-        LOG.info("%s", f"going on with the run in {place}")
+        LOG.info("%s", f"resuming the run in {place}")
         return _at(place, _newest_whole(place), changed)
     raise AssertionError("numbers do not end")
 
@@ -195,7 +195,7 @@ def _check_own(path: Path, folder: Path) -> None:
 def _of_another(path: Path, run: Path, folder: Path) -> UserError:
     return UserError(
         f"{path} is of the run in {run}, and this recipe trains in {folder}: set "
-        f"run.output_dir={run} to go on with that run, or lora.init_from={path} to begin a new one "
+        f"run.output_dir={run} to resume that run, or lora.init_from={path} to begin a new one "
         "with its weights"
     )
 
@@ -245,8 +245,8 @@ def _in(name: str, options: Sequence[str]) -> bool:
 def _check_accepted(folder: Path, differing: Changes, accepted: bool) -> None:
     if differing and not accepted:
         raise UserError(
-            f"the run in {folder} was trained otherwise ({_text(differing)}): give the options it "
-            "had, or add --accept-changes to go on with these"
+            f"the run in {folder} has other options ({_text(differing)}): give the options that it "
+            "had, or add --accept-changes to resume with these"
         )
 
 

@@ -339,7 +339,7 @@ class Run:
             last = f"{self.checkpoints.path(steps[-1])} is the last" if steps else "there is none"
             raise UserError(
                 f"the policy or its optimizer is not finite after iteration {self.done}, so no "
-                f"checkpoint and no LoRA was saved ({last}): lower optim.lr, and go on from there"
+                f"checkpoint and no LoRA was saved ({last}): lower optim.lr, and resume from there"
             ) from error
 
     def record_stop(self) -> None:
@@ -401,7 +401,7 @@ class Run:
                     self._print(f"Stopped by {self._request.name}. {self._go_on()}")
 
     def _heed(self, request: StopRequest) -> None:
-        """Tell that a signal came; a terminal that hangs up takes no more words."""
+        """Print that a signal came; a terminal that hung up takes no more text."""
         if self.steps is None:
             return
         if request.name == "SIGHUP" and self.steps.console.is_terminal:

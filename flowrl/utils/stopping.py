@@ -13,7 +13,7 @@ NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows lacks the last
 
 
 class StopRequest:
-    """The first signal that asked to stop."""
+    """The first signal that came."""
 
     def __init__(self) -> None:
         self.name = ""  # of the signal, "" before one
@@ -46,7 +46,7 @@ def at_once() -> Iterator[None]:
 def when_done(notify: Callable[[StopRequest], None]) -> Iterator[StopRequest]:
     """Yield a request that a signal fills; the block ends when it can. A second one interrupts.
 
-    told: called with the request in the signal's handler.
+    notify: called with the request in the signal's handler.
     """
     request = StopRequest()
 

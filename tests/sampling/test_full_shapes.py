@@ -46,7 +46,7 @@ def test_the_ratio_is_1_though_a_partial_batch_rounds_otherwise(make_learner, ro
 def test_the_check_of_the_ratio_sees_a_partial_batch(make_learner, rounding, monkeypatch):
     monkeypatch.setattr("flowrl.training.loop.in_full_batches", lambda field, *_: field)
     learner = make_learner(rollout=CHAINS, optim={"micro_batch": 6}, rewards={"middling": middling})
-    with pytest.raises(UserError, match="ratio to itself is off"):
+    with pytest.raises(UserError, match="optim.ratio_tolerance"):
         learner.iterate(0)
 
 

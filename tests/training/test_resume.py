@@ -251,7 +251,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_offered(
             align(config, resume=resume)
     align(config_for(copy), resume=LATEST)
     assert f"{path} is damaged" in caplog.text
-    assert "going on from the checkpoint before it" in caplog.text
+    assert "resuming from the checkpoint before it" in caplog.text
     assert (copy / FILE).read_bytes() == (finished / FILE).read_bytes()
     (aside,) = (copy / "set-aside").iterdir()
     assert (aside / "checkpoints" / "step-000002" / STATE).read_bytes() == bytes(data)
