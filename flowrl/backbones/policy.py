@@ -235,6 +235,15 @@ class Policy:
         finally:
             self.set_weights(adapter, now)
 
+    def sampling_policy_as_old(self, iteration: int) -> contextlib.AbstractContextManager[None]:
+        """Let the old policy be the weights that sampled an iteration, inside the block.
+
+        They differ where the iteration was sampled ahead of time; else nothing changes.
+        """
+        if iteration not in self.sampled_with or OLD not in self._by_name:
+            return contextlib.nullcontext()
+        return self.weights_of(iteration, OLD)
+
     def weights(self, adapter: str) -> list[Tensor]:
         """Return copies of an adapter's weights, in the order of its layers."""
         return [p.detach().clone() for p in self._by_name[adapter]]

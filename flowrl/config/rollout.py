@@ -209,8 +209,8 @@ class RolloutOptions(Options):
     staleness: Literal[0, 1] = option(
         0,
         "1 samples an iteration's images before the one before it is learned from, so that workers "
-        "and rewards in threads, pools and on servers work meanwhile. Ratios stay those to the "
-        "weights that sampled. Objectives that follow the reward's gradient need 0.",
+        "and rewards in threads, pools and on servers work meanwhile. Ratios and old policies are "
+        "those of the weights that sampled. Objectives that follow the reward's gradient need 0.",
     )
     workers: WorkerOptions | None = option(
         None,

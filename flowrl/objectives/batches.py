@@ -82,7 +82,10 @@ class Endpoints:
 
     def metrics(self) -> Metrics:
         shares = {f"endpoints/{why}": torch.tensor(share) for why, share in self.left_out.items()}
-        return shares | {"endpoints/images": torch.tensor(float(len(self)))}
+        return shares | {
+            "endpoints/images": torch.tensor(float(len(self))),
+            "tree/train_forwards": torch.tensor(float(len(self) * self.forwards)),
+        }
 
     def updates(self, count: int) -> list["Endpoints"]:
         """Deal whole groups in turn to `count` parts, each with noise of its own."""

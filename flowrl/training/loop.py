@@ -68,7 +68,8 @@ class Learner:
         with phase("rollout"):
             rollout = self.source.collect(iteration, timer)
         with phase("learn"):
-            metrics = self.learn(rollout, iteration)
+            with self.policy.sampling_policy_as_old(iteration):
+                metrics = self.learn(rollout, iteration)
             old = self.objective.needs.old
             if old is not None:
                 # Now, not before the next rollout, where a resumed run would repeat it.

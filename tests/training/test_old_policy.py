@@ -1,0 +1,86 @@
+"""The old policy is the one that sampled the images, and `forwards` count all learning."""
+
+import pytest
+import torch
+
+from flowrl.backbones.policy import OLD, POLICY
+
+ROLLOUT = {
+    "prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 2, "batch_size": 8,
+}  # fmt: skip
+ODE, CHAINS = {"tree": {"kind": "ode"}}, {"tree": {"kind": "flow_grpo"}}
+OLD_POLICIES = {
+    "nft": {"kind": "nft", "noising": {"count": 2}, "old_decay": {"rate": None, "limit": 0.5}},
+    "awm": {"kind": "awm", "noising": {"count": 1}},
+    "online dpo": {"kind": "dpo", "anchor_every": 1},
+    "online gdro": {"kind": "gdro", "anchor_every": 2},
+    "online kto": {"kind": "kto", "anchor_every": 1},
+    "online dgpo": {"kind": "dgpo", "anchor_every": 1},
+    "online lair": {"kind": "lair", "anchor_every": 1},
+}
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("name", OLD_POLICIES)
+def test_the_old_policy_is_the_one_that_sampled(make_learner, monkeypatch, name, staleness):
+    learner = make_learner(
+        objective=OLD_POLICIES[name],
+        rollout=ROLLOUT | ODE | {"staleness": staleness},
+        optim={"lr": 1e-2},
+    )
+    policy, adapter = learner.policy, OLD if learner.objective.needs.old.samples else POLICY
+    sampled: dict[int, list[torch.Tensor]] = {}
+    sampler = getattr(learner.source, "own", learner.source)
+    plan, learned = sampler.plan, []
+
+    def watched(iteration):
+        sampled[iteration] = policy.weights(adapter)
+        return plan(iteration)
+
+    object.__setattr__(sampler, "plan", watched)
+    loss = type(learner.objective).loss
+
+    def seen(self, models, batch):
+        learned.append(policy.weights(OLD))
+        return loss(self, models, batch)
+
+    monkeypatch.setattr(type(learner.objective), "loss", seen)
+    for iteration in range(4):
+        learned.clear()
+        learner.iterate(iteration)
+        assert learned
+        for weights in learned:
+            assert all(map(torch.equal, weights, sampled[iteration]))
+    assert not all(map(torch.equal, sampled[0], sampled[3]))
+
+
+EXPLORE = {
+    "explore": {"candidates": 6, "num_inference_steps": 2, "precision": "bf16",
+                "audit": {"every": 0}}
+}  # fmt: skip
+LEARNED = {
+    "nft": (OLD_POLICIES["nft"] | {"kl_coef": 0.1}, ODE),
+    "dpo": ({"kind": "dpo", "noising": {"count": 3}}, ODE),
+    "gdro": ({"kind": "gdro", "noising": {"count": 2}}, ODE),
+    "awm": ({"kind": "awm", "noising": {"count": 1}}, ODE),
+    "sft": ({"kind": "sft"}, ODE),
+    "grpo": ({"kind": "grpo", "kl_coef": 0.1}, CHAINS),
+    "tree": ({"kind": "grpo"}, {"tree": {"kind": "tree_grpo", "branch": 2,
+                                         "window": {"kind": "fixed", "size": 1}}}),
+    "two stages": (OLD_POLICIES["nft"], ODE | EXPLORE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_forwards_are_the_rows_that_the_trained_network_computes(make_learner, monkeypatch, name):
+    objective, tree = LEARNED[name]
+    learner = make_learner(objective=objective, rollout=ROLLOUT | tree)
+    rows: list[int] = []
+
+    def hook(module, args, kwargs, output):
+        if torch.is_grad_enabled():
+            rows.append(len(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]))
+
+    learner.policy.network.register_forward_hook(hook, with_kwargs=True)
+    _, metrics = learner.iterate(0)
+    assert rows and metrics["tree/train_forwards"] == sum(rows)
