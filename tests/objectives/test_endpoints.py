@@ -68,4 +68,5 @@ def test_what_was_left_out_is_reported():
         "endpoints/invalid": 0.25,
         "endpoints/tied": 0.5,
         "endpoints/images": 2.0,
+        "tree/train_forwards": 2.0,
     }
