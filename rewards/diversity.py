@@ -69,7 +69,7 @@ class SetDiversity:
         """Return a set of known order, for `flowrl reward-check`."""
         odd, twin = square("blue", SIDE), square("red", SIDE)
         says = "an image unlike all others scores above one that has a twin"
-        return [fixture(says, odd, twin, "a square", others=[twin.clone()])]
+        return [fixture(says, odd, twin, "a square", more=[twin.clone()])]
 
 
 def set_diversity(similarity: Tensor) -> Tensor:

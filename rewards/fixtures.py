@@ -45,11 +45,11 @@ def fixture(
     worse: Tensor,
     prompt: str = "",
     metadata: dict | None = None,
-    others: Sequence[Tensor] = (),
+    more: Sequence[Tensor] = (),
 ) -> dict:
     """Two images (3, H, W) of one prompt, the first of which must score above the second.
 
-    says: the claim, for people ("the right word scores above the wrong one"). others: further
+    says: the claim, for people ("the right word scores above the wrong one"). more: further
     images of the group, for rewards that compare images of one prompt. All are of one size.
     """
     return {
@@ -58,7 +58,7 @@ def fixture(
         "metadata": metadata or {},
         "better": better,
         "worse": worse,
-        "others": tuple(others),
+        "more": tuple(more),
     }
 
 
@@ -119,9 +119,9 @@ def quarters(objects: Sequence[tuple[str, str] | None], size: int = 64) -> Tenso
     objects: (shape, colour) each, None for an empty quarter.
     """
     canvas, pen = _canvas(size)
-    for found, spot in zip(objects, SPOTS[4][0], strict=True):
-        if found is not None:
-            _shape(pen, size, found[0], spot, QUARTER_RADIUS, _level(found[1]))
+    for item, spot in zip(objects, SPOTS[4][0], strict=True):
+        if item is not None:
+            _shape(pen, size, item[0], spot, QUARTER_RADIUS, _level(item[1]))
     return _tensor(canvas, size)
 
 
@@ -172,5 +172,5 @@ def _shape(pen, size, shape, spot, radius, color) -> None:
     elif shape in CORNERS:
         _polygon(pen, size, spot, radius, CORNERS[shape], color)
     else:
-        known = ", ".join(("circle", "ring", "cross", *CORNERS))
-        raise ValueError(f"unknown shape {shape!r}, use one of {known}")
+        names = ", ".join(("circle", "ring", "cross", *CORNERS))
+        raise ValueError(f"unknown shape {shape!r}, use one of {names}")

@@ -111,13 +111,13 @@ class GenEval:
         colours that nothing here can find."""
         rules.check(metadata)
         find, color_namer = self._load()
-        known = getattr(find, "classes", None)
+        in_form = getattr(find, "classes", None)
         colors = getattr(color_namer or find, "colors", None)
         for entry in metadata["include"]:
-            if known is not None and entry["class"] not in known:
+            if in_form is not None and entry["class"] not in in_form:
                 raise ValueError(
                     f"the detector {self.detector!r} does not know {entry['class']!r}, only "
-                    f"{', '.join(known)}: {self.advice([metadata])}"
+                    f"{', '.join(in_form)}: {self.advice([metadata])}"
                 )
             for key in ("size", "place"):
                 if rules.asks(entry, key) and key not in getattr(find, "tells", ()):
@@ -125,11 +125,11 @@ class GenEval:
                         f"the detector {self.detector!r} tells no {key}, and include asks for "
                         f"{entry[key]!r}: keep such prompts to the tiny world's detector"
                     )
-            asked = entry.get("color")
-            if colors is not None and asked is not None and asked not in colors:
+            key = entry.get("color")
+            if colors is not None and key is not None and key not in colors:
                 raise ValueError(
                     f"{self.colors or self.detector!r} does not know the colour "
-                    f"{asked!r}, only {', '.join(colors) or 'objects'}: ask others with "
+                    f"{key!r}, only {', '.join(colors) or 'objects'}: ask others with "
                     "args: {colors: clip} or {colors: pixels}"
                 )
 
@@ -175,15 +175,15 @@ class GenEval:
     def _table(self, images: Tensor, metadata: Sequence[dict]) -> tuple[Tensor, dict[int, str]]:
         """Scores (B, modes), and why some are NaN, by row."""
         scores = torch.full((len(metadata), len(self.modes)), NO_TAG if self.compat else math.nan)
-        known = [wanted.get("tag") in rules.TAGS for wanted in metadata]
-        reasons = {} if self.compat else _untold(metadata, known)
-        for row in (row for row, is_known in enumerate(known) if is_known):
+        in_form = [wanted.get("tag") in rules.TAGS for wanted in metadata]
+        reasons = {} if self.compat else _untold(metadata, in_form)
+        for row in (row for row, is_known in enumerate(in_form) if is_known):
             try:
                 rules.check(metadata[row])
             except ValueError as error:
                 scores[row] = math.nan
                 reasons[row] = f"the prompt is not in GenEval's form: {error}"
-        rows = [row for row, is_known in enumerate(known) if is_known and row not in reasons]
+        rows = [row for row, is_known in enumerate(in_form) if is_known and row not in reasons]
         if not rows:
             return scores, reasons
         parts = self._load()
@@ -209,17 +209,17 @@ class GenEval:
         """What the detector finds; it is asked once for what several rewards look at."""
         if not self._detectors.holds(find):
             return detect(find, arrays, classes)
-        told = json.dumps(classes) if getattr(find, "open_vocabulary", False) else ""
-        return self._detectors.recall(told, arrays, lambda: detect(find, arrays, classes))
+        classes_text = json.dumps(classes) if getattr(find, "open_vocabulary", False) else ""
+        return self._detectors.recall(classes_text, arrays, lambda: detect(find, arrays, classes))
 
     def judge(
-        self, found: Sequence[Detection], wanted: dict, image: np.ndarray | None = None
+        self, detections: Sequence[Detection], wanted: dict, image: np.ndarray | None = None
     ) -> list[float]:
         """The score by each mode of one image's detections for one prompt's metadata.
 
         image: (H, W, 3) uint8 RGB, for what names the colours of what was found.
         """
-        objects = self._objects(found, wanted, image)
+        objects = self._objects(detections, wanted, image)
         return [self._score(mode, objects, wanted) for mode in self.modes]
 
     def _score(self, mode: str, objects: rules.Objects, wanted: dict) -> float:
@@ -254,42 +254,44 @@ class GenEval:
         objects = self._objects(answer, wanted, image)
         why = rules.official_reasons(objects, wanted["include"], wanted.get("exclude") or [])
         details = {
-            name: [[*d.box, d.score] for d in found] for name, found in objects.items() if found
+            name: [[*d.box, d.score] for d in detections]
+            for name, detections in objects.items()
+            if detections
         }
         return {"correct": not why, "reason": "\n".join(why), "details": details}
 
     def _objects(
-        self, found: Sequence[Detection], wanted: dict, image: np.ndarray | None
+        self, detections: Sequence[Detection], wanted: dict, image: np.ndarray | None
     ) -> rules.Objects:
-        objects = rules.by_class(found, self._threshold(wanted["tag"]))
+        objects = rules.by_class(detections, self._threshold(wanted["tag"]))
         if image is not None and self._name_colors is not None:
             self._color(objects, wanted["include"], image)
         return objects
 
     def _threshold(self, tag: str) -> float:
         key = "counting_threshold" if tag == "counting" else "threshold"
-        own = getattr(self, key)
-        return getattr(self._find, key, 0.0) if own is None else own
+        threshold = getattr(self, key)
+        return getattr(self._find, key, 0.0) if threshold is None else threshold
 
     def _color(self, objects: rules.Objects, include: Sequence[dict], image: np.ndarray) -> None:
         """Names the colours that the rules ask for: of as many objects as are wanted."""
         for entry in include:
             if not rules.asks(entry, "color") or self._name_colors is None:
                 continue
-            found = objects.get(entry["class"], [])
-            first = found[: entry["count"]]
+            detections = objects.get(entry["class"], [])
+            first = detections[: entry["count"]]
             names = self._named(self._name_colors, image, first) if first else ()
-            found[: entry["count"]] = [
+            detections[: entry["count"]] = [
                 dataclasses.replace(d, color=c) for d, c in zip(first, names, strict=True)
             ]
 
     def _named(
-        self, name_colors: ColorNamer, image: np.ndarray, found: Sequence[Detection]
+        self, name_colors: ColorNamer, image: np.ndarray, detections: Sequence[Detection]
     ) -> Sequence[str | None]:
         if not self._color_namers.holds(name_colors):
-            return name_colors(image, found)
-        asked = tuple((d.name, d.box, b"" if d.mask is None else digest(d.mask)) for d in found)
-        return self._color_namers.recall(asked, image, lambda: name_colors(image, found))
+            return name_colors(image, detections)
+        key = tuple((d.name, d.box, b"" if d.mask is None else digest(d.mask)) for d in detections)
+        return self._color_namers.recall(key, image, lambda: name_colors(image, detections))
 
     def fixtures(self) -> list[dict]:
         """Images in their right order: of the tiny world, or a photograph; none for detectors of
@@ -314,9 +316,9 @@ def _classes(wanted: dict) -> list[str]:
     return list(dict.fromkeys(entry["class"] for entry in entries))
 
 
-def _untold(metadata: Sequence[dict], known: Sequence[bool]) -> dict[int, str]:
+def _untold(metadata: Sequence[dict], in_form: Sequence[bool]) -> dict[int, str]:
     return {
         row: rules.unknown_tag(metadata[row].get("tag"))
-        for row, is_known in enumerate(known)
+        for row, is_known in enumerate(in_form)
         if not is_known
     }

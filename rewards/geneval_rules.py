@@ -76,14 +76,14 @@ def unknown_tag(tag: Any) -> str:
 
 def _check_entry(entry: Any, place: str, before: int) -> None:
     """Raises ValueError for what is no object with a number; `before`: how many precede it."""
-    known = entry if isinstance(entry, dict) else {}
-    count = known.get("count")
-    if not isinstance(known.get("class"), str) or type(count) is not int or count < 1:
+    fields = entry if isinstance(entry, dict) else {}
+    count = fields.get("count")
+    if not isinstance(fields.get("class"), str) or type(count) is not int or count < 1:
         raise ValueError(f"{place} is {entry!r}: it must name a class and a count of at least 1")
     for key in ("color", "size", "place"):
-        if not isinstance(known.get(key), str | None):
-            raise ValueError(f"{place} has the {key} {known[key]!r}, expected the name of one")
-    position = known.get("position")
+        if not isinstance(fields.get(key), str | None):
+            raise ValueError(f"{place} has the {key} {fields[key]!r}, expected the name of one")
+    position = fields.get("position")
     if position is None:
         return
     relation, index = position if _is_pair(position) else (None, None)
@@ -103,10 +103,10 @@ def asks(entry: dict, key: str) -> bool:
     return entry.get(key) is not None
 
 
-def by_class(found: Iterable[Detection], threshold: float) -> Objects:
+def by_class(detections: Iterable[Detection], threshold: float) -> Objects:
     """Detections above the threshold, by class, most confident first, at most 16 of each."""
     objects: Objects = {}
-    for item in sorted(found, key=lambda d: -d.score):
+    for item in sorted(detections, key=lambda d: -d.score):
         of_class = objects.setdefault(item.name, [])
         if item.score > threshold and len(of_class) < MAX_PER_CLASS:
             of_class.append(item)
@@ -129,13 +129,13 @@ def relations(a: Box, b: Box) -> set[str]:
     return {name for name, holds in tests.items() if holds}
 
 
-def _related(found: list[Detection], others: list[Detection], relation: str) -> bool:
-    return all(relation in relations(a.box, b.box) for a in found for b in others)
+def _related(detections: list[Detection], targets: list[Detection], relation: str) -> bool:
+    return all(relation in relations(a.box, b.box) for a in detections for b in targets)
 
 
-def _having(found: Sequence[Detection], entry: dict, key: str) -> int:
+def _having(detections: Sequence[Detection], entry: dict, key: str) -> int:
     """How many have the entry's "color", "size" or "place"."""
-    return sum(getattr(d, key) == entry[key] for d in found)
+    return sum(getattr(d, key) == entry[key] for d in detections)
 
 
 def official(objects: Objects, include: Sequence[dict], exclude: Sequence[dict]) -> float:
@@ -151,16 +151,16 @@ def official_reasons(
     matched: list[list[Detection] | None] = []
     for entry in include:
         name, count = entry["class"], entry["count"]
-        found = objects.get(name, [])[:count]
-        own: list[str] = []
-        if len(found) < count:
-            own.append(f"expected {name}>={count}, found {len(found)}")
-        elif asks(entry, "color") and _having(found, entry, "color") < count:
-            own.append(_wrong_color(found, entry))
+        detections = objects.get(name, [])[:count]
+        entry_terms: list[str] = []
+        if len(detections) < count:
+            entry_terms.append(f"expected {name}>={count}, found {len(detections)}")
+        elif asks(entry, "color") and _having(detections, entry, "color") < count:
+            entry_terms.append(_wrong_color(detections, entry))
         elif asks(entry, "position"):
-            own += _misplaced(found, name, entry["position"], matched)
-        matched.append(None if own else found)
-        reasons += own
+            entry_terms += _misplaced(detections, name, entry["position"], matched)
+        matched.append(None if entry_terms else detections)
+        reasons += entry_terms
     for entry in exclude:
         name, number = entry["class"], len(objects.get(entry["class"], []))
         if number >= entry["count"]:
@@ -168,19 +168,19 @@ def official_reasons(
     return reasons
 
 
-def _wrong_color(found: Sequence[Detection], entry: dict) -> str:
-    colors = [str(d.color) for d in found]
+def _wrong_color(detections: Sequence[Detection], entry: dict) -> str:
+    colors = [str(d.color) for d in detections]
     order = [c for c in (*COLORS, *colors) if c in colors]
-    others = ", ".join(f"{colors.count(c)} {c}" for c in dict.fromkeys(order))
+    counts = ", ".join(f"{colors.count(c)} {c}" for c in dict.fromkeys(order))
     wanted = entry["color"]
     return (
         f"expected {wanted} {entry['class']}>={entry['count']}, found {colors.count(wanted)} "
-        f"{wanted}; and {others}"
+        f"{wanted}; and {counts}"
     )
 
 
 def _misplaced(
-    found: Sequence[Detection],
+    detections: Sequence[Detection],
     name: str,
     position: Sequence,
     matched: Sequence[list[Detection] | None],
@@ -189,12 +189,12 @@ def _misplaced(
     targets = matched[index]
     if targets is None:
         return [f"no target for {name} to be {relation}"]
-    for one in found:
+    for one in detections:
         for target in targets:
             true = relations(one.box, target.box)
             if relation not in true:
-                told = " and ".join(r for r in RELATIONS if r in true)
-                return [f"expected {name} {relation} target, found {told} target"]
+                seen = " and ".join(r for r in RELATIONS if r in true)
+                return [f"expected {name} {relation} target, found {seen} target"]
     return []
 
 
@@ -209,24 +209,24 @@ def terms(objects: Objects, include: Sequence[dict], *, published: bool = False)
     result: list[float] = []
     matched: list[list[Detection] | None] = []
     for entry in include:
-        found, count = objects.get(entry["class"], []), entry["count"]
-        right = len(found) == count
-        count_term = 1 - abs(len(found) - count) / count
-        own = [count_term if published else max(0.0, count_term)]
+        detections, count = objects.get(entry["class"], []), entry["count"]
+        right = len(detections) == count
+        count_term = 1 - abs(len(detections) - count) / count
+        entry_terms = [count_term if published else max(0.0, count_term)]
         for key in ("color", "size", "place"):
             if asks(entry, key):
-                own.append(_having(found, entry, key) / count if right else 0.0)
-        good = own == [1.0] * len(own)
+                entry_terms.append(_having(detections, entry, key) / count if right else 0.0)
+        good = entry_terms == [1.0] * len(entry_terms)
         if asks(entry, "position") and not (published and not good and asks(entry, "color")):
             relation, index = entry["position"]
             other = matched[index] if good else None
-            holds = other is not None and _related(found, other, relation)
-            own.append(float(holds))
+            holds = other is not None and _related(detections, other, relation)
+            entry_terms.append(float(holds))
             if published and good and other is not None and not holds:
-                own.append(1.0)
+                entry_terms.append(1.0)
             good = good and holds
-        matched.append(found if good else None)
-        result += own
+        matched.append(detections if good else None)
+        result += entry_terms
     return result
 
 

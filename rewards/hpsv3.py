@@ -114,8 +114,8 @@ class HPSv3:
         for text in texts:
             if text.count(TOKEN) != 1 or IMAGE in text:
                 raise ValueError(f"HPSv3 cannot rate for a prompt that holds {TOKEN} or {IMAGE}")
-        asked = [f"{BEFORE}{IMAGE * image_tokens}<|vision_end|>{text}{AFTER}" for text in texts]
-        return self._tokenizer(asked, padding=True, padding_side="right", return_tensors="pt")
+        inputs = [f"{BEFORE}{IMAGE * image_tokens}<|vision_end|>{text}{AFTER}" for text in texts]
+        return self._tokenizer(inputs, padding=True, padding_side="right", return_tensors="pt")
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
@@ -177,9 +177,9 @@ def build(
     config: of the Qwen2-VL; how many tokens there are is the file's to say. Raises ValueError of
     one sentence for another layout.
     """
-    found = to_transformers(state)
+    parts = to_transformers(state)
     kind = imported("transformers:Qwen2VLModel", "HPSv3")
-    words = found.get("language_model.embed_tokens.weight")
+    words = parts.get("language_model.embed_tokens.weight")
     if words is None or f"{HEAD}0.weight" not in state:
         raise ValueError(
             f"{path} does not hold the weights of HPSv3: expected names such as "
@@ -188,10 +188,10 @@ def build(
     config.get_text_config().vocab_size = words.shape[0]
     with building():
         with torch.device("meta"):
-            own = kind(config).state_dict()
-        if wrong := mismatch(own, found):
+            expected = kind(config).state_dict()
+        if wrong := mismatch(expected, parts):
             raise ValueError(f"{path} does not hold the weights of HPSv3: {wrong}")
-        network = kind.from_pretrained(None, config=config, state_dict=found, dtype=dtype)
+        network = kind.from_pretrained(None, config=config, state_dict=parts, dtype=dtype)
         head = nn.Sequential(
             nn.Linear(words.shape[1], 1024), nn.ReLU(), nn.Identity(),  # dropout in training
             nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2),
@@ -227,13 +227,13 @@ def read_question(file: str | None) -> str:
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
             text = str(line.value.value)
             texts |= {target.id: text for target in line.targets if isinstance(target, ast.Name)}
-    found = [texts.get(name, "") for name in PARTS]
-    if HOLE not in found[0] or found[1].count(TOKEN) != 1:
+    parts = [texts.get(name, "") for name in PARTS]
+    if HOLE not in parts[0] or parts[1].count(TOKEN) != 1:
         raise ValueError(
             f"{path} does not hold HPSv3's question: expected {PARTS[0]} with {HOLE} and "
             f"{PARTS[1]} with {TOKEN}"
         )
-    return "".join(found)
+    return "".join(parts)
 
 
 def _installed() -> Path | None:

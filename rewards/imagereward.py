@@ -108,13 +108,13 @@ class ImageReward:
 
     def _load(self) -> "_Networks":
         path = weights_file(self.model, FILE, self.revision)
-        found = build(read_weights(path), path)
+        parts = build(read_weights(path), path)
         device, dtype = device_of(self.device), DTYPES[self.dtype]
         vision, text = (
             part.eval().requires_grad_(False).to(device, dtype)
-            for part in (found.vision, found.text)
+            for part in (parts.vision, parts.text)
         )
-        return _Networks(vision, text, found.head.to(device))
+        return _Networks(vision, text, parts.head.to(device))
 
 
 class _Networks(NamedTuple):
@@ -147,9 +147,9 @@ def build(state: Mapping[str, Tensor], path: Path) -> _Networks:
     with building():
         vision = see(of_seeing(**vision_size))
         text = read(of_reading(**text_size), add_pooling_layer=False)
-    found = to_transformers(state)
-    fit(vision, found["vision"], path, "ImageReward")
-    fit(text, found["text"], path, "ImageReward")
+    parts = to_transformers(state)
+    fit(vision, parts["vision"], path, "ImageReward")
+    fit(text, parts["text"], path, "ImageReward")
     return _Networks(vision, text, head)
 
 

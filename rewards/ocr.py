@@ -94,12 +94,12 @@ class OCR:
 
     def targets(self, prompt: str, metadata: dict) -> list[str]:
         """The texts asked for; empty when there are none."""
-        given = metadata.get("ocr_text")
-        if given is None:
+        text = metadata.get("ocr_text")
+        if text is None:
             first = prompt.split('"')[1:2] if self.mode == "flow_grpo" else []
             texts = [*first, *quoted(prompt)]
         else:
-            texts = given if isinstance(given, list | tuple) else [given]
+            texts = text if isinstance(text, list | tuple) else [text]
         texts = [str(text) for text in texts if _is_text(text) and str(text).strip()]
         return texts if self.mode == "strict" else texts[:1]
 
@@ -123,9 +123,9 @@ class OCR:
     def check(self, prompt: str, metadata: dict) -> None:
         """Raises ValueError for quotes or an ocr_text with nothing in them, an ocr_text that is
         neither a text nor a list of texts, and for an ambiguous prompt."""
-        given = metadata.get("ocr_text")
-        if not all(map(_is_text, given if isinstance(given, list | tuple) else [given or ""])):
-            raise ValueError(f"ocr_text is {given!r}, expected a text or a list of texts")
+        text = metadata.get("ocr_text")
+        if not all(map(_is_text, text if isinstance(text, list | tuple) else [text or ""])):
+            raise ValueError(f"ocr_text is {text!r}, expected a text or a list of texts")
         if not self.targets(prompt, metadata):
             raise ValueError(
                 "there is nothing to read in its ocr_text or between its quotes: fill them, or "
@@ -163,10 +163,10 @@ class OCR:
         if self.mode == "flow_grpo":
             return flow_grpo_score(lines, targets[0])
         recognised, target = self._folded(lines), self._folded(targets)
-        found = not self.extra_text and target in recognised
+        complete = not self.extra_text and target in recognised
         if not self.extra_text and not self.word_order:
-            found = found or Counter(_words(targets)) <= Counter(_words(lines))
-        return 1.0 if found else distance_score(recognised, target)
+            complete = complete or Counter(_words(targets)) <= Counter(_words(lines))
+        return 1.0 if complete else distance_score(recognised, target)
 
     def fixtures(self) -> list[dict]:
         """Words and blank paper in their right order."""

@@ -65,10 +65,10 @@ def verdict(text: str) -> float:
 
     Raises ValueError when there is none: that is no draw.
     """
-    found = _VERDICT.findall(text)
-    if not found:
+    verdicts = _VERDICT.findall(text)
+    if not verdicts:
         raise ValueError(f"no answer says which image is better (one ends in {text[-80:]!r})")
-    return FIRST[found[-1]]
+    return FIRST[verdicts[-1]]
 
 
 class PairwiseWinRate:

@@ -6,9 +6,9 @@ def red_and_blue() -> list[dict]:
     from .fixtures import fixture, square
 
     return [
-        fixture(f"a {asked} square scores above a {other} one when {asked} is asked for",
-                square(asked), square(other), f"a {asked} square")
-        for asked, other in (("red", "blue"), ("blue", "red"))
+        fixture(f"a {right} square scores above a {other} one when {right} is asked for",
+                square(right), square(other), f"a {right} square")
+        for right, other in (("red", "blue"), ("blue", "red"))
     ]  # fmt: skip
 
 

@@ -63,17 +63,17 @@ class TinyColors:
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         """images (B, 3, H, W) in [0, 1] -> (B,) float32; float64 for float64 images."""
         pixels = images if images.dtype == torch.float64 else images.float()
-        named = [[name in found for name in _NAMES] for found in map(named_colors, prompts)]
+        named = [[name in names for name in _NAMES] for names in map(named_colors, prompts)]
         wanted = torch.tensor(named, dtype=pixels.dtype, device=pixels.device).reshape(-1, 6)
         distance = _squared_distances(pixels)  # (B, 7, H, W)
         share = torch.softmax(-distance / TEMPERATURE, 1)[:, 1:]
         coverage = share.mean((2, 3))  # (B, 6)
         total = coverage.sum(1)
-        there = (_fill(coverage) * wanted).sum(1) / wanted.sum(1).clamp(min=1)
+        present = (_fill(coverage) * wanted).sum(1) / wanted.sum(1).clamp(min=1)
         definite = share.square().mean((2, 3))
         purity = (definite * wanted).sum(1) / (total + TRACE)
         close = (_near(distance[:, 1:], wanted) * share.sum(1)).mean((1, 2)) / (total + TRACE)
-        score = (1 - NEARNESS) * there * purity + NEARNESS * _fill(total) * close
+        score = (1 - NEARNESS) * present * purity + NEARNESS * _fill(total) * close
         return score.masked_fill(wanted.sum(1) == 0, torch.nan)
 
     def fixtures(self) -> list[dict]:

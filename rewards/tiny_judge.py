@@ -101,11 +101,11 @@ class TinyJudge:
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         """images (B, 3, H, W) in [0, 1] -> (B,) float32 of 0 and 1."""
-        found = self.read(images)
+        read = self.read(images)
         return torch.tensor(
             [
                 float(meets(quarters, signs, wanted)) if self.applies("", wanted) else torch.nan
-                for (quarters, signs), wanted in zip(found, metadata, strict=True)
+                for (quarters, signs), wanted in zip(read, metadata, strict=True)
             ]
         )
 
@@ -132,23 +132,23 @@ class TinyJudge:
         levels = (images.float().cpu().clamp(0, 1) * 255).round() / 255
         if levels.shape[-2:] != (SIDE, SIDE):
             levels = F.interpolate(levels, (SIDE, SIDE), mode="area")
-        found = []
+        read = []
         for part in levels.split(BATCH):
             quarters, columns = (logits.argmax(-1).tolist() for logits in self._network(part))
-            found += [
+            read += [
                 ([OBJECTS[i] for i in q], [SIGNS[i] for i in c])
                 for q, c in zip(quarters, columns, strict=True)
             ]
-        return found
+        return read
 
 
 def meets(quarters: Sequence[Any], signs: Sequence[Any], wanted: dict) -> bool:
     """Return whether what was read is what a prompt asks for, and nothing else."""
     if "ocr_text" in wanted:
         return list(signs) == list(wanted["ocr_text"])
-    objects = [(name, found) for name, found in zip(QUARTERS, quarters, strict=True) if found]
+    objects = [(name, read) for name, read in zip(QUARTERS, quarters, strict=True) if read]
     entries = [entry for entry in wanted["include"] for _ in range(entry["count"])]
-    if len(objects) != len(entries) or any(found == "other" for _, found in objects):
+    if len(objects) != len(entries) or any(read == "other" for _, read in objects):
         return False
     return _assign(entries, objects, [])
 

@@ -41,9 +41,9 @@ class TinyQuality:
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         """images (B, 3, H, W) in [0, 1] -> (B,) float32 on the CPU; NaN never."""
-        found, amount = flaws(torch.from_numpy(to_uint8(images)).permute(0, 3, 1, 2).float())
+        amounts, amount = flaws(torch.from_numpy(to_uint8(images)).permute(0, 3, 1, 2).float())
         allowed, unit = torch.tensor(LIMITS).unbind(1)
-        parts = torch.exp(-torch.log1p((found - allowed).clamp(min=0) / unit).mean(1))
+        parts = torch.exp(-torch.log1p((amounts - allowed).clamp(min=0) / unit).mean(1))
         enough = (amount / LEAST).clamp(max=1)
         spare = torch.exp(-(amount - MOST).clamp(min=0) / EXCESS)
         return 1 + 4 * parts * enough * spare

@@ -34,8 +34,8 @@ MEANS = {"arithmetic": arithmetic_mean, "geometric": geometric_mean}
 
 def accepted(answer: str | Sequence[str]) -> tuple[str, ...]:
     """The spellings of an answer: those given, and a number in letters and in digits."""
-    given = (answer,) if isinstance(answer, str) else tuple(answer)
-    return tuple(s for a in given for s in SPELLINGS.get(a.strip().casefold(), (a,)))
+    spellings = (answer,) if isinstance(answer, str) else tuple(answer)
+    return tuple(s for a in spellings for s in SPELLINGS.get(a.strip().casefold(), (a,)))
 
 
 class VLMQuestions:
@@ -108,10 +108,10 @@ class VLMQuestions:
         return MEANS[self.mean]([self._atom(answer, reply) for answer, reply in answered])
 
     def _atom(self, answer: str | Sequence[str], reply: Reply) -> float:
-        known = sum(probability for _, probability in reply.answer().first)
-        if not known >= self.min_mass:
+        mass = sum(probability for _, probability in reply.answer().first)
+        if not mass >= self.min_mass:
             raise ValueError(
-                f"the likeliest answers hold {known:.2f} of the probability together, at least "
+                f"the likeliest answers hold {mass:.2f} of the probability together, at least "
                 f"{self.min_mass:g} is needed: the model does not understand the question"
             )
         return min(on(reply.first, accepted(answer)), 1.0)
@@ -119,8 +119,8 @@ class VLMQuestions:
     def fixtures(self) -> list[dict]:
         """What `flowrl reward-check` shows the model."""
         says = "a red square is said to be red rather than a blue one"
-        asked = {"vqa_list": [["What colour is the square?", "red"]]}
-        return [fixture(says, square("red"), square("blue"), "a red square", asked)]
+        metadata = {"vqa_list": [["What colour is the square?", "red"]]}
+        return [fixture(says, square("red"), square("blue"), "a red square", metadata)]
 
 
 def _is_pair(pair: Any) -> bool:

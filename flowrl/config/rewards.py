@@ -258,9 +258,11 @@ class RewardOptions(Options):
 
     def same_reward(self, other: "RewardOptions") -> bool:
         """Return whether both are parts of one reward, asked by one executor."""
-        own, its = (o.component for o in (self, other))
+        first, second = (o.component for o in (self, other))
         shared = {"name", "args", "executor"}
-        return own != its and self.model_dump(include=shared) == other.model_dump(include=shared)
+        return first != second and self.model_dump(include=shared) == other.model_dump(
+            include=shared
+        )
 
     def build(self, gpu: int | None = None, like: "RewardSpec | None" = None) -> "RewardSpec":
         """Return the reward with its executor. Raises UserError when one cannot be made.
@@ -272,13 +274,13 @@ class RewardOptions(Options):
         from flowrl.scoring.spec import RewardSpec, load_reward
 
         if like is None:
-            reward, asked = self._make(load_reward, gpu)
+            reward, source = self._make(load_reward, gpu)
         else:
-            reward, asked = like.reward, like.executor
-            asked = asked.source if isinstance(asked, ComponentExecutor) else asked
+            reward, source = like.reward, like.executor
+            source = source.source if isinstance(source, ComponentExecutor) else source
             self._check_component(getattr(reward, "components", None))
-        if self.component is not None and asked is not None:
-            asked = ComponentExecutor(asked, self.component)
+        if self.component is not None and source is not None:
+            source = ComponentExecutor(source, self.component)
         return RewardSpec(
             name=self.full_name(reward),
             reward=reward,
@@ -286,7 +288,7 @@ class RewardOptions(Options):
             when=self.when,
             weight=self.weight,
             held_out=self.held_out,
-            executor=asked,
+            executor=source,
             transform=None if self.transform is None else self.transform.build(),
             applies_to={key: tuple(values) for key, values in self.applies_to.items()},
             on_failure=self.on_failure,
@@ -297,8 +299,8 @@ class RewardOptions(Options):
     ) -> "tuple[Reward, Executor]":
         executor = self.executor
         if isinstance(executor, HTTPOptions):
-            asked = executor.build(self.name)
-            return asked, asked
+            source = executor.build(self.name)
+            return source, source
         reward = load_reward(self.name, self.args)
         self._check_component(getattr(reward, "components", None))
         if getattr(reward, "scope", "sample") == "group":
@@ -306,9 +308,13 @@ class RewardOptions(Options):
         name = self.label or getattr(reward, "name", self.name)
         return reward, executor.build(self, reward, name, gpu)
 
-    def _check_component(self, known: "tuple[str, ...] | None") -> None:
-        if self.component is not None and known is not None and self.component not in known:
-            has = f"it has {', '.join(known)}" if known else "with these args it has none"
+    def _check_component(self, components: "tuple[str, ...] | None") -> None:
+        if (
+            self.component is not None
+            and components is not None
+            and self.component not in components
+        ):
+            has = f"it has {', '.join(components)}" if components else "with these args it has none"
             raise UserError(f"reward {self.name!r} has no component {self.component!r}: {has}")
 
     def full_name(self, reward: Any) -> str:
@@ -343,9 +349,9 @@ class FailureOptions(Options):
 def check_rewards(rewards: list[RewardOptions]) -> None:
     """Check that no reward occurs twice, and that there is one to learn from."""
     for i, reward in enumerate(rewards):
-        own = reward.name, reward.args, reward.label, reward.component
-        others = [(o.name, o.args, o.label, o.component) for o in rewards[:i]]
-        if own in others:
+        key = reward.name, reward.args, reward.label, reward.component
+        earlier = [(o.name, o.args, o.label, o.component) for o in rewards[:i]]
+        if key in earlier:
             raise ValueError(
                 f"rewards.{i} is {reward.name!r} with the same args as one before it, expected "
                 "every reward once, or with a label of its own"

@@ -120,15 +120,15 @@ def check_named(
     The version and required metadata of a server's reward must be those of the local one, if that
     can be loaded.
     """
-    here = None
+    local = None
     try:
-        here = load_reward(name, args)
+        local = load_reward(name, args)
     except UserError as error:
         if server is None:
             return RewardCheck(results=(_load_failure(name, args, error),))
-    unfit = [] if here is None else list(_unfit(RewardSpec(name=name, reward=here), prompts))
-    if server is None and here is not None:
-        checked = check_reward(RewardSpec(name=name, reward=here), prompts, calls=CALLS)
+    unfit = [] if local is None else list(_unfit(RewardSpec(name=name, reward=local), prompts))
+    if server is None and local is not None:
+        checked = check_reward(RewardSpec(name=name, reward=local), prompts, calls=CALLS)
         return replace(checked, results=(*checked.results, *unfit))
     from flowrl.scoring.executors.http import HTTPExecutor
 
@@ -139,7 +139,7 @@ def check_named(
         return RewardCheck(results=(failure_result(name, error),))
     with closing(remote):
         spec = RewardSpec(name=name, reward=remote, executor=remote)
-        checked = check_reward(spec, prompts, like=here, calls=CALLS)
+        checked = check_reward(spec, prompts, like=local, calls=CALLS)
         return replace(checked, results=(*checked.results, *unfit))
 
 
@@ -159,14 +159,14 @@ def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckR
         except ValueError as error:
             wrong += 1
             first = first or f"the first is {prompt.text!r}: {error}"
-    known = f"{len(fits) - wrong} of {len(prompts)} prompts can be judged"
+    summary = f"{len(fits) - wrong} of {len(prompts)} prompts can be judged"
     with suppress(LookupError, TypeError, AttributeError):  # metadata that `check` refuses
-        known += f"; for all {len(fits)} {advice([p.metadata for p in fits])}" if advice else ""
+        summary += f"; for all {len(fits)} {advice([p.metadata for p in fits])}" if advice else ""
     if wrong:
         remedy = "Give it other arguments, or leave these prompts to another reward (applies_to)."
-        yield _result(spec.name, f"{known}; {wrong} cannot, {line(first)}", remedy)
+        yield _result(spec.name, f"{summary}; {wrong} cannot, {line(first)}", remedy)
     else:
-        yield _result(spec.name, known, state="ok")
+        yield _result(spec.name, summary, state="ok")
 
 
 def check_reward(
@@ -225,8 +225,8 @@ def trials_of(
     server. Raises UserError for malformed fixtures.
     """
     fixtures = getattr(reward, "fixtures", None)
-    if own := [_trial(spec.name, entry) for entry in fixtures()] if fixtures else []:
-        return own
+    if own_trials := [_trial(spec.name, entry) for entry in fixtures()] if fixtures else []:
+        return own_trials
     fits = [p for p in prompts or GENERIC if _can_judge(spec, p)]
     stride = max(len(fits) // PROMPTS, 1)
     images = plain_images(*size)
@@ -254,7 +254,7 @@ def _can_judge(spec: RewardSpec, prompt: PromptRecord) -> bool:
 
 def _trial(name: str, entry: Mapping[str, Any]) -> Trial:
     try:
-        members = [entry["better"], entry["worse"], *entry.get("others", ())]
+        members = [entry["better"], entry["worse"], *entry.get("more", ())]
         images = torch.stack([torch.as_tensor(member).float() for member in members])
         prompt, metadata, says = entry["prompt"], entry["metadata"], entry["says"]
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -283,7 +283,7 @@ class _Round:
         self.reasons |= {rows[i]: reason for i, reason in answer.reasons.items()}
         self.rate = max(self.rate, len(rows) / max(seconds, 1e-9))
 
-    def known(self) -> list[float]:
+    def finite(self) -> list[float]:
         return [score for score in self.scores.values() if math.isfinite(score)]
 
 
@@ -296,7 +296,7 @@ def _score_twice(spec: RewardSpec, trials: list[Trial], calls: int) -> tuple[_Ro
     first, again, seconds = _Round(), _Round(), [math.nan]
     for rows in batches:
         first.add(rows, *_ask(executor, trials, rows))
-    if not first.known():
+    if not first.finite():
         return first, again, math.nan
     for rows in batches:
         back = rows[::-1]
@@ -330,7 +330,7 @@ def _ask(executor: Executor, trials: list[Trial], rows: Sequence[Row]) -> tuple[
 def _problems(
     spec: RewardSpec, trials: list[Trial], first: _Round, again: _Round
 ) -> Iterator[CheckResult]:
-    if not first.known():
+    if not first.finite():
         reason = next(iter(first.reasons.values()), "it gave no reason")
         detail = f"no score for any of {len(first.scores)} images: {line(reason)}"
         remedy = "Mend that before training."
@@ -344,13 +344,13 @@ def _problems(
         yield from _unrepeatable(spec.name, first, again)
 
 
-def _misjudged(name: str, trial: Trial, t: int, found: _Round) -> Iterator[CheckResult]:
+def _misjudged(name: str, trial: Trial, t: int, scored: _Round) -> Iterator[CheckResult]:
     """Yield a problem for a fixture whose images are not in their known order."""
-    better, worse = found.scores[t, 0], found.scores[t, 1]
+    better, worse = scored.scores[t, 0], scored.scores[t, 1]
     where = f"fixture {trial.says!r} (prompt {trial.prompt!r})"
     for member, score in enumerate((better, worse)):
         if not math.isfinite(score):
-            reason = line(found.reasons[t, member])
+            reason = line(scored.reasons[t, member])
             yield _result(
                 name,
                 f"{where}: expected a score, got none: {reason}",
@@ -367,10 +367,10 @@ def _misjudged(name: str, trial: Trial, t: int, found: _Round) -> Iterator[Check
         )
 
 
-def _out_of_bounds(spec: RewardSpec, found: _Round) -> Iterator[CheckResult]:
+def _out_of_bounds(spec: RewardSpec, scored: _Round) -> Iterator[CheckResult]:
     low, high = getattr(spec.reward, "bounds", None) or (None, None)
     low, high = -math.inf if low is None else low, math.inf if high is None else high
-    for score in found.known():
+    for score in scored.finite():
         slack = 1e-6 * max(1.0, abs(score))  # of float32
         if not low - slack <= score <= high + slack:
             yield _result(
@@ -391,13 +391,13 @@ def _unrepeatable(name: str, first: _Round, again: _Round) -> Iterator[CheckResu
                 "It must score one image as it does several, in any order.",
             )
             return
-    known = first.known()
-    limit = SPREAD_SHARE * (max(known) - min(known)) + SCORE_SHARE * max(map(abs, known))
+    finite = first.finite()
+    limit = SPREAD_SHARE * (max(finite) - min(finite)) + SCORE_SHARE * max(map(abs, finite))
     worst = max(first.scores, key=lambda row: _gap(first, again, row))
     if _gap(first, again, worst) > limit:
         yield _result(
             name,
-            f"one image got {first.scores[worst]:.6g}, and in other company "
+            f"the same image scored {first.scores[worst]:.6g}, and in another batch "
             f"{again.scores[worst]:.6g}; expected the same within {limit:.2g}",
             "Score each image by itself and without chance (networks in .eval(), temperature 0), "
             "or say `deterministic = False`.",
@@ -412,12 +412,12 @@ def _gap(first: _Round, again: _Round, row: Row) -> float:
 def _differences(spec: RewardSpec, like: Reward | None) -> Iterator[CheckResult]:
     """Compare what a server says of its reward with the same reward here."""
     for key in ("version", "required_metadata") if like is not None else ():
-        there, here = getattr(spec.reward, key, None), getattr(like, key, None)
-        there, here = (tuple(v) if isinstance(v, list | tuple) else v for v in (there, here))
-        if (there or here) and there != here:
+        remote, local = getattr(spec.reward, key, None), getattr(like, key, None)
+        remote, local = (tuple(v) if isinstance(v, list | tuple) else v for v in (remote, local))
+        if (remote or local) and remote != local:
             yield _result(
                 spec.name,
-                f"the server's {key} is {there!r}, expected {here!r} as here",
+                f"the server's {key} is {remote!r}, expected {local!r} as here",
                 "Start it with the same arguments and the same flowrl, or give its --args.",
             )
 
@@ -429,8 +429,8 @@ def _passed(spec: RewardSpec, trials: list[Trial], first: _Round, again: _Round)
     squares, noise and white paper the same.
     """
     pairs = sum(bool(trial.says) for trial in trials)
-    known = first.known()
-    missing = len(first.scores) - len(known)
+    finite = first.finite()
+    missing = len(first.scores) - len(finite)
     right = f"{pairs} fixture{'s' if pairs > 1 else ''} right"
     parts = [right if pairs else f"{len(first.scores)} plain images"]
     parts += [f"{missing} without a score"] if missing else []
@@ -439,11 +439,11 @@ def _passed(spec: RewardSpec, trials: list[Trial], first: _Round, again: _Round)
     else:
         gap = max(_gap(first, again, row) for row in first.scores)
         parts.append(f"not deterministic: differs by up to {gap:.2g}")
-    parts.append(f"scores {min(known):.4g} to {max(known):.4g}")
+    parts.append(f"scores {min(finite):.4g} to {max(finite):.4g}")
     detail = ", ".join(parts)
-    if len(known) == 1 or min(known) < max(known):
+    if len(finite) == 1 or min(finite) < max(finite):
         return _result(spec.name, detail, state="ok")
-    detail = f"all images got the same score, {known[0]:.4g}: {detail}"
+    detail = f"all images got the same score, {finite[0]:.4g}: {detail}"
     remedy = "Is its model there, does it read the images? A method fixtures() would show it."
     return _result(spec.name, detail, remedy, state="warning")
 
@@ -483,9 +483,9 @@ def _inapplicable(spec: RewardSpec) -> CheckResult:
 
 def _load_failure(name: str, args: Mapping[str, Any] | None, error: UserError) -> CheckResult:
     """Return why a reward cannot be made: no package, no arguments, or no such reward."""
-    found, cause = failure_result(name, error), error.__cause__
-    if found.state == "missing" and (name in BUILT_IN or _lacks_package(name, cause)):
-        return found
+    result, cause = failure_result(name, error), error.__cause__
+    if result.state == "missing" and (name in BUILT_IN or _lacks_package(name, cause)):
+        return result
     refused = isinstance(error, ArgumentsRefused)
     if not args and refused:
         remedy = f"flowrl reward-check {name} --args '{{{_needed_arguments(str(cause))}}}'"
@@ -501,8 +501,8 @@ def _lacks_package(name: str, cause: BaseException | None) -> bool:
         cause = cause.__cause__
     if cause is None or cause.name is None:  # raised by hand: "needs the package ..."
         return cause is not None
-    here = f"{name.partition(':')[0]}.".startswith(f"{cause.name}.")
-    return isinstance(cause, ModuleNotFoundError) and not here
+    local = f"{name.partition(':')[0]}.".startswith(f"{cause.name}.")
+    return isinstance(cause, ModuleNotFoundError) and not local
 
 
 def _needed_arguments(reason: str) -> str:

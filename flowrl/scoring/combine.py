@@ -56,11 +56,11 @@ def _term(spec: RewardSpec, result: RewardResult, column: int, group: Tensor) ->
     if isinstance(spec.on_failure, int | float):
         missing = applicable & ~result.valid[:, column]
         scores = scores.masked_fill(missing, float(spec.on_failure))
-    known = applicable & scores.detach().isfinite()
-    used = scores[known]
+    present = applicable & scores.detach().isfinite()
+    used = scores[present]
     if spec.transform is not None:
-        used = spec.transform(used, group.to(known.device)[known])
-    return torch.full_like(scores, math.nan).masked_scatter(known, used)
+        used = spec.transform(used, group.to(present.device)[present])
+    return torch.full_like(scores, math.nan).masked_scatter(present, used)
 
 
 def check_scores(specs: Sequence[RewardSpec], result: RewardResult) -> None:
@@ -110,10 +110,10 @@ def mean_reward(specs: Sequence[RewardSpec], scores: Tensor) -> float:
     for spec, weight, column in zip(specs, train_weights(specs), scores.unbind(1), strict=True):
         if not weight or spec.whole_groups or not spec.asked_in("evaluation"):
             continue
-        known = column[column.isfinite()]
+        present = column[column.isfinite()]
         if spec.transform is not None and spec.transform is not rank:
-            known = spec.transform(known, torch.zeros(len(known), dtype=torch.long))
-        total += weight * known.mean().item()
+            present = spec.transform(present, torch.zeros(len(present), dtype=torch.long))
+        total += weight * present.mean().item()
     return total
 
 
@@ -169,8 +169,8 @@ def _reasons(errors: Mapping[str, str] | None) -> str:
 def share_weights(applicable: Tensor, weights: Tensor) -> Tensor:
     """Return weights (L, K), 0 where a reward does not apply; the others grow to the same total."""
     used = applicable & (weights != 0)
-    own = torch.where(used, weights.abs(), 0).sum(1, keepdim=True)
-    growth = weights.abs().sum() / torch.where(own > 0, own, 1)
+    used_weight = torch.where(used, weights.abs(), 0).sum(1, keepdim=True)
+    growth = weights.abs().sum() / torch.where(used_weight > 0, used_weight, 1)
     return torch.where(used, weights * growth, 0)
 
 
@@ -181,18 +181,18 @@ def z_scores(scores: Tensor, group: Tensor) -> Tensor:
     below `Z_FLOOR`, such as a network's rounding between equal images, thus stay small. 0 where
     all scores are equal, and where there is no score, so that the known ones of a group sum to 0.
     """
-    known = scores.isfinite()
-    exact = torch.where(known, scores.double(), 0)
+    present = scores.isfinite()
+    exact = torch.where(present, scores.double(), 0)
     names, number = group.unique(return_inverse=True)
 
     def total(values: Tensor) -> Tensor:
         """Sum over each image's group: (L, K)."""
         return values.new_zeros(len(names), values.shape[1]).index_add(0, number, values)[number]
 
-    count = total(known.double()).clamp(min=1)
-    away = torch.where(known, exact - total(exact) / count, 0)
+    count = total(present.double()).clamp(min=1)
+    away = torch.where(present, exact - total(exact) / count, 0)
     std = (total(away.square()) / count).sqrt()
-    apart = _range(scores.double(), known, number, len(names)) > 0
+    apart = _range(scores.double(), present, number, len(names)) > 0
     return torch.where(apart, away / (std + Z_FLOOR), 0)
 
 
@@ -211,12 +211,12 @@ def combine_gdpo(scores: Tensor, weights: Tensor, group: Tensor, applicable: Ten
     return torch.where(scores.isfinite().any(1), combined, torch.nan)
 
 
-def _range(scores: Tensor, known: Tensor, number: Tensor, groups: int) -> Tensor:
+def _range(scores: Tensor, present: Tensor, number: Tensor, groups: int) -> Tensor:
     """Return the largest minus the smallest known score of each image's group."""
     index = number[:, None].expand_as(scores)
     ends = [
         scores.new_full((groups, scores.shape[1]), start)
-        .scatter_reduce(0, index, torch.where(known, scores, start), how)
+        .scatter_reduce(0, index, torch.where(present, scores, start), how)
         .gather(0, index)
         for start, how in ((-torch.inf, "amax"), (torch.inf, "amin"))
     ]
@@ -245,16 +245,16 @@ def rank(scores: Tensor, group: Tensor) -> Tensor:
 
     Missing scores count nowhere; the only score of a group gets 1/2. It has no gradient.
     """
-    found = torch.full_like(scores, torch.nan)
-    known = scores.detach().isfinite().nonzero().flatten()
-    if not len(known):
-        return found
-    rows = group_rows(group[known])
-    table = scores.detach()[known][rows.index]
+    ranks = torch.full_like(scores, torch.nan)
+    present = scores.detach().isfinite().nonzero().flatten()
+    if not len(present):
+        return ranks
+    rows = group_rows(group[present])
+    table = scores.detach()[present][rows.index]
     mine, other = table[:, :, None], table[:, None, :]
     below = (mine > other).to(scores.dtype) + 0.5 * (mine == other)
     size = rows.mask.sum(1)
     total = (below * rows.mask[:, None, :]).sum(2) - 0.5  # a score ties with itself
     share = torch.where(size[:, None] > 1, total / (size[:, None] - 1).clamp(min=1), 0.5)
-    found[known[rows.index[rows.mask]]] = share[rows.mask]
-    return found
+    ranks[present[rows.index[rows.mask]]] = share[rows.mask]
+    return ranks

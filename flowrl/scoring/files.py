@@ -263,13 +263,13 @@ def _by_size(images: Iterator[Opened]) -> list[list[Opened]]:
 
 def images_with_prompts(sources: Sequence[Path], prompts: str) -> list[ImageFile]:
     """Return the images in their order, those that nothing labels with `prompts`."""
-    found: list[ImageFile | Path] = []
+    listed: list[ImageFile | Path] = []
     for source in sources:
         labelled = labelled_images(source) if source.is_dir() else None
-        found += plain_images(source) if labelled is None else labelled
-    if not found:
+        listed += plain_images(source) if labelled is None else labelled
+    if not listed:
         raise UserError(f"no images in {', '.join(map(str, sources))}: looked for {SUFFIXES}")
-    bare = [image for image in found if isinstance(image, Path)]
+    bare = [image for image in listed if isinstance(image, Path)]
     if prompts and not bare:
         raise UserError(f"{sources[0]} says its prompts itself: leave --prompt and --prompts out")
     records = iter(_prompts_for(prompts, len(bare)) if bare else [])
@@ -278,7 +278,7 @@ def images_with_prompts(sources: Sequence[Path], prompts: str) -> list[ImageFile
         text, metadata = next(records)
         return ImageFile(path=path, prompt=text, metadata=metadata)
 
-    return [label(image) if isinstance(image, Path) else image for image in found]
+    return [label(image) if isinstance(image, Path) else image for image in listed]
 
 
 def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:

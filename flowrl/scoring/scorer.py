@@ -38,7 +38,7 @@ class SamplerFailure(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Submission:
     """Rows submitted to a reward together."""
 
     column: int  # of the reward
@@ -60,7 +60,7 @@ class Scoring:
 
     specs: Sequence[RewardSpec]
     phase: Literal["rollout", "evaluation"] | None = None  # asks only the rewards that are for it
-    _asked: list[_Asked] = field(init=False, default_factory=list)
+    _submissions: list[_Submission] = field(init=False, default_factory=list)
     _images: list[Tensor] = field(init=False, default_factory=list)
     _prompts: list[str] = field(init=False, default_factory=list)
     _metadata: list[dict] = field(init=False, default_factory=list)
@@ -87,8 +87,10 @@ class Scoring:
         for column, spec in self._columns():
             if not spec.whole_groups:
                 fits = [i for i in range(rows) if spec.applies(prompts[i], metadata[i])]
-                own = images if len(fits) == rows else images[fits]  # no copy where none is needed
-                self._ask(column, [start + i for i in fits], own)
+                shown = (
+                    images if len(fits) == rows else images[fits]
+                )  # no copy where none is needed
+                self._ask(column, [start + i for i in fits], shown)
 
     def result(self) -> RewardResult:
         """Wait for every reward and return the scores of all images that were added.
@@ -101,15 +103,15 @@ class Scoring:
         applicable = torch.zeros(rows, len(self.specs), dtype=torch.bool)
         reasons: dict[str, dict[int, str]] = {}
         seconds: dict[str, float] = {}
-        for asked in self._asked:
-            spec = self.specs[asked.column]
+        for submission in self._submissions:
+            spec = self.specs[submission.column]
             with phase("score", f"reward {spec.name!r}"):
-                answer = self._answer(asked, spec)
-            scores[asked.rows, asked.column] = answer.scores
-            applicable[asked.rows, asked.column] = True
+                answer = self._answer(submission, spec)
+            scores[submission.rows, submission.column] = answer.scores
+            applicable[submission.rows, submission.column] = True
             for row, reason in answer.reasons.items():
-                reasons.setdefault(spec.name, {})[asked.rows[row]] = reason
-            if not asked.again:
+                reasons.setdefault(spec.name, {})[submission.rows[row]] = reason
+            if not submission.again:
                 seconds[spec.name] = seconds.get(spec.name, 0.0) + answer.seconds
         return RewardResult(
             scores=scores,
@@ -120,25 +122,25 @@ class Scoring:
             seconds=seconds,
         )
 
-    def _answer(self, asked: _Asked, spec: RewardSpec) -> Answer:
+    def _answer(self, submission: _Submission, spec: RewardSpec) -> Answer:
         """Return an answer; a RewardFailure of a held-out reward becomes missing scores."""
         try:
-            return self._wait(asked, spec.name)
+            return self._wait(submission, spec.name)
         except RewardFailure as error:
             if spec.trained:
                 raise
-            return failed(len(asked.rows), str(error))
+            return failed(len(submission.rows), str(error))
 
-    def _wait(self, asked: _Asked, name: str) -> Answer:
+    def _wait(self, submission: _Submission, name: str) -> Answer:
         """Wait for an answer and log every `HEARTBEAT`; executors have deadlines."""
         began = time.monotonic()
         while True:
             try:
-                return asked.answer.result(timeout=HEARTBEAT)
+                return submission.answer.result(timeout=HEARTBEAT)
             except TimeoutError:
-                if asked.answer.done():  # it is the reward's own
+                if submission.answer.done():  # it is the reward's own
                     raise
-                waiting = sum(len(a.rows) for a in self._asked if not a.answer.done())
+                waiting = sum(len(a.rows) for a in self._submissions if not a.answer.done())
                 LOG.warning(
                     "waiting for reward %r for %.0f s, %d scores pending",
                     name, time.monotonic() - began, waiting,
@@ -153,17 +155,19 @@ class Scoring:
             return
         executor = self.specs[column].get_executor()
         source = executor.source if isinstance(executor, ComponentExecutor) else executor
-        asked = next((a for a in self._asked if a.source is source and a.rows == rows), None)
-        whole = asked and asked.whole
+        submission = next(
+            (a for a in self._submissions if a.source is source and a.rows == rows), None
+        )
+        whole = submission and submission.whole
         if whole is None:
             prompts, metadata = [self._prompts[i] for i in rows], [self._metadata[i] for i in rows]
             with phase("score", f"reward {self.specs[column].name!r}"):
                 whole = source.submit(images, prompts, metadata)
         answer = executor.part_of(whole) if isinstance(executor, ComponentExecutor) else whole
-        self._asked.append(
-            _Asked(
+        self._submissions.append(
+            _Submission(
                 column=column, rows=rows, source=source, whole=whole, answer=answer,
-                again=asked is not None,
+                again=submission is not None,
             )
         )  # fmt: skip
 

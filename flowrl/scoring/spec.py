@@ -79,8 +79,8 @@ class RewardSpec:
             present = all(key in metadata for key in getattr(self.reward, "required_metadata", ()))
             return present and (test is None or bool(test(prompt, metadata)))
         except Exception as error:
-            known = isinstance(error, UserError)
-            message = str(error) if known else (
+            expected = isinstance(error, UserError)
+            message = str(error) if expected else (
                 f"reward {self.name!r} cannot tell whether it applies to the prompt {prompt!r}: "
                 f"{type(error).__name__}: {error}"
             )  # fmt: skip
@@ -184,13 +184,13 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
             f"'module:attribute'{hint}"
         )
     try:
-        found = load_callable(target)
+        attribute = load_callable(target)
     except Exception as error:  # a user's module may raise anything
         raise UserError(f"cannot load reward {name!r} from {target}: {_one_line(error)}") from error
-    if not inspect.isclass(found):
-        return cast(Reward, functools.partial(found, **args) if args else found)
+    if not inspect.isclass(attribute):
+        return cast(Reward, functools.partial(attribute, **args) if args else attribute)
     try:
-        return cast(Reward, found(**(args or {})))
+        return cast(Reward, attribute(**(args or {})))
     except UserError:
         raise
     except (TypeError, ValueError) as error:
@@ -266,6 +266,6 @@ def check_judges(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -
         except UserError:
             raise
         except Exception as error:
-            known = isinstance(error, ValueError)
-            failure = "" if known else f"its check failed with {type(error).__name__}: "
+            expected = isinstance(error, ValueError)
+            failure = "" if expected else f"its check failed with {type(error).__name__}: "
             raise UserError(f"reward {spec.name!r}, prompt {p.text!r}: {failure}{error}") from error

@@ -66,10 +66,10 @@ def load_color_namer(name: str, args: Mapping[str, Any] | None = None) -> ColorN
     return _load("way to tell colours", COLOR_NAMERS, name, args)
 
 
-def _load(what: str, known: Mapping[str, str], name: str, args: Mapping[str, Any] | None) -> Any:
-    module, colon, attribute = known.get(name, name).partition(":")
+def _load(what: str, names: Mapping[str, str], name: str, args: Mapping[str, Any] | None) -> Any:
+    module, colon, attribute = names.get(name, name).partition(":")
     if not colon:
-        raise ValueError(f"unknown {what} {name!r}: use {', '.join(known)}, or 'module:attribute'")
+        raise ValueError(f"unknown {what} {name!r}: use {', '.join(names)}, or 'module:attribute'")
     return getattr(importlib.import_module(module), attribute)(**(args or {}))
 
 
@@ -81,11 +81,11 @@ def detect(
     A missing package and a device without memory are raised: they concern all images.
     """
     try:
-        told = (classes,) if getattr(find, "open_vocabulary", False) else ()
-        found = find(images, *told)
-        if len(found) != len(images):
-            raise ValueError(f"answered for {len(found)} of {len(images)} images")
-        return found
+        arguments = (classes,) if getattr(find, "open_vocabulary", False) else ()
+        detections = find(images, *arguments)
+        if len(detections) != len(images):
+            raise ValueError(f"answered for {len(detections)} of {len(images)} images")
+        return detections
     except (ImportError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:

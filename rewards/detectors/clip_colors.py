@@ -47,9 +47,9 @@ class ClipColors:
         self._texts("object")
 
     @torch.no_grad()
-    def __call__(self, picture: np.ndarray, found: Sequence[Detection]) -> list[str]:
+    def __call__(self, picture: np.ndarray, detections: Sequence[Detection]) -> list[str]:
         names = []
-        for detection in found:
+        for detection in detections:
             pixels = torch.from_numpy(cut_out(picture, detection)).permute(2, 0, 1)[None]
             image = self.clip.images(pixels.float() / 255)[0]
             names.append(self.colors[int((self._texts(detection.name) @ image).argmax())])

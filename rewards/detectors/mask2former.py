@@ -96,7 +96,7 @@ class Mask2FormerDetector:
     def __call__(self, images: np.ndarray) -> list[list[Detection]]:
         self.load()
         starts = range(0, len(images), self.batch)
-        return [found for i in starts for found in self._find(images[i : i + self.batch])]
+        return [detections for i in starts for detections in self._find(images[i : i + self.batch])]
 
     @torch.no_grad()
     def _find(self, images: np.ndarray) -> list[list[Detection]]:
@@ -127,7 +127,7 @@ class Mask2FormerDetector:
         """
         best, places = scores.flatten().topk(min(MOST, scores.numel()))
         places = places[best >= self.floor]  # a mask only lowers a score
-        found = []
+        detections = []
         for place in places.tolist():
             query, label = divmod(place, scores.shape[1])
             mask = _enlarged(masks[query][None, None], padded, seen, size)
@@ -135,10 +135,10 @@ class Mask2FormerDetector:
             sure = (mask.sigmoid() * inside).sum() / (inside.sum() + 1e-6)
             score = float(scores[query, label] * sure)
             if score >= self.floor and bool(inside.any()):
-                own = inside.cpu().numpy()
+                mask = inside.cpu().numpy()
                 name = self.classes[label]
-                found.append(Detection(box=_box(own), score=score, name=name, mask=own))
-        return found
+                detections.append(Detection(box=_box(mask), score=score, name=name, mask=mask))
+        return detections
 
 
 def _enlarged(
@@ -146,8 +146,8 @@ def _enlarged(
 ) -> Tensor:
     """A mask (1, 1, h, w) of the padded input at the image's own size, (H, W)."""
     whole = F.interpolate(mask, size=padded, mode="bilinear", align_corners=False)
-    own = whole[..., : seen[0], : seen[1]]
-    return F.interpolate(own, size=tuple(size), mode="bilinear", align_corners=False)[0, 0]
+    mask = whole[..., : seen[0], : seen[1]]
+    return F.interpolate(mask, size=tuple(size), mode="bilinear", align_corners=False)[0, 0]
 
 
 def _box(mask: np.ndarray) -> tuple[float, float, float, float]:

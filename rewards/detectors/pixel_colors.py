@@ -52,8 +52,8 @@ class PixelColors:
 
     colors = _COLORS
 
-    def __call__(self, image: np.ndarray, found: Sequence[Detection]) -> list[str | None]:
-        return [color_of(_pixels(image, detection)) for detection in found]
+    def __call__(self, image: np.ndarray, detections: Sequence[Detection]) -> list[str | None]:
+        return [color_of(_pixels(image, detection)) for detection in detections]
 
 
 def color_of(levels: np.ndarray) -> str | None:

@@ -66,16 +66,16 @@ class TinyDetector:
         contrast = np.sqrt(np.einsum("hwc,hwc->hw", offset, offset))
         mask = (contrast > CONTRAST).astype(np.uint8)
         image = Patch(mask=mask, contrast=contrast, pixels=pixels, left=0, top=0)
-        found: list[Detection] = []
+        detections: list[Detection] = []
         for region in image.regions(mask):
             whole = self._judge(region)
             if whole.name == UNKNOWN or whole.color is None:
                 parts = [self._judge(part) for part in _cut(region)]
                 if any(part.name != UNKNOWN for part in parts):
-                    found += parts
+                    detections += parts
                     continue
-            found.append(whole)
-        return [_with_size_and_place(one, *mask.shape) for one in found]
+            detections.append(whole)
+        return [_with_size_and_place(one, *mask.shape) for one in detections]
 
     def _judge(self, patch: Patch) -> Detection:
         """What one region is."""
@@ -103,13 +103,13 @@ class TinyDetector:
         return (name if score > MATCH[name] and score - second > MARGIN else UNKNOWN), score
 
 
-def _with_size_and_place(found: Detection, height: int, width: int) -> Detection:
+def _with_size_and_place(item: Detection, height: int, width: int) -> Detection:
     """Name the size of an object, "small" or "large", and the quarter that its middle lies in."""
-    left, top, right, bottom = found.box
+    left, top, right, bottom = item.box
     small = max((right - left) / width, (bottom - top) / height) < SMALL
     row = "top" if top + bottom < height else "bottom"
     column = "left" if left + right < width else "right"
-    return replace(found, size="small" if small else "large", place=f"{row} {column}")
+    return replace(item, size="small" if small else "large", place=f"{row} {column}")
 
 
 def _nearest_color(pixels: np.ndarray) -> np.ndarray:

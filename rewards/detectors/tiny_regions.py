@@ -21,7 +21,7 @@ class Patch:
     def regions(self, mask: np.ndarray) -> list["Patch"]:
         """The connected regions of another mask (h, w) that are no specks, with a pixel around."""
         count, labels, stats, _ = cv2.connectedComponentsWithStats(mask, connectivity=4)
-        found = []
+        regions = []
         for i in range(1, count):
             x, y, width, height, area = (int(n) for n in stats[i])
             if area < SPECK:
@@ -29,13 +29,13 @@ class Patch:
             x0, y0 = max(x - 1, 0), max(y - 1, 0)
             cut = slice(y0, y + height + 1), slice(x0, x + width + 1)
             region = (labels[cut] == i).astype(np.uint8)
-            found.append(
+            regions.append(
                 Patch(
                     mask=region, contrast=self.contrast[cut], pixels=self.pixels[cut],
                     left=self.left + x0, top=self.top + y0,
                 )
             )  # fmt: skip
-        return found
+        return regions
 
 
 def cut_at_necks(patch: Patch) -> list[Patch]:

@@ -104,8 +104,8 @@ class Clip:
         return cosine(self.images(images), self.texts(prompts))
 
     def _encode(self, prompts: list[str]) -> Tensor:
-        asked = (self.tokenizer, *prompts)
-        return self._shared.recall(asked, None, lambda: self._read(prompts))
+        key = (self.tokenizer, *prompts)
+        return self._shared.recall(key, None, lambda: self._read(prompts))
 
     def _read(self, prompts: list[str]) -> Tensor:
         network = self._loaded.network

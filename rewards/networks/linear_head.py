@@ -10,7 +10,7 @@ from .loading import building
 
 
 def linear_head(
-    found: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
     path: Path,
     *,
     what: str,
@@ -33,7 +33,7 @@ def linear_head(
         for part in ("weight", "bias")
     }
     try:
-        head.load_state_dict({key: found[name] for key, name in wanted.items()})
+        head.load_state_dict({key: state[name] for key, name in wanted.items()})
     except (KeyError, RuntimeError, AttributeError) as error:
         said = " ".join(str(error).split())
         raise ValueError(

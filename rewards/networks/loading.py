@@ -113,13 +113,13 @@ def weights_file(model: str, file: str, revision: str | None = None) -> Path:
 
     `model` may also be the file itself. Raises FileNotFoundError of one sentence.
     """
-    given = Path(model)
-    if given.is_file():
-        return given
-    if given.is_dir():
-        if not (given / file).is_file():
+    path = Path(model)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if not (path / file).is_file():
             raise FileNotFoundError(f"the folder {model} holds no file {file}")
-        return given / file
+        return path / file
     with fetching(model, file):
         from huggingface_hub import hf_hub_download
 
@@ -137,13 +137,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
         return load_file(path)
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(
             f"{path} is not read as plain weights ({first_line(error)}); expected a file of "
             "tensors, saved by torch.save or as .safetensors"
         ) from error
-    return found.get("state_dict", found)
+    return state.get("state_dict", state)
 
 
 def first_file(model: str, files: Sequence[str], revision: str | None = None) -> Path:
@@ -154,12 +154,14 @@ def first_file(model: str, files: Sequence[str], revision: str | None = None) ->
     return weights_file(model, files[-1], revision)
 
 
-def mismatch(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+def mismatch(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
     """How names and shapes differ from a network's own, the first of each kind; "" if not."""
     wrong = {
-        "is missing": [name for name in own if name not in found],
-        "is unknown": [name for name in found if name not in own],
-        "has another shape": [n for n in own if n in found and own[n].shape != found[n].shape],
+        "is missing": [name for name in expected if name not in state],
+        "is unknown": [name for name in state if name not in expected],
+        "has another shape": [
+            n for n in expected if n in state and expected[n].shape != state[n].shape
+        ],
     }
     return ", ".join(
         f"{names[0]} {how}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
@@ -168,11 +170,11 @@ def mismatch(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
     )
 
 
-def fit(network: nn.Module, found: Mapping[str, Tensor], path: Path, what: str) -> None:
+def fit(network: nn.Module, state: Mapping[str, Tensor], path: Path, what: str) -> None:
     """Give a network its weights: the same names and shapes, no more and no fewer.
 
     Raises ValueError of one sentence.
     """
-    if wrong := mismatch(network.state_dict(), found):
+    if wrong := mismatch(network.state_dict(), state):
         raise ValueError(f"{path} does not hold the weights of {what}: {wrong}")
-    network.load_state_dict(dict(found))
+    network.load_state_dict(dict(state))

@@ -38,8 +38,10 @@ class Shared:
         """Whether this is the network that it loaded."""
         return network is not None and network is self._network
 
-    def recall(self, asked: Hashable, image: Tensor | np.ndarray | None, run: Callable[[], T]) -> T:
-        """What `run` gives for a question `asked` about images: run once for the same of both.
+    def recall(
+        self, question: Hashable, image: Tensor | np.ndarray | None, run: Callable[[], T]
+    ) -> T:
+        """Return what `run` gives for a question about images: run once for the same of both.
 
         The key is the whole batch, never single images, since a network's last bits depend on what
         else is in its batch. With gradients every caller runs for itself.
@@ -47,7 +49,7 @@ class Shared:
         leaf = isinstance(image, Tensor) and image.requires_grad and torch.is_grad_enabled()
         if len(self.holders) < 2 or leaf:
             return run()
-        key = (asked, None if image is None else digest(image))
+        key = (question, None if image is None else digest(image))
         with self._lock:  # one who asks meanwhile gets this answer
             if key not in self._answers:
                 answer = run()

@@ -17,21 +17,21 @@ class TextEmbeddings:
 
     def __init__(self, encode: Callable[[list[str]], Tensor], limit: int = LIMIT):
         self.encode, self.limit = encode, limit
-        self._known: dict[str, Tensor] = {}  # the least recently used first
+        self._vectors: dict[str, Tensor] = {}  # the least recently used first
 
     def __call__(self, prompts: Sequence[str]) -> Tensor:
         """B prompts -> (B, D)."""
         unique = list(dict.fromkeys(prompts))
-        new = [prompt for prompt in unique if prompt not in self._known]
+        new = [prompt for prompt in unique if prompt not in self._vectors]
         if new:
             with torch.no_grad():
                 rows = [row.clone() for row in self.encode(new)]
-            self._known |= dict(zip(new, rows, strict=True))
+            self._vectors |= dict(zip(new, rows, strict=True))
         for prompt in unique:
-            self._known[prompt] = self._known.pop(prompt)
-        result = torch.stack([self._known[prompt] for prompt in prompts])
-        for prompt in list(self._known)[: max(0, len(self._known) - self.limit)]:
-            del self._known[prompt]
+            self._vectors[prompt] = self._vectors.pop(prompt)
+        result = torch.stack([self._vectors[prompt] for prompt in prompts])
+        for prompt in list(self._vectors)[: max(0, len(self._vectors) - self.limit)]:
+            del self._vectors[prompt]
         return result
 
 

@@ -310,7 +310,7 @@ def test_a_reward_is_warmed_up_with_its_fixtures_and_not_served_where_it_fails()
         return warm_up(RewardSpec(name="r", reward=reward, executor=InlineExecutor(reward, "r")))
 
     image = torch.zeros(3, 8, 8)
-    assert warmed(fixture("odd", image, image, "p", others=[image]), scope="group")
+    assert warmed(fixture("odd", image, image, "p", more=[image]), scope="group")
     assert warmed() and sizes == [3, 4]  # plain images where it has none
     with pytest.raises(UserError, match="'r' cannot score its own fixture.*no weights"):
         warmed(fixture("works", image, image, "broken"))

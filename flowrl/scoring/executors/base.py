@@ -44,8 +44,8 @@ class Answer:
         if name in self.components:
             return replace(self.components[name], seconds=self.seconds)
         if self.components or len(self.reasons) < len(self.scores):
-            known = ", ".join(self.components) or "none"
-            raise RewardFailure(f"the reward has no component {name!r}: it gave {known}")
+            names = ", ".join(self.components) or "none"
+            raise RewardFailure(f"the reward has no component {name!r}: it gave {names}")
         return self
 
 
@@ -362,21 +362,21 @@ def restore(reward: Any) -> None:
 
 def networks_of(reward: Any) -> list[nn.Module]:
     """Return the networks that an object holds, in its attributes and in what these hold."""
-    found: dict[int, nn.Module] = {}
+    networks: dict[int, nn.Module] = {}
     seen: set[int] = set()
     level: list[Any] = [reward]
     for _ in range(DEPTH):
-        level = [part for one in level for part in _parts(one, found, seen)]
-    return list(found.values())
+        level = [part for one in level for part in _parts(one, networks, seen)]
+    return list(networks.values())
 
 
-def _parts(value: Any, found: dict[int, nn.Module], seen: set[int]) -> Iterable[Any]:
+def _parts(value: Any, networks: dict[int, nn.Module], seen: set[int]) -> Iterable[Any]:
     """Return what an object holds; a network is found, and not looked into."""
     if id(value) in seen or isinstance(value, str | bytes | type | torch.Tensor):
         return ()
     seen.add(id(value))
     if isinstance(value, nn.Module):
-        found[id(value)] = value
+        networks[id(value)] = value
         return ()
     if isinstance(value, Mapping):
         return list(value.values())

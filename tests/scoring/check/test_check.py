@@ -66,7 +66,7 @@ def test_a_planted_fault_is_a_problem_in_one_sentence():
         ("constant", "'red scores above blue' .* 0.5"),
         ("zero", "'red scores above blue' .* 0, .* 0"),
         ("swapped", "'red scores above blue' .* -"),
-        ("shifted by the batch", "other company"),
+        ("shifted by the batch", "another batch"),
         ("sorted", "'red scores above blue'"),
         ("random", "the same within"),
         ("out of bounds", r"\[-1, 1\]"),
@@ -120,7 +120,7 @@ def test_groups_are_asked_for_whole_and_may_have_more_images_than_the_two_compar
     class Odd(Ranks):
         def fixtures(self):
             light, dark = blank(32), square("black", 32)
-            return [fixture("light above dark", light, dark, others=[dark, dark])]
+            return [fixture("light above dark", light, dark, more=[dark, dark])]
 
     for reward, prompts in ((Ranks(), PROMPTS), (Odd(), ())):
         (finding,) = check_reward(RewardSpec(name="ranks", reward=reward), prompts).results
