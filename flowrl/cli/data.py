@@ -151,8 +151,8 @@ def prompts(
     if not count + held_out:
         raise UserError("--count or --held-out must be above 0: there is nothing to write.")
     ours = (words, templates, new_words or None)
-    others = ours if kind == "geneval" else (classes, exclude or None)
-    if any(option is not None for option in others):
+    wrong = ours if kind == "geneval" else (classes, exclude or None)
+    if any(option is not None for option in wrong):
         named = "--words, --templates and --new-words", "--classes and --exclude"
         theirs = named[kind == "ocr"]
         raise UserError(f"{theirs} are not for {kind}: leave them out, see flowrl prompts --help.")

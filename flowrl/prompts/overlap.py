@@ -1,8 +1,8 @@
-"""What a prompt asks for, whatever its words, and which held-out prompts ask the same as others.
+"""What a prompt requests, whatever its words, and which held-out prompts request the same.
 
-A request is told by metadata where there is any: GenEval's `include` and `exclude` (Ghosh et al.
+A request follows from metadata where there are any: GenEval's `include` and `exclude` (Ghosh et al.
 2023, 2310.11513) with pairs unordered and "A left of B" equal to "B right of A", or the text to
-be drawn, `ocr_text`. Without, it is the prompt's own text, up to case, spaces and punctuation.
+be drawn, `ocr_text`. Otherwise it is the prompt's text, up to case, spaces and punctuation.
 """
 
 import math
@@ -20,10 +20,10 @@ MIRRORED = {"right of": "left of", "below": "above"}  # each relation and its fi
 
 
 def request_of(metadata: Mapping[str, Any]) -> Hashable | None:
-    """Return what the metadata ask for, equal for equal requests; None where they ask nothing."""
-    found: list[Hashable] = []
+    """Return the request in metadata, equal for equal requests; None where there is none."""
+    request: list[Hashable] = []
     if isinstance(text := metadata.get("ocr_text"), str):
-        found.append(("text", "".join(text.split()).casefold()))
+        request.append(("text", "".join(text.split()).casefold()))
     include, exclude = (_entries(metadata.get(key)) for key in ("include", "exclude"))
     if include or exclude:
         objects = [_object(entry) for entry in include]
@@ -33,11 +33,11 @@ def request_of(metadata: Mapping[str, Any]) -> Hashable | None:
             if entry.get("position")
         ]
         # "Two clocks" is often said as two and not three: the second says nothing new.
-        limits = {(name, count + 1, *others) for name, count, *others in objects}
-        others = [_object(entry) for entry in exclude if _object(entry) not in limits]
-        parts = (objects, relations, others)
-        found.append(("objects", *(tuple(sorted(part, key=repr)) for part in parts)))
-    return tuple(found) or None
+        limits = {(name, count + 1, *rest) for name, count, *rest in objects}
+        forbidden = [_object(entry) for entry in exclude if _object(entry) not in limits]
+        parts = (objects, relations, forbidden)
+        request.append(("objects", *(tuple(sorted(part, key=repr)) for part in parts)))
+    return tuple(request) or None
 
 
 def _entries(value: Any) -> list[Mapping[str, Any]]:
@@ -47,10 +47,10 @@ def _entries(value: Any) -> list[Mapping[str, Any]]:
 
 def _object(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return name, count, color and, of the tiny world, size and place."""
-    name, *others = (
+    name, *rest = (
         str(entry.get(key) or "").casefold() for key in ("class", "color", "size", "place")
     )
-    return name, int(entry.get("count", 1)), *others
+    return name, int(entry.get("count", 1)), *rest
 
 
 def _relation(mine: tuple, position: Any, objects: Sequence[tuple]) -> tuple:
@@ -68,11 +68,11 @@ def _relation(mine: tuple, position: Any, objects: Sequence[tuple]) -> tuple:
 
 
 def requests_in(files: Iterable[Path]) -> frozenset[Hashable]:
-    """Return the requests of prompt files. Raises UserError for a prompt whose request is unknown.
+    """Return the requests of prompt files. Raises UserError for a prompt without metadata of one.
 
-    Only metadata tell a request: a text alone could be worded otherwise.
+    A text alone is not a request: the same could be said in other words.
     """
-    found = set()
+    requests = set()
     for path in files:
         for prompt in load_prompts(path):
             request = request_of(prompt.metadata)
@@ -81,8 +81,8 @@ def requests_in(files: Iterable[Path]) -> frozenset[Hashable]:
                     f"{path}: the prompt {prompt.text!r} has neither include, exclude nor "
                     "ocr_text, which say what it asks for: give a .jsonl file in GenEval's form"
                 )
-            found.add(request)
-    return frozenset(found)
+            requests.add(request)
+    return frozenset(requests)
 
 
 def plain_text(text: str) -> str:
@@ -92,7 +92,7 @@ def plain_text(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A held-out prompt, and one of training that asks for the same."""
+    """A held-out prompt, and a training prompt with the same request."""
 
     held_out: str
     training: str
@@ -106,7 +106,7 @@ def overlaps(training: Iterable[PromptRecord], held_out: Iterable[PromptRecord])
     """
     requests: dict[Hashable, str] = {}
     texts: dict[str, str] = {}  # of all prompts
-    unlabelled: dict[str, str] = {}  # of those without metadata that ask for anything
+    unlabelled: dict[str, str] = {}  # of those without a request in their metadata
     for prompt in training:
         request = request_of(prompt.metadata)
         words = {plain_text(text): prompt.text for text in (prompt.text, *prompt.paraphrases)}
@@ -115,32 +115,32 @@ def overlaps(training: Iterable[PromptRecord], held_out: Iterable[PromptRecord])
             unlabelled |= words
         else:
             requests[request] = prompt.text
-    found = []
+    pairs = []
     for prompt in held_out:
         request, text = request_of(prompt.metadata), plain_text(prompt.text)
         same = texts.get(text) if request is None else requests.get(request, unlabelled.get(text))
         if same is not None:
-            found.append(Overlap(held_out=prompt.text, training=same))
-    return found
+            pairs.append(Overlap(held_out=prompt.text, training=same))
+    return pairs
 
 
 def check_overlap(
     training: Sequence[PromptRecord], held_out: Sequence[PromptRecord], *, allowed: bool
 ) -> None:
-    """Check that no held-out prompt asks for what one of training does, unless that is `allowed`.
+    """Check that no held-out prompt requests what a training prompt does, unless `allowed`.
 
     Raises UserError with the number of those that do, and the first of them.
     """
     if allowed or not training or not held_out:
         return
-    found = overlaps(training, held_out)
-    if found:
-        first = found[0]
+    pairs = overlaps(training, held_out)
+    if pairs:
+        first = pairs[0]
         raise UserError(
-            f"{len(found)} of the {len(held_out)} evaluation.prompts ask for what prompts.train "
-            f"has, too, the first {first.held_out!r} as {first.training!r}: a score on them does "
-            "not show that anything unseen was learned. Hold out other requests, as flowrl "
-            "prompts does, or set prompts.allow_overlap to true to insist"
+            f"{len(pairs)} of the {len(held_out)} evaluation.prompts request the same as prompts "
+            f"in prompts.train, for example {first.held_out!r} and {first.training!r}: a score on "
+            "them does not show that anything unseen was learned. Hold out other requests, as "
+            "flowrl prompts does, or set prompts.allow_overlap to true to insist"
         )
 
 
@@ -168,10 +168,10 @@ def hold_out(
     )
     count = max(FEWEST, math.ceil(share * len(order)))
     chosen = {p.uid for same in order[:count] for p in same}
-    while True:  # what training asks for in a paraphrase goes back, and may take others along
+    while True:  # requests that training has in a paraphrase go back to training
         training = [p for p in prompts if p.uid not in chosen]
         held_out = [p for p in prompts if p.uid in chosen]
-        shared = {found.held_out for found in overlaps(training, held_out)}
+        shared = {pair.held_out for pair in overlaps(training, held_out)}
         if not shared:
             break
         chosen -= {p.uid for p in held_out if p.text in shared}

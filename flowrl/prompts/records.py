@@ -13,7 +13,7 @@ from pathlib import Path
 from flowrl.errors import UserError
 from flowrl.prompts.sources import read_rows
 
-OWN_KEYS = ("prompt", "negative", "paraphrases")  # of a row; all others are metadata
+RECORD_KEYS = ("prompt", "negative", "paraphrases")  # of a row; all other keys are metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +69,14 @@ def prompt_uid(text: str, negative: str | None, metadata: dict, occurrence: int 
 
 def _record(row: dict, seen: Counter[str]) -> PromptRecord:
     text, negative = row["prompt"], row.get("negative")
-    metadata = {k: v for k, v in row.items() if k not in OWN_KEYS}
+    metadata = {k: v for k, v in row.items() if k not in RECORD_KEYS}
     first = prompt_uid(text, negative, metadata)
     uid = prompt_uid(text, negative, metadata, seen[first])
     seen[first] += 1
-    others = tuple(row.get("paraphrases", ()))
     return PromptRecord(
-        uid=uid, text=text, negative=negative, metadata=metadata, paraphrases=others
-    )
+        uid=uid, text=text, negative=negative, metadata=metadata,
+        paraphrases=tuple(row.get("paraphrases", ())),
+    )  # fmt: skip
 
 
 def reworded(record: PromptRecord, turn: int, *, seed: int, iteration: int) -> PromptRecord:
@@ -102,7 +102,7 @@ def check_paraphrases(prompts: Sequence[PromptRecord], option: str, source: str)
 class PromptSampler:
     """Chooses the prompts of an iteration, as a function of the iteration number only.
 
-    Prompts come in seeded shuffles, one an epoch; an iteration has none twice unless it must.
+    Prompts come in seeded shuffles, one per epoch; an iteration repeats none unless it must.
     balance: metadata key whose values alternate, each with its own epochs, so that rare kinds are
     seen as often as common ones.
     weights: how many turns a value of `balance` has in a round, 1 unless named.
@@ -148,16 +148,16 @@ class PromptSampler:
         return [next(streams[kind]) for kind in turns]
 
     def _stream(self, kind: str, start: int) -> Iterator[PromptRecord]:
-        """Yield the prompts of one kind from its `start`-th on; none twice until all were given."""
+        """Yield the prompts of one kind from its `start`-th on; none twice until all were used."""
         records = self.kinds[kind]
-        given: set[int] = set()
+        used: set[int] = set()
         for position in count(start):
             epoch, place = divmod(position, len(records))
             index = _shuffled(len(records), f"{self.seed}/{kind}/{epoch}")[place]
-            if len(given) == len(records):
-                given.clear()
-            if index not in given:
-                given.add(index)
+            if len(used) == len(records):
+                used.clear()
+            if index not in used:
+                used.add(index)
                 yield records[index]
 
 

@@ -57,18 +57,18 @@ def _of_split(folder: Path, split: str) -> Path | None:
     """
     if not folder.is_dir():
         return None
-    found = {
+    files = {
         name: file
         for name in SPLITS
         for pattern in (f"{name}.txt", f"{name}.jsonl", f"{name}_metadata.jsonl")  # the last wins
         if (file := folder / pattern).is_file()
     }
-    if found and split not in found:
+    if files and split not in files:
         raise UserError(
-            f"cannot read prompts {folder}: it has {next(iter(found.values())).name}, and no "
+            f"cannot read prompts {folder}: it has {next(iter(files.values())).name}, and no "
             f"{split}_metadata.jsonl, {split}.jsonl or {split}.txt"
         )
-    return found.get(split)
+    return files.get(split)
 
 
 def _tiny(source: str) -> Iterator[dict]:
@@ -174,12 +174,12 @@ def check_row(row: object, where: str) -> dict:
         raise UserError(f'{where}: expected an object with a text under "prompt"')
     if not isinstance(row.get("negative"), str | None):
         raise UserError(f'{where}: "negative" must be a text')
-    others = row.get("paraphrases", [])
-    if not isinstance(others, list) or not all(isinstance(t, str) and t.strip() for t in others):
+    words = row.get("paraphrases", [])
+    if not isinstance(words, list) or not all(isinstance(t, str) and t.strip() for t in words):
         raise UserError(f'{where}: "paraphrases" must be a list of texts that are not empty')
-    for words in (text, row.get("negative") or "", *others):
+    for sentence in (text, row.get("negative") or "", *words):
         try:
-            check_unicode(words)
+            check_unicode(sentence)
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
     return row
@@ -204,11 +204,11 @@ def _usual(row: dict, where: str) -> dict:
             raise UserError(f'{where}: "metadata" must hold an object, got {inner!r:.40}')
         row = inner | row
     if "negative_prompt" in row:
-        given = row.pop("negative_prompt")
-        if given is not None and row.get("negative", given) not in (None, given):
+        negative = row.pop("negative_prompt")
+        if negative is not None and row.get("negative", negative) not in (None, negative):
             raise UserError(f'{where}: "negative" and "negative_prompt" differ: keep one')
-        if given is not None or "negative" not in row:
-            row["negative"] = given
+        if negative is not None or "negative" not in row:
+            row["negative"] = negative
     if isinstance(row.get("prompt"), list):
         row["prompt"] = _last_user_message(row["prompt"], where)
         reward = row.get("reward_model")
@@ -221,8 +221,8 @@ def _usual(row: dict, where: str) -> dict:
 
 def _last_user_message(messages: list, where: str) -> str:
     """Return the text of the last message of a user. Raises UserError when there is none."""
-    own = [m for m in messages if isinstance(m, dict) and m.get("role") == "user"]
-    content = own[-1].get("content") if own else None
+    users = [m for m in messages if isinstance(m, dict) and m.get("role") == "user"]
+    content = users[-1].get("content") if users else None
     if isinstance(content, list):
         parts = (p.get("text") for p in content if isinstance(p, dict))
         content = "\n".join(text for text in parts if isinstance(text, str))
@@ -288,8 +288,8 @@ def _open(place: str, split: str, cache: str) -> Any:
         return datasets.load_dataset(place, split=split)
     name, bracket, rest = split.partition("[")
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        found = datasets.load_from_disk(place)
-        splits: dict[Any, Any] = found if isinstance(found, dict) else {"train": found}
+        saved = datasets.load_from_disk(place)
+        splits: dict[Any, Any] = saved if isinstance(saved, dict) else {"train": saved}
         if name not in splits:
             raise ValueError(
                 f"Unknown split {name!r}. Available splits: {', '.join(map(str, splits))}"
@@ -351,13 +351,13 @@ def _read(value: Any) -> Any:
     """Parse texts that hold JSON, and drop fields that are None, which tables need."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
-            found = json.loads(value)
-        except json.JSONDecodeError:
+            inner = json.loads(value)
+        except (ValueError, RecursionError):
             return value
-        nested = isinstance(found, dict) or (
-            isinstance(found, list) and found and all(isinstance(f, dict | list) for f in found)
+        nested = isinstance(inner, dict) or (
+            isinstance(inner, list) and inner and all(isinstance(i, dict | list) for i in inner)
         )
-        return found if nested else value
+        return inner if nested else value
     if isinstance(value, dict):
         return {key: _read(inner) for key, inner in value.items() if inner is not None}
     return [_read(inner) for inner in value] if isinstance(value, list) else value

@@ -81,8 +81,8 @@ def _holds(entry: dict, chosen: tuple[str, ...]) -> bool:
     axis, sign = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 1)}[
         entry["position"][0]
     ]
-    there, here = (QUARTERS[quarter] for quarter in chosen)
-    return sign * (here[axis] - there[axis]) > 0 and here[1 - axis] == there[1 - axis]
+    first, second = (QUARTERS[quarter] for quarter in chosen)
+    return sign * (second[axis] - first[axis]) > 0 and second[1 - axis] == first[1 - axis]
 
 
 def places(include: list[dict], rng: random.Random) -> tuple[str, ...]:

@@ -116,8 +116,8 @@ def requests(tag: str) -> Sequence[Request]:
         return [Request(tag, word=word) for word in WORDS]
     if tag == "single_object":
         places = ("", *PLACES)
-        found = [Thing(s, size=z, place=p) for s, z, p in product(SHAPES, ("", "small"), places)]
-        return [Request(tag, (thing,)) for thing in found]
+        things = [Thing(s, size=z, place=p) for s, z, p in product(SHAPES, ("", "small"), places)]
+        return [Request(tag, (thing,)) for thing in things]
     if tag == "two_object":
         things = [Thing(s, size=z) for s, z in product(SHAPES, ("", "small"))]
         return [Request(tag, pair) for pair in _pairs(things)]
@@ -174,8 +174,8 @@ def prompts_of(request: Request) -> list[Prompt]:
         texts = [template.format(request.word) for template in WORD_TEMPLATES]
         return [common | {"prompt": text, "ocr_text": request.word} for text in texts]
     return [
-        common | {"prompt": prefix + text} | asked
-        for text, asked in _wordings(request)
+        common | {"prompt": prefix + text} | demands
+        for text, demands in _wordings(request)
         for prefix in PREFIXES
     ]
 

@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from flowrl.cli.data import prompts
 from flowrl.errors import UserError
-from flowrl.prompts.records import load_prompts
 
 
 @pytest.fixture
@@ -30,34 +29,20 @@ def rows(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_two_files_are_written_that_training_reads(run, tmp_path):
-    for kind in ["geneval", "ocr"]:
-        code, out, _ = run(kind, "-o", kind, "--count", "40", "--held-out", "12")
-        assert code == 0
-        assert out.splitlines() == [
-            f"{kind}/train.jsonl  40 prompts",
-            f"{kind}/test.jsonl  12 prompts",
-        ]
-        train, test = (
-            load_prompts(tmp_path / kind / f"{name}.jsonl") for name in ("train", "test")
-        )
-        assert not {p.text for p in train} & {p.text for p in test}
-
-
 def test_own_words_templates_classes_and_ratios_are_used(run, tmp_path):
     (tmp_path / "words.txt").write_text("ART\nBOX\nCUP\nDOG\nEGG\n")
     (tmp_path / "wordings.txt").write_text('the word "{}"\na sign with "{}"\n')
-    own = ["--words", "words.txt", "--templates", "wordings.txt", "--ratio", "1:0:0:0"]
-    assert run("ocr", "-o", "o", "--count", "8", "--held-out", "2", *own, "--new-words")[0] == 0
+    options = ["--words", "words.txt", "--templates", "wordings.txt", "--ratio", "1:0:0:0"]
+    assert run("ocr", "-o", "o", "--count", "8", "--held-out", "2", *options, "--new-words")[0] == 0
     train, test = (rows(tmp_path / "o" / f"{name}.jsonl") for name in ("train", "test"))
     assert len({row["ocr_text"] for row in test}) == 1
     words = {row["ocr_text"] for row in train + test}
     assert words == {"ART", "BOX", "CUP", "DOG", "EGG"}
     (tmp_path / "names.txt").write_text("cat\nwine glass\n")
-    own = ["--classes", "names.txt", "--ratio", "0:1:0:0:0:0", "--held-out", "0"]
-    assert run("geneval", "-o", "g", "--count", "20", *own)[0] == 0
-    found = rows(tmp_path / "g" / "train.jsonl")
-    assert {row["include"][0]["class"] for row in found} == {"cat", "wine glass"}
+    options = ["--classes", "names.txt", "--ratio", "0:1:0:0:0:0", "--held-out", "0"]
+    assert run("geneval", "-o", "g", "--count", "20", *options)[0] == 0
+    train = rows(tmp_path / "g" / "train.jsonl")
+    assert {row["include"][0]["class"] for row in train} == {"cat", "wine glass"}
     assert not (tmp_path / "g" / "test.jsonl").exists()
 
 

@@ -51,8 +51,8 @@ def test_a_split_and_a_column_are_named_after_the_place(tmp_path):
     rows = [{"words": "a cat", "caption": "b", "n": 1}]
     folder = tmp_path / "saved"
     datasets.DatasetDict({"train": table(), "test": table(rows)}).save_to_disk(folder)
-    (found,) = load_prompts(f"hf:{folder}:test:words")
-    assert (found.text, found.metadata) == ("a cat", {"caption": "b", "n": 1})
+    (record,) = load_prompts(f"hf:{folder}:test:words")
+    assert (record.text, record.metadata) == ("a cat", {"caption": "b", "n": 1})
     assert load_prompts(f"hf:{folder}:test")[0].text == "b"
     assert [p.text for p in load_prompts(folder)] == ["two cats", "a red cup"]
     # Files of one split are read alone when their names say so.
@@ -91,8 +91,8 @@ def test_text_of_columns_is_read_as_json_only_where_it_is(tmp_path):
     # Text that only looks like json stays text.
     rows = [{"prompt": "a", "ocr_text": text} for text in ("[SALE]", "[1]", "{}}", "{ 5")]
     table(rows).to_parquet(tmp_path / "p.parquet")
-    found = load_prompts(tmp_path / "p.parquet")
-    assert [p.metadata["ocr_text"] for p in found] == [row["ocr_text"] for row in rows]
+    prompts = load_prompts(tmp_path / "p.parquet")
+    assert [p.metadata["ocr_text"] for p in prompts] == [row["ocr_text"] for row in rows]
 
 
 def test_images_are_not_read_and_bad_columns_are_refused(tmp_path):
@@ -128,26 +128,11 @@ def test_a_split_may_be_cut(tmp_path):
     cuts = {"[:2]": "ab", "[1:3]": "bc", "[3:]": "d", "[:50%]": "ab", "[-1:]": "d", "": "abcd"}
     for form in ("saved", "dict", "rows.parquet"):
         for cut, expected in cuts.items():
-            found = load_prompts(f"hf:{tmp_path / form}:train{cut}:words")
-            assert "".join(p.text for p in found) == expected
+            prompts = load_prompts(f"hf:{tmp_path / form}:train{cut}:words")
+            assert "".join(p.text for p in prompts) == expected
     for cut in ("[:x]", "[", "[:1][:2]"):
         with pytest.raises(UserError, match="cannot read prompts"):
             load_prompts(f"hf:{tmp_path}/saved:train{cut}")
-
-
-def test_a_split_of_the_hub_arrives_as_it_was_written(monkeypatch):
-    asked = []
-
-    def load(name, split):
-        asked.append((name, split))
-        return table()
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    load_prompts("hf:someone/prompts:train[:100]")
-    load_prompts("hf:someone/prompts:train[10%:]+test[:5]:prompt")
-    load_prompts("hf:someone/prompts")
-    assert [split for _, split in asked] == ["train[:100]", "train[10%:]+test[:5]", "train"]
-    assert {name for name, _ in asked} == {"someone/prompts"}
 
 
 def test_files_that_are_no_table_are_refused(tmp_path):

@@ -126,21 +126,13 @@ def test_a_kind_that_runs_out_repeats_texts_of_its_own_requests_alone():
     assert max(said.values()) - min(said.values()) <= 1 < max(said.values())
 
 
-@few
-@given(st.integers(0, 99))
-@pytest.mark.slow
-def test_excluded_requests_are_in_neither_list_in_any_words(seed):
-    published, _ = geneval_sets(553, 0, seed + 1, ratio=TEST_RATIO)
+def test_excluded_requests_are_in_neither_list_in_any_words():
+    published, _ = geneval_sets(300, 0, 1, ratio=TEST_RATIO)
     excluded = frozenset(map(request_of, published))
-    sets = geneval_sets(3000, 120, seed, excluded=excluded)
-    assert [len(rows) for rows in sets] == [3000, 120]
+    sets = geneval_sets(600, 60, 0, excluded=excluded)
     train, test = ({request_of(row) for row in rows} for rows in sets)
     assert not (train | test) & excluded and not train & test
-    # A kind of which nothing is left has no part in either.
-    single, _ = geneval_sets(480, 0, ratio=(0, 0, 0, 0, 0, 1))
-    _, test = geneval_sets(0, 50, seed, excluded=frozenset(map(request_of, single)))
-    assert Counter(row["tag"] for row in test) == dict.fromkeys(KINDS[:5], 10)
-    usual, _ = geneval_sets(3000, 120, seed)
+    usual, _ = geneval_sets(600, 60, 0)
     assert {request_of(row) for row in usual} & excluded  # without, some are drawn
 
 
@@ -153,13 +145,6 @@ def test_ocr_sets_share_no_text_and_with_new_words_no_word(count, held_out, seed
     assert not set(map(folded, train)) & set(map(folded, test))
     words = [{w for row in rows for w in row["ocr_text"].split()} for rows in (train, test)]
     assert not (new and words[0] & words[1])
-
-
-@given(st.lists(st.text("ab", min_size=1, max_size=3), min_size=6, unique=True), st.integers(0, 9))
-@few
-def test_texts_that_read_the_same_without_spaces_count_as_one(words, seed):
-    train, test = ocr_sets(6, 4, seed, words=words, templates=["{}!", "{}?"], ratio=(1, 1, 0, 0))
-    assert not set(map(folded, train)) & set(map(folded, test))
 
 
 def test_texts_have_their_lengths_and_the_reward_finds_them():
@@ -194,8 +179,8 @@ def test_files_are_read_back_and_lists_have_no_repeats(tmp_path):
     train, test = sets = geneval_sets(20, 6)
     assert write_sets(tmp_path, sets) == [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
     for rows, name in zip(sets, ("train", "test"), strict=True):
-        found = load_prompts(tmp_path / f"{name}.jsonl")
-        assert [{"prompt": p.text} | p.metadata for p in found] == rows
+        prompts = load_prompts(tmp_path / f"{name}.jsonl")
+        assert [{"prompt": p.text} | p.metadata for p in prompts] == rows
     with pytest.raises(UserError, match="train.jsonl is there already"):
         write_sets(tmp_path, sets)
     assert write_sets(tmp_path / "new", ([], test)) == [tmp_path / "new" / "test.jsonl"]

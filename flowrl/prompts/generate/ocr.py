@@ -16,7 +16,7 @@ from flowrl.prompts.generate.templates import (
 
 LENGTHS = ("1 word", "2 words", "3 words", "4 words")
 RATIO = (1, 3, 3, 3)
-HELD_OUT = 5  # with new words, one word in five is kept for the held-out set
+HELD_OUT = 5  # with new words, one word in five is for the held-out set alone
 TEMPLATES = (
     'a shop sign that reads "{}"',
     'a poster with the words "{}" in large letters',
@@ -64,9 +64,9 @@ def ocr_sets(
         return sample_sets(kinds, count, held_out, seed, ratio=ratio, test_ratio=ratio)
     names = sorted({word.casefold() for word in words})
     random.Random(f"{seed}/words").shuffle(names)
-    kept = set(names[: -(-len(names) // HELD_OUT)])
-    old = [word for word in words if word.casefold() not in kept]
-    new = [word for word in words if word.casefold() in kept]
+    new_names = set(names[: -(-len(names) // HELD_OUT)])
+    old = [word for word in words if word.casefold() not in new_names]
+    new = [word for word in words if word.casefold() in new_names]
     taken: set[Hashable] = set()
     test = _one_set(new, templates, held_out, ratio, f"{seed}/test", taken)
     return _one_set(old, templates, count, ratio, f"{seed}/train", taken), test

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flowrl.errors import UserError
 from flowrl.utils.files import write_text
+from flowrl.utils.untrusted import read_text
 
 SPARE = 1000  # combinations looked at beyond twice those needed, as some are the same
 COUNTED = 2**16  # with more combinations, those that are excluded are not counted one by one
@@ -177,13 +178,13 @@ def write_sets(folder: Path, sets: Sets) -> list[Path]:
 def read_list(path: Path) -> list[str]:
     """Return the non-empty lines of a text file, each once. Raises UserError without any."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).splitlines()
+    except (OSError, UserError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    found = list(dict.fromkeys(" ".join(line.split()) for line in lines if line.strip()))
-    if not found:
-        raise UserError(f"{path} is empty, expected one entry a line")
-    return found
+    entries = list(dict.fromkeys(" ".join(line.split()) for line in lines if line.strip()))
+    if not entries:
+        raise UserError(f"{path} is empty, expected one entry per line")
+    return entries
 
 
 # --- The words that generated prompt sets are made of: names of objects, colours, plain words --

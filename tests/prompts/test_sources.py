@@ -1,0 +1,154 @@
+"""Prompt files: text, tables, data folders, and rows as other projects write them."""
+
+import json
+
+import datasets
+import pytest
+
+from flowrl.assembly.learner import build_prompts
+from flowrl.errors import UserError
+from flowrl.prompts.records import load_prompts
+
+FILES = {
+    "a.txt": "\ufeffA red car\n\n  A cat \n",
+    "drawbench.csv": 'Prompts,Category\n"A red, old car",Colors\nA cat,\n',
+    "parti.TSV": 'Prompt\tCategory\n"A red, old car\tAbstract\nA cat\tAbstract\n',
+    "oneig.csv": "category,id,prompt_en\nText,001,A red car\nText,002,A cat\n",
+    "anime.json": '["A red car", "A cat"]',
+    "hpdv3.json": '[{"prompt": "A red car", "path1": "a"}, {"prompt": "A cat"}]',
+    "genai.json": '{"00000": {"id": "0", "prompt": "A red car"}, "00001": {"prompt": "A cat"}}',
+    "captions.JSONL": '{"caption": "A red car", "n": 2}\n{"caption": "A cat"}\r\n',
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_published_benchmarks_are_read(name, tmp_path):
+    path = tmp_path / name
+    path.write_text(FILES[name], encoding="utf-8")
+    first, second = load_prompts(path)
+    assert "car" in first.text and second.text == "A cat"
+    assert load_prompts(path, limit=1) == [first]
+    if name == "drawbench.csv":
+        assert first.text == "A red, old car" and first.metadata == {"Category": "Colors"}
+        assert second.metadata == {}
+    if name == "parti.TSV":
+        assert first.text == '"A red, old car'
+
+
+def test_a_column_is_chosen_by_name_and_an_ambiguous_or_missing_one_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("short,long\na cat,a cat that sleeps\n")
+    assert load_prompts(f"{path}:long")[0].text == "a cat that sleeps"
+    for source in (path, f"{path}:none"):
+        with pytest.raises(UserError, match="short, long"):
+            load_prompts(source)
+    path.write_text("Prompt,PROMPT\na,b\n")
+    with pytest.raises(UserError, match="Prompt, PROMPT"):
+        load_prompts(path)
+    path.write_text("prompt\na cat, a dog\n")
+    with pytest.raises(UserError, match="row 1"):
+        load_prompts(path)
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+COUNTING = {"tag": "counting", "include": [{"class": "cat", "count": 2}]}
+VERL = {
+    "data_source": "flow_grpo/ocr",
+    "prompt": [
+        {"role": "system", "content": "draw"},
+        {"role": "user", "content": 'a sign "HI"'},
+    ],
+    "reward_model": {"style": "rule", "ground_truth": "HI"},
+}
+ROWS = [  # a row; its text, negative prompt and metadata
+    (COUNTING | {"prompt": "two cats"}, "two cats", None, COUNTING),
+    ({"text": "x", "negative": "blur"}, "x", "blur", {}),
+    ({"prompt": "x", "negative_prompt": "blur"}, "x", "blur", {}),
+    ({"prompt": "x", "negative": "blur", "negative_prompt": None}, "x", "blur", {}),
+    ({"prompt": "x", "metadata": json.dumps(COUNTING)}, "x", None, COUNTING),
+    ({"prompt": "x", "metadata": COUNTING | {"negative_prompt": "b"}}, "x", "b", COUNTING),
+    ({"prompt": "a\u2028b"}, "a\u2028b", None, {}),  # this line separator ends no row
+]
+
+
+@pytest.mark.parametrize(("row", "text", "negative", "metadata"), ROWS)
+def test_a_row_is_text_negative_prompt_and_metadata(row, text, negative, metadata, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", "utf-8")
+    (record,) = load_prompts(tmp_path / "a.jsonl")
+    assert (record.text, record.negative, record.metadata) == (text, negative, metadata)
+
+
+def test_the_last_user_message_of_a_chat_is_the_prompt(tmp_path):
+    datasets.Dataset.from_list([VERL]).to_parquet(str(tmp_path / "train.parquet"))
+    (tmp_path / "a.jsonl").write_text(json.dumps(VERL))
+    for name in ("train.parquet", "a.jsonl"):
+        (record,) = load_prompts(tmp_path / name)
+        assert record.text == 'a sign "HI"'
+        assert record.metadata["ground_truth"] == record.metadata["ocr_text"] == "HI"
+
+
+def test_paraphrases_are_neither_metadata_nor_part_of_the_uid(tmp_path):
+    row, words = {"prompt": "a cat", "tag": "single_object"}, ["one cat", "an image of a cat"]
+    plain, full = tmp_path / "plain.jsonl", tmp_path / "full.jsonl"
+    plain.write_text(json.dumps(row))
+    full.write_text(json.dumps(row | {"paraphrases": words}))
+    (one,), (other,) = load_prompts(plain), load_prompts(full)
+    assert other.paraphrases == tuple(words) and one.paraphrases == ()
+    assert (one.uid, one.metadata) == (other.uid, other.metadata)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"prompt": ', "JSON"), ("[" * 100_000, "JSON"), ("[1]", "object"), ("[]", "object"),
+        ('{"prompt": "a", "n": ' + "1" * 5000 + "}", "JSON"), ('{"title": "a"}', "title"),
+        ('{"prompt": " "}', '"prompt"'), ('{"prompt": "a", "negative": 3}', '"negative"'),
+        ('{"prompt": "a", "negative_prompt": 3}', '"negative"'),
+        ('{"prompt": "a", "negative": "b", "negative_prompt": "c"}', '"negative_prompt"'),
+        ('{"prompt": "a", "paraphrases": "b"}', '"paraphrases"'),
+        ('{"prompt": "a", "paraphrases": ["b", 3]}', '"paraphrases"'),
+        ('{"prompt": "a", "paraphrases": [" "]}', '"paraphrases"'),
+        ('{"prompt": "a", "metadata": "{tag"}', '"metadata"'),
+        ('{"prompt": "a", "metadata": "[1]"}', '"metadata"'),
+        ('{"prompt": [{"role": "system", "content": "draw"}]}', '"prompt"'),
+        ('{"prompt": "a \\ud800 cat"}', "ud800"), ('{"prompt": "a", "negative": "\\udfff"}', "udf"),
+    ],
+    ids=range(18),
+)  # fmt: skip
+def test_a_malformed_row_is_refused_with_its_line(row, message, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a cat"}\n' + row)
+    with pytest.raises(UserError, match=f"(?s)line 2: .*{message}"):
+        load_prompts(path)
+
+
+def test_sources_that_cannot_be_read_are_refused(tmp_path):
+    for name, content in (("p.txt", "\n\n"), ("p.csv", "prompt"), ("p.xls", "a")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=name):
+            load_prompts(tmp_path / name)
+    for source in (
+        "none.txt",
+        "tiny:geneval",
+        "tiny:cats:train",
+        "tiny:ocr:dev",
+        "tiny:ocr:test:x",
+    ):
+        with pytest.raises(UserError, match="cannot read prompts"):
+            load_prompts(source)
+    with pytest.raises(UserError, match="prompt 1"):
+        build_prompts("", ["a cat", "a \ud800 cat"])
+
+
+def test_a_data_folder_gives_the_file_of_each_split(tmp_path):
+    for name, rows in (("train_metadata", 2), ("train", 3), ("test_metadata", 1)):
+        lines = [json.dumps({"prompt": f"{name} {i}"}) for i in range(rows)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    assert [p.text for p in load_prompts(tmp_path)] == ["train_metadata 0", "train_metadata 1"]
+    assert [p.text for p in load_prompts(tmp_path, split="test")] == ["test_metadata 0"]
+    (tmp_path / "ocr").mkdir()
+    (tmp_path / "ocr" / "train.txt").write_text('a sign "X"\n')
+    assert load_prompts(tmp_path / "ocr")[0].text == 'a sign "X"'
+    with pytest.raises(UserError, match="train.txt"):
+        load_prompts(tmp_path / "ocr", split="test")
