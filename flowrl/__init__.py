@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flowrl.api import align
     from flowrl.backbones.guidance import RLG
     from flowrl.backbones.loading import pipeline_path
+    from flowrl.backbones.lora_files import load_lora
     from flowrl.config import Config, load_config
     from flowrl.errors import UserError
 
@@ -22,10 +23,14 @@ _HOMES = {
     "UserError": "flowrl.errors",
     "align": "flowrl.api",
     "load_config": "flowrl.config",
+    "load_lora": "flowrl.backbones.lora_files",
     "pipeline_path": "flowrl.backbones.loading",
 }
 
-__all__ = ["RLG", "Config", "UserError", "__version__", "align", "load_config", "pipeline_path"]
+__all__ = [
+    "RLG", "Config", "UserError", "__version__", "align", "load_config", "load_lora",
+    "pipeline_path",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,10 @@ from flowrl.training.run import Run
 
 CARD, CONFIG = "README.md", "config.yaml"
 PUBLIC = [FILE, CARD, CONFIG, "card/*.png"]
-LOADING = re.compile(r"pipe\.load_lora_weights\(.*\)$", re.MULTILINE)
+# The folder in the line of the card that loads the LoRA.
+LOADING = re.compile(
+    r"""^(.*\bload_lora\w*\((?:pipe, )?)('(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")""", re.MULTILINE
+)
 SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
 VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")  # where a secret is, which is none
 URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.IGNORECASE | re.DOTALL)
@@ -110,8 +113,7 @@ def stage(folder: Path, to: Path, repository: str) -> list[str]:
 
 def public_card(text: str, repository: str) -> str:
     """Return the card with the repository in place of the folder."""
-    call = f"pipe.load_lora_weights({repository!r})"
-    return LOADING.sub(lambda _: call, text).replace(HINT, "")
+    return LOADING.sub(lambda match: f"{match[1]}{repository!r}", text).replace(HINT, "")
 
 
 def public_config(text: str) -> str:

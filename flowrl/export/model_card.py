@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from flowrl.backbones.lora_files import FILE, file_prefix, network_of
 from flowrl.export.gallery import GalleryRow, gallery_grid
 from flowrl.export.hub import Licence
 from flowrl.training.evaluate import EvaluationComparison
@@ -18,6 +19,13 @@ from flowrl.utils.templates import render
 TAGS = ["text-to-image", "diffusers", "lora", "template:sd-lora", "reinforcement-learning"]
 FOLDER = "card"  # the card's images, beside README.md
 DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+# Python lines that load a LoRA from a folder, by what loads it, see `loader_of`.
+LOADERS = {
+    "pipeline": "pipe.load_lora_weights({folder!r})",
+    "network": "pipe.transformer.load_lora_adapter("
+    f"{{folder!r}}, prefix=None, weight_name={FILE!r})",
+    "flowrl": "load_lora(pipe, {folder!r})",
+}
 WIDGETS = 4
 GRID = 8
 WIDGET_SIDE = 256  # pixels: smaller images are enlarged, else the Hub blurs them
@@ -31,6 +39,8 @@ class Card:
     on_hub: bool
     load_from: str  # Python: the argument of from_pretrained, for example a quoted Hub id
     imports: str = ""  # Python lines that `load_from` needs
+    loader: str = "pipeline"  # what loads the LoRA, see LOADERS
+    output: str = "images"  # the field of the call's result that holds the images
     dtype: str = "fp32"  # torch's in short: fp32, bf16, fp16
     call: Mapping[str, int | float | str] = field(default_factory=dict)  # pipe(prompt, **call)
     license: Licence | None  # as the base model has it
@@ -79,18 +89,25 @@ def card_text(folder: Path, card: Card) -> str:
 
 def front_matter(card: Card) -> dict[str, Any]:
     """Return the Hub's metadata, without keys whose value is not known."""
-    found: dict[str, Any] = {"tags": TAGS, "library_name": "diffusers"}
-    found["pipeline_tag"] = "text-to-image"
+    header: dict[str, Any] = {"tags": TAGS, "library_name": "diffusers"}
+    header["pipeline_tag"] = "text-to-image"
     if card.on_hub:
-        found |= {"base_model": card.base_model, "base_model_relation": "adapter"}
+        header |= {"base_model": card.base_model, "base_model_relation": "adapter"}
     if card.license:
-        found |= card.license.header()
+        header |= card.license.header()
     if card.rows:
-        found["widget"] = [
+        header["widget"] = [
             {"text": row.prompt, "output": {"url": f"{FOLDER}/aligned-{i}.png"}}
             for i, row in enumerate(widgets(card), 1)
         ]
-    return found
+    return header
+
+
+def loader_of(pipeline: Any) -> str:
+    """Return what loads a LoRA of a pipeline: its class, its network's class, or flowrl."""
+    if file_prefix(type(pipeline)):
+        return "pipeline"
+    return "network" if hasattr(network_of(pipeline), "load_lora_adapter") else "flowrl"
 
 
 def widgets(card: Card) -> list[GalleryRow]:
@@ -103,6 +120,8 @@ def loading_code(folder: Path, card: Card) -> str:
     prompt = card.rows[0].prompt if card.rows else "a photo of a cat"
     arguments = [repr(prompt), *(f"{name}={value!r}" for name, value in card.call.items())]
     imports = ["from diffusers import DiffusionPipeline", *card.imports.splitlines()]
+    if card.loader == "flowrl":
+        imports.append("from flowrl import load_lora")
     load = f"DiffusionPipeline.from_pretrained({card.load_from})"
     if card.dtype != "fp32":  # of a size for a GPU
         imports = ["import torch", *imports]
@@ -114,7 +133,7 @@ def loading_code(folder: Path, card: Card) -> str:
             *imports,
             "",
             f"pipe = {load}",
-            f"pipe.load_lora_weights({folder.as_posix()!r})",
-            f"image = pipe({', '.join(arguments)}).images[0]",
+            LOADERS[card.loader].format(folder=folder.as_posix()),
+            f"image = pipe({', '.join(arguments)}).{card.output}[0]",
         ]
     )

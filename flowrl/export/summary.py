@@ -18,7 +18,7 @@ from flowrl.config.methods import method_name
 from flowrl.errors import DamagedFile, phase
 from flowrl.export.gallery import GalleryRow, fair_sample, write_gallery
 from flowrl.export.hub import Licence, is_hub_name, licence_of, public, public_config
-from flowrl.export.model_card import GRID, Card, write_card
+from flowrl.export.model_card import GRID, Card, loader_of, write_card
 from flowrl.quantization.rollout_model import read_precision
 from flowrl.sampling.rank_audit import read_audits
 from flowrl.tiny.world import planted
@@ -216,6 +216,7 @@ def card(
         load_from=f"pipeline_path({p.path!r})" if built_in else f"{public(p.path)!r}{of_revision}",
         imports=TINY_LOADING if built_in else "",
         dtype=p.dtype,
+        loader=loader_of(learner.policy.backbone.pipeline),
         call=pipeline_call_arguments(learner.policy.backbone.pipeline) | call_settings(config),
         license=Licence(id="apache-2.0") if built_in else licence_of(p.path) if on_hub else None,
         method=method_name(config),
