@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Annotated, NoReturn
@@ -99,7 +100,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program; errors are one sentence, a traceback only with --debug."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     rest = [word for word in words if word != "--debug"]
+    if "--debug" not in words:
+        quiet_libraries()
     report_errors(lambda: app(rest, prog_name="flowrl"), debug="--debug" in words)
+
+
+def quiet_libraries() -> None:
+    """Hide advice and warnings of libraries that are meant for developers."""
+    for name in ("DIFFUSERS_VERBOSITY", "TRANSFORMERS_VERBOSITY"):  # read when they are imported
+        os.environ.setdefault(name, "error")
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def report_errors(program: Callable[[], object], *, debug: bool) -> None:
