@@ -83,7 +83,9 @@ class Drawing:
         changes = {} if negative is None else {"negative_prompt": negative}
         generator = torch.Generator().manual_seed(seed)
         with nullcontext() if self.rlg is None else RLG(self.pipeline, self.rlg):
-            return self.pipeline(prompt, generator=generator, **(self.call | changes)).images[0]
+            return self.pipeline(
+                prompt=prompt, generator=generator, **(self.call | changes)
+            ).images[0]
 
     def identity(self) -> dict[str, Any]:
         """Return everything that decides the images of a prompt and a seed, as JSON has it."""

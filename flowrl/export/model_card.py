@@ -118,7 +118,7 @@ def widgets(card: Card) -> list[GalleryRow]:
 def loading_code(folder: Path, card: Card) -> str:
     """Return Python that loads base and LoRA, and generates the first prompt."""
     prompt = card.rows[0].prompt if card.rows else "a photo of a cat"
-    arguments = [repr(prompt), *(f"{name}={value!r}" for name, value in card.call.items())]
+    arguments = [f"prompt={prompt!r}", *(f"{name}={value!r}" for name, value in card.call.items())]
     imports = ["from diffusers import DiffusionPipeline", *card.imports.splitlines()]
     if card.loader == "flowrl":
         imports.append("from flowrl import load_lora")

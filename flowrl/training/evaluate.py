@@ -147,7 +147,7 @@ class PipelineCall:
             with torch.autocast(device.type, enabled=False):
                 latents = noise.to(device, backbone.dtype)
                 read = [p.read for p in prompts]
-                images = pipeline(read, latents=latents, output_type="pt", **call).images
+                images = pipeline(prompt=read, latents=latents, output_type="pt", **call).images
         return images.float().clamp(0, 1).cpu()
 
 
