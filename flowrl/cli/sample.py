@@ -59,8 +59,8 @@ def sample(  # noqa: PLR0913  # an argument for each option
     """
     from flowrl.prompts.records import load_prompts
 
-    asked = [*(prompt or []), *(load_prompts(prompts) if prompts else [])]
-    if not asked:
+    records = [*(prompt or []), *(load_prompts(prompts) if prompts else [])]
+    if not records:
         raise UserError(
             'Nothing to generate: give a prompt, as in flowrl sample tiny-sd3 "a red star".'
         )
@@ -74,7 +74,7 @@ def sample(  # noqa: PLR0913  # an argument for each option
         steps=steps, max_sequence_length=max_sequence_length, device=device, rlg=rlg,
         revision=revision,
     )  # fmt: skip
-    paths = sample_images(drawing, asked, seed=seed, count=count, output_dir=output_dir)
+    paths = sample_images(drawing, records, seed=seed, count=count, output_dir=output_dir)
     for path in paths:
         typer.echo(path)
 

@@ -102,33 +102,29 @@ def gallery_grid(
 def fair_sample(
     before: Evaluation, after: Evaluation, name: str, count: int
 ) -> tuple[list[int], str]:
-    """Choose kept images that became better, stayed or became worse as often as all have.
+    """Choose images that became better, stayed equal or became worse in the proportions of all.
 
-    The first of each kind that were kept; fewer where too few of a kind were.
+    The first saved images of each kind; fewer where too few of a kind are saved.
 
     Args:
         name: of the reward that decides.
 
     Returns:
-        Their numbers among the kept images, in order, and a sentence that says so. In order, as
-        the Hub shows the first of them alone.
+        Their rows among the saved images, ascending (the Hub shows the first of them alone), and
+        a sentence on the proportions.
     """
     column = before.names.index(name)
     change = after.scores[:, column] - before.scores[:, column]
     kinds = {"better": change > 0, "the same": change == 0, "worse": change < 0}
-    of_all = {kind: int(found.sum()) for kind, found in kinds.items()}
-    quotas = dict(zip(kinds, largest_remainders(list(of_all.values()), count), strict=True))
-    kept = len(before.prompts)
-    rows = {kind: found[:kept].nonzero().flatten().tolist() for kind, found in kinds.items()}
-    chosen = {kind: rows[kind][: quotas[kind]] for kind in kinds}
-    told = [
-        ", ".join(f"{number} {kind}" for kind, number in numbers.items())
-        for numbers in ({kind: len(own) for kind, own in chosen.items()}, of_all)
-    ]
-    return (
-        sorted(row for own in chosen.values() for row in own),
-        f"By {name}, {told[0]}; of all images {told[1]}.",
+    of_all = [int(mask.sum()) for mask in kinds.values()]
+    saved = len(before.prompts)
+    rows = [mask[:saved].nonzero().flatten().tolist() for mask in kinds.values()]
+    chosen = [r[:quota] for r, quota in zip(rows, largest_remainders(of_all, count), strict=True)]
+    shown, total = (
+        ", ".join(f"{number} {kind}" for number, kind in zip(numbers, kinds, strict=True))
+        for numbers in (map(len, chosen), of_all)
     )
+    return sorted(sum(chosen, [])), f"By {name}, {shown}; of all images {total}."
 
 
 def largest_remainders(weights: Sequence[int], count: int) -> list[int]:
@@ -155,8 +151,8 @@ def summary_line(row: EvaluationComparison) -> str:
 
 def changes(scores: Sequence[Score]) -> list[Score]:
     """Return each column's score minus the base's, None where either is missing."""
-    base, *others = map(finite_or_none, scores)
-    return [None if base is None or value is None else value - base for value in others]
+    base, *columns = map(finite_or_none, scores)
+    return [None if base is None or value is None else value - base for value in columns]
 
 
 def _unit(columns: Sequence[str]) -> str:
@@ -191,7 +187,7 @@ def _entry(row: GalleryRow, rewards: Sequence[str], columns: Sequence[str]) -> d
         ],
         "scores": [
             {"name": name, "base": values[0]}
-            | {"others": list(zip(values[1:], changes(values), strict=True))}
+            | {"columns": list(zip(values[1:], changes(values), strict=True))}
             for name, values in scores.items()
             if _any(values)
         ],

@@ -46,16 +46,17 @@ def open_repository(name: str, *, private: bool = False) -> str:
     if is_offline():
         raise UserError(f"cannot push to {name}: HF_HUB_OFFLINE is set; unset it")
     if not get_token():
-        raise UserError(f"cannot push to {name}: there is no token for the Hub; {TOKEN}")
+        raise UserError(f"cannot push to {name}: no token for the Hub; {TOKEN}")
     try:
         api = HfApi()
-        found = api.create_repo(name, private=private or None, exist_ok=True, repo_type="model")
-        # A repository that is there is found with a token that may only read, too.
-        if "write" in inspect.signature(api.auth_check).parameters:  # older ones cannot ask
-            api.auth_check(found.repo_id, repo_type="model", write=True)
+        created = api.create_repo(name, private=private or None, exist_ok=True, repo_type="model")
+        # Creating an existing repository also succeeds with a token that may only read. Older
+        # versions of auth_check have no `write`.
+        if "write" in inspect.signature(api.auth_check).parameters:
+            api.auth_check(created.repo_id, repo_type="model", write=True)
     except Exception as error:  # httpx, requests, OSError and ValueError all have their own
         raise UserError(f"cannot push to {name}: {_first_line(error)}; {TOKEN}") from error
-    return found.repo_id
+    return created.repo_id
 
 
 def push(folder: Path, repository: str) -> str:
@@ -98,9 +99,9 @@ def push_later(folder: Path, repository: str) -> str:
 
 def stage(folder: Path, to: Path, repository: str) -> list[str]:
     """Copy the public files, texts without private parts; return their names, ascending."""
-    found = sorted({path for pattern in PUBLIC for path in folder.glob(pattern) if path.is_file()})
-    names = [path.relative_to(folder).as_posix() for path in found]
-    for name, path in zip(names, found, strict=True):
+    paths = sorted({path for pattern in PUBLIC for path in folder.glob(pattern) if path.is_file()})
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    for name, path in zip(names, paths, strict=True):
         data = path.read_bytes()
         if name == CARD:
             data = public_card(data.decode(), repository).encode()
@@ -204,8 +205,8 @@ class Licence:
     link: str = ""
 
     def header(self) -> dict[str, str]:
-        found = {"license": self.id, "license_name": self.name, "license_link": self.link}
-        return {key: value for key, value in found.items() if value}
+        entries = {"license": self.id, "license_name": self.name, "license_link": self.link}
+        return {key: value for key, value in entries.items() if value}
 
 
 # (how names begin, licence, file) as the cards of these repositories say. SANA's card has no
@@ -218,7 +219,7 @@ LICENCES = (
 
 
 def licence_of(base_model: str) -> Licence | None:
-    """Return the licence of a pipeline by its name on the Hub, None where it is not known."""
+    """Return the licence of a pipeline by its name on the Hub, None for an unknown one."""
     if base_model == "black-forest-labs/FLUX.1-schnell":
         return Licence(id="apache-2.0")
     for start, name, file in LICENCES:

@@ -88,7 +88,7 @@ def card_text(folder: Path, card: Card) -> str:
 
 
 def front_matter(card: Card) -> dict[str, Any]:
-    """Return the Hub's metadata, without keys whose value is not known."""
+    """Return the Hub's metadata, without keys whose value is unknown."""
     header: dict[str, Any] = {"tags": TAGS, "library_name": "diffusers"}
     header["pipeline_tag"] = "text-to-image"
     if card.on_hub:

@@ -40,7 +40,7 @@ SWEEP_NOTE = "RLG 0 is the base, 1 the LoRA as trained; other strengths are a he
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedRun:
-    """A run after its training, or as it was found finished. Folders that diffusers can load."""
+    """A run after its training, or an earlier one that had finished."""
 
     folder: Path  # of everything, with the LoRA and the model card
     comparisons: list[EvaluationComparison]  # with the base; none on other processes
@@ -109,10 +109,10 @@ def write_summary(
     if before and after and rows and run.evaluator:
         held_out = (spec.name for spec in run.evaluator.specs if spec.held_out)
         deciding = next(held_out, before.names[0])
-        shown, told = fair_sample(before, after, deciding, GRID)
+        shown, text = fair_sample(before, after, deciding, GRID)
         each = len(rows) // len(before.prompts)  # an image has a row for each number of steps
         if shown:  # none where the reward knows none of the images
-            pictures = told
+            pictures = text
             rows = [row for image in shown for row in rows[image * each : (image + 1) * each]]
     write_card(run.folder, card(config, learner, run, summary, rows, pictures))
     return summary
@@ -143,12 +143,12 @@ def _candidate_precisions(config: Config, folder: Path, done: int) -> str:
     return f"{text}."
 
 
-def gallery_rows(base: Evaluation, *others: Evaluation) -> list[GalleryRow]:
-    """Return the kept images of all evaluations side by side, with their scores.
+def gallery_rows(base: Evaluation, *aligned: Evaluation) -> list[GalleryRow]:
+    """Return the saved images of all evaluations side by side, with their scores.
 
     With several numbers of steps, each image's rows at all of them follow each other.
     """
-    columns = (base, *others)
+    columns = (base, *aligned)
     counts = min(len(column.at_steps) for column in columns)
     if counts:
         at_each = (
@@ -183,8 +183,8 @@ def legend(rows: list[EvaluationComparison], quality: str | None) -> str:
         "paraphrase/": "paraphrase/R is the score R of images from a paraphrase of the "
         "prompt, and paraphrase_gap/R how far that is below the score with the prompt's own words.",
     }
-    found = (re.match(r"(\d+_steps/)?(.*)", r.name) for r in rows)
-    names = [(match[1] or "", match[2]) for match in found if match]
+    matches = (re.match(r"(\d+_steps/)?(.*)", row.name) for row in rows)
+    names = [(match[1] or "", match[2]) for match in matches if match]
     counts = dict.fromkeys(steps.removesuffix("_steps/") for steps, _ in names if steps)
     shown = [f"{n}_steps/R is R at {n} denoising steps." for n in counts]
     shown += [text for start, text in texts.items() if any(n.startswith(start) for _, n in names)]
@@ -254,11 +254,11 @@ def evaluate_strengths(
     evaluator: Evaluator, runtime: Runtime, strengths: Sequence[float]
 ) -> dict[float, Evaluation]:
     """Evaluate the evaluator's pipeline, with its LoRA loaded, at each strength of RLG."""
-    found = {}
+    evaluations = {}
     for strength in dict.fromkeys(strengths):
         with RLG(evaluator.backbone.pipeline, strength):
-            found[strength] = evaluator(evaluator.backbone.velocity, runtime, whole=False)
-    return found
+            evaluations[strength] = evaluator(evaluator.backbone.velocity, runtime, whole=False)
+    return evaluations
 
 
 def write_sweep(
@@ -289,13 +289,15 @@ def write_sweep(
     return page
 
 
-def sweep_summary(base: Evaluation, others: Mapping[str, Evaluation]) -> list[EvaluationComparison]:
-    """Return every reward in every column, by reward. others: by the name of their column."""
-    found = {column: compare(base, other) for column, other in others.items()}
+def sweep_summary(
+    base: Evaluation, at_each: Mapping[str, Evaluation]
+) -> list[EvaluationComparison]:
+    """Return every reward in every column, by reward. at_each: by the name of the column."""
+    comparisons = {column: compare(base, after) for column, after in at_each.items()}
     return [
         replace(row, name=f"{reward}, {column}")
         for reward in base.names
-        for column, rows in found.items()
+        for column, rows in comparisons.items()
         for row in rows
         if row.name == reward
     ]
