@@ -6,12 +6,6 @@ import threading
 import pytest
 import torch
 
-from flowrl.assembly.learner import build_rewards
-from flowrl.cli.rewards import _gpu_numbers, _shared_gpus
-from flowrl.config import parse_config
-from flowrl.config.rewards import PoolOptions
-from flowrl.errors import UserError
-from flowrl.scoring.executors.pool import PoolExecutor, visible_name
 from flowrl.utils.distributed import Runtime
 
 HERE = "pool_rewards:"
@@ -60,33 +54,3 @@ def test_the_runtime_knows_its_gpu(cuda):
     for name, expected in (("cuda:3", 3), ("cuda", 2)):
         runtime.device = torch.device(name)
         assert runtime.gpu == expected
-
-
-def test_processes_take_the_gpus_that_are_named_in_turn(cuda):
-    executor = {"kind": "pool", "workers": 3, "gpus": [1, 3]}
-    entry = {"name": f"{HERE}visible_gpu", "executor": executor}
-    config = parse_config({"prompts": {"train": "p.txt"}, "rewards": [entry]})
-    (spec,) = build_rewards(config, gpu=2)
-    assert isinstance(spec.executor, PoolExecutor)
-    assert [process._gpu for process in spec.executor._processes] == [1, 3, 1]
-    assert [visible_name(gpu) for gpu in (1, 3)] == ["5", "7"]
-    # A reward that is told a GPU by its number keeps seeing all.
-    told = PoolExecutor(
-        "m:r", {"detector_args": {"device": "cuda:1"}}, "r", PoolOptions(workers=2, gpus=[0])
-    )
-    assert [process._gpu for process in told._processes] == [None, None]
-
-
-def test_a_server_s_processes_take_the_machine_s_gpus_in_turn(cuda, monkeypatch):
-    for gpus, expected in ((4, [[0, 1, 2], [3, 0, 1]]), (0, [[], []])):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert _shared_gpus(2, 3) == expected
-
-
-def test_a_server_has_a_worker_on_each_of_the_gpus_that_are_named():
-    assert _gpu_numbers("0-3,6") == [0, 1, 2, 3, 6]
-    assert _shared_gpus(2, 5, [0, 1, 2, 3, 6]) == [[0, 1, 2, 3, 6]] * 2
-    assert _shared_gpus(1, 3, [4, 5]) == [[4, 5, 4]]
-    for wrong in ("", "all", "3-1", "0-", "-1", "1,,2"):
-        with pytest.raises(UserError, match="expected numbers of GPUs, as in 0-7"):
-            _gpu_numbers(wrong)

@@ -138,22 +138,6 @@ def test_a_reward_that_raises_gives_its_reason_and_its_process_lives_on(pair):
 
 
 @pytest.mark.slow
-def test_one_that_is_killed_while_it_has_nothing_to_do_is_replaced(pair):
-    for seconds in [0.0, 0.5]:
-        ask(pair, {}, {}, {}, {})
-        for child in workers():
-            child.kill()
-        time.sleep(seconds)
-        assert ask(pair, {}, {}, {}, {}).scores.isfinite().all()
-
-
-def test_reasons_and_missing_scores_of_the_reward_come_through(pair):
-    found = ask(pair, {}, {"why": "blank"}, {}, {"why": "torn"}, {})
-    assert found.scores.isnan().tolist() == [False, True, False, True, False]
-    assert found.reasons == {1: "blank", 3: "torn"}
-
-
-@pytest.mark.slow
 def test_what_no_image_can_mend_stops_with_the_reason(pair, make):
     for data, said in (
         ({"do": "import"}, "'scripted'.*a_package_that_is_not_there"),

@@ -8,8 +8,8 @@ from flowrl_rewards.fixtures import blank, fixture, square
 
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.check import check_before_training, check_reward
-from flowrl.scoring.executors.base import InlineExecutor, RewardFailure
-from flowrl.scoring.spec import RewardSpec, load_reward
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.spec import RewardSpec
 
 PROMPTS = [PromptRecord(uid="0", text="a red square"), PromptRecord(uid="1", text="a cat")]
 
@@ -193,25 +193,3 @@ def test_before_training_a_trained_reward_that_is_wrong_or_lacks_something_stops
         )
         states = {finding.topic: finding.state for finding in findings}
         assert states == {"fine": "ok", "swapped": "problem"}
-
-
-def test_before_training_the_rewards_own_executor_is_asked():
-    asked = []
-
-    class Watched(InlineExecutor):
-        def submit(self, images, prompts, metadata):
-            asked.append(len(images))
-            return super().submit(images, prompts, metadata)
-
-    def refuse(images, prompts, metadata):
-        raise AssertionError("asked without its executor")
-
-    executor = Watched(Redness(), "redness")
-    check_before_training([RewardSpec(name="redness", reward=refuse, executor=executor)], PROMPTS)
-    assert sum(asked) == 8 + 8
-
-
-def test_a_reward_with_nothing_to_say_to_the_prompts_is_not_asked():
-    spec = RewardSpec(name="ocr", reward=load_reward("ocr"))
-    assert check_before_training([spec], PROMPTS) == []
-    assert check_before_training([spec], []) == []

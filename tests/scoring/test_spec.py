@@ -1,0 +1,142 @@
+"""Rewards are loaded by name or path, and say which prompts they are for."""
+
+import subprocess
+import sys
+
+import pytest
+
+from flowrl.errors import UserError
+from flowrl.prompts.records import PromptRecord, load_prompts
+from flowrl.scoring.spec import (
+    BUILT_IN,
+    RewardSpec,
+    check_evaluation,
+    check_prompts,
+    load_reward,
+    trained,
+)
+
+SERVER = {"server": {"model": "judge", "base_url": "http://127.0.0.1:8000/v1"}}
+
+
+def constant(images, prompts, metadata, factor=0.25):
+    return [factor] * len(images)
+
+
+class Tagged:
+    """Applies to prompts with a tag, and to no cats."""
+
+    required_metadata = ("tag",)
+
+    def applies(self, prompt, metadata):
+        return "cat" not in prompt
+
+    def __call__(self, images, prompts, metadata):
+        return [1.0] * len(images)
+
+
+def test_a_reward_applies_where_its_metadata_its_code_and_the_recipe_say():
+    spec = RewardSpec(name="r", reward=Tagged())
+    assert spec.applies("a dog", {"tag": "x"}) and not spec.applies("a dog", {})
+    assert not spec.applies("a cat", {"tag": "x"})
+    limits = {"tag": ("ocr", "colors"), "lang": ("en",)}
+    spec = RewardSpec(name="r", reward=Tagged(), applies_to=limits)
+    assert spec.applies("a dog", {"tag": "ocr", "lang": "en"})
+    assert not spec.applies("a dog", {"tag": "ocr"})
+    assert not spec.applies("a dog", {"tag": "counting", "lang": "en"})
+
+
+def test_trained_rewards_have_a_weight_and_are_not_held_out():
+    options = ({"weight": -1.0}, {"held_out": True}, {"weight": 0.0})
+    specs = [RewardSpec(name=str(n), reward=constant, **o) for n, o in enumerate(options)]
+    assert trained(specs) == specs[:1]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_reward_loads_by_its_name(name):
+    judges = ("vlm_judge", "vlm_questions", "pairwise")
+    assert callable(load_reward(name, SERVER if name in judges else {}))
+
+
+def test_functions_and_classes_load_by_path_with_arguments():
+    assert load_reward("geneval", {"mode": "strict"}).mode == "strict"  # pyright: ignore
+    assert load_reward(f"{__name__}:constant") is constant
+    assert load_reward(f"{__name__}:constant", {"factor": 2.0})([1], [""], [{}]) == [2.0]
+    assert isinstance(load_reward(f"{__name__}:Tagged"), Tagged)
+
+
+@pytest.mark.parametrize(
+    "name, args, words",
+    [
+        ("genevall", {}, "did you mean geneval"),
+        ("no_such_package:Thing", {}, "no such package"),
+        ("flowrl_rewards.ocr:Missing", {}, "flowrl_rewards"),
+        ("math:pi", {}, "class or a function"),
+        ("geneval", {"moed": "strict"}, "moed"),
+        ("geneval", {"mode": "lenient"}, "lenient"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_a_sentence(name, args, words):
+    with pytest.raises(UserError, match=words):
+        load_reward(name, args)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("undefined_name", "NameError: name 'undefined_name' is not defined"),
+        ("def (", "SyntaxError"),
+        ("{}['key']", "KeyError: 'key'"),
+        ("import no_such_thing", "No module named 'no_such_thing'"),
+        ("class Mine:\n  def __init__(self): raise RuntimeError('no GPU')", "RuntimeError: no GPU"),
+        ("class Mine:\n  def __init__(self): raise NotImplementedError", "NotImplementedError"),
+        (
+            "from flowrl.errors import UserError\nclass Mine:\n"
+            "  def __init__(self): raise UserError('no key: set KEY')",
+            "^no key: set KEY$",
+        ),
+    ],
+)
+def test_whatever_a_users_module_raises_is_a_sentence(tmp_path, monkeypatch, text, words):
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"broken_reward_{abs(hash(text))}"  # a module that was imported is not read again
+    (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(UserError, match=words) as caught:
+        load_reward(f"{name}:Mine")
+    assert "\n" not in str(caught.value)
+
+
+def test_loading_a_reward_starts_no_engine():
+    code = (
+        "import sys; from flowrl.scoring.spec import load_reward; load_reward('ocr'); "
+        "load_reward('geneval'); sys.exit('rapidocr' in sys.modules or 'cv2' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_prompts_that_rewards_cannot_score_are_named_before_training():
+    geneval, ocr, plain = (
+        RewardSpec(name=name, reward=reward)
+        for name, reward in (
+            ("geneval", load_reward("geneval")), ("ocr", load_reward("ocr")), ("any", constant),
+        )
+    )  # fmt: skip
+    mixed, cat = load_prompts("tiny:all:test", limit=14), PromptRecord(uid="0", text="a cat")
+    bench = PromptRecord(
+        uid="0", text="a photo of a bench",
+        metadata={"tag": "single_object", "include": [{"class": "bench", "count": 1}]},
+    )  # fmt: skip
+    check_prompts([geneval, ocr], mixed)
+    check_prompts([plain], [cat])
+    for specs, prompts, words in (
+        ([geneval], mixed, "no reward applies to the prompt"),
+        ([geneval, ocr], [p for p in mixed if p.metadata["tag"] != "ocr"], "'ocr'"),
+        ([geneval], [bench], "'bench'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_prompts(specs, prompts)
+    for prompts, words in (([bench], "'bench'"), ([cat], "evaluation.prompts")):
+        with pytest.raises(UserError, match=words):
+            check_evaluation([geneval], prompts)
+    check_evaluation([geneval], [cat, *load_prompts("tiny:colors:test", limit=1)])
+    check_evaluation([geneval], [])
