@@ -171,11 +171,8 @@ def _check_run(folder: Path, pipeline: Any) -> Iterator[CheckResult]:
     if (folder / FILE).exists():
         results += _check_lora(folder, config.lora)
     yield from results
-    store = config.rollout.store
     if not steps:
         yield _warning("replay", "the run has no checkpoint to compute an iteration from")
-    elif store is not None and store.refresh_every is not None:
-        yield _warning("replay", "not done for a run that renews its store")
     elif all(result.state != "problem" for result in results):
         try:
             yield from _replay(config, folder, steps, pipeline)

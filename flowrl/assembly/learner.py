@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from flowrl.prompts.overlap import check_overlap, hold_out
 from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrases, load_prompts
 from flowrl.prompts.sources import check_row
 from flowrl.sampling.sampler import Schedule
-from flowrl.sampling.source import Ahead, Sampler, Source
+from flowrl.sampling.source import Ahead, Source
 from flowrl.sampling.workers import WorkerPool
 from flowrl.scoring.combine import mean_reward
 from flowrl.scoring.executors.base import InlineExecutor
@@ -141,12 +141,12 @@ def check_parts(
     held_out: Sequence[PromptRecord],
 ) -> None:
     """Check that rollouts, objective, rewards and prompts fit each other. Raises UserError."""
-    if config.rollout.samples:
+    if config.rollout.store is None:
         check_work_split(config, runtime, needs, specs)
         check_trees(config, needs)
         check_prompts(specs, prompts)
         check_overlap(prompts, held_out, allowed=config.prompts.allow_overlap)
-    if config.rollout.reads_store:
+    else:
         check_offline(config, needs)
     if needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
@@ -239,7 +239,7 @@ def build_source(
 ) -> Source:
     """Return the source of rollouts: a sampler, or an offline data set that is read."""
     config = parts.config
-    if not config.rollout.reads_store:
+    if config.rollout.store is None:
         check_rollout_memory(config, parts.backbone, parts.runtime)
         sampler = build_sampler(parts, prompts)
         if not config.rollout.staleness:
@@ -249,12 +249,9 @@ def build_source(
             own=sampler, policy=parts.policy, adapter=parts.adapter, last=config.run.iterations
         )
 
-    def resample(other: Config) -> Sampler:
-        return build_sampler(replace(parts, config=other), prompts)
-
     learning = parts.policy.backbone
     text_cache = caches.get(learning, config.rollout.learning_guidance_scale)
-    return build_stored(config, resample(config), learning, resample, text_cache)
+    return build_stored(parts, learning, text_cache)
 
 
 def check_staleness(config: Config, needs: Needs) -> None:
@@ -485,7 +482,7 @@ def build_prompts(
 
 def training_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
     """Return the prompts that training samples from: none where it only reads a data set."""
-    return _split_prompts(config, given)[0] if config.rollout.samples else []
+    return _split_prompts(config, given)[0] if config.rollout.store is None else []
 
 
 def evaluation_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
@@ -541,9 +538,9 @@ def fill_prompt_cache(config: Config, runtime: Runtime) -> dict[str, int]:
     memory = config.memory.model_copy(update={"text_encoders": "offload"})
     config = config.model_copy(update={"memory": memory})
     needed, store = [*all_prompts_to_encode(config, ProvidedObjects())], config.rollout.store
-    if config.rollout.reads_store and store is not None and store.path is not None:
+    if store is not None:
         guidance = config.rollout.learning_guidance_scale
-        needed += [(guidance, group.record) for group in open_dataset(store.path).groups]
+        needed += [(guidance, group.record) for group in open_dataset(store).groups]
     caches = TextCaches(config)
     before = caches.count_on_disk(needed)
     caches.encode_first(needed, runtime)

@@ -1,11 +1,11 @@
 """Build the source that reads an offline data set, and describe how one was made."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
-from pathlib import Path
 
 from flowrl.assembly.backbone import rounding_key
+from flowrl.assembly.rollout import RolloutParts
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.lora_formats import lora_file
 from flowrl.backbones.text_cache import TextCache
@@ -13,9 +13,8 @@ from flowrl.config import Config
 from flowrl.config.validate import check_noising
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
-from flowrl.offline.format import DatasetMetadata, OfflineDataset, open_dataset
-from flowrl.offline.source import StoredGroups, check_dataset
-from flowrl.offline.writer import Refresher
+from flowrl.offline.format import DatasetMetadata, open_dataset
+from flowrl.offline.source import StoredGroups, check_dataset, filter_groups
 from flowrl.sampling.source import Sampler
 
 # Options under `rollout` that leave the images as they are.
@@ -26,54 +25,48 @@ INDIFFERENT = {
 CHECKED = {"allow_overlap"}  # the same, under `prompts`
 # Options under `pipeline` that change them, beside what the metadata hold anyway.
 DECISIVE = {"max_sequence_length", "precision", "keep_layers", "min_dim"}
-STORES = "stores"
 
 
-def build_stored(
-    config: Config,
-    sampler: Sampler,
-    backbone: Backbone,
-    resample: Callable[[Config], Sampler],
-    text_cache: TextCache,
-) -> StoredGroups:
+def build_stored(parts: RolloutParts, backbone: Backbone, text_cache: TextCache) -> StoredGroups:
     """Return the source that reads `rollout.store`, checked against the recipe.
 
-    Args:
-        sampler: of this recipe without the store.
-        backbone: with the guidance of training.
-        resample: returns the sampler of another recipe, with the same policy.
+    backbone: with the guidance of training.
     """
-    r = config.rollout
-    assert r.store is not None and r.store.path is not None
-    dataset, generator = open_dataset(r.store.path), sampler.generator
+    config = parts.config
+    r, p = config.rollout, config.prompts
+    assert r.store is not None
+    dataset = open_dataset(r.store)
     check_dataset(
-        dataset, generator.backbone, generator.specs,
-        pipeline=config.pipeline.path, family=config.pipeline.backbone,
-    )  # fmt: skip
-    _check_noising(config, dataset)
-    refresher = None
-    if r.store.refresh_every is not None:
-        refresher = _refresher(config, dataset, resample, r.store.refresh_every)
-    source = StoredGroups(
         dataset,
-        backbone=backbone,
-        text_cache=text_cache,
-        specs=generator.specs,
-        runtime=generator.runtime,
-        prompts=r.prompts_per_iteration,
-        group_size=r.group_size,
-        seed=config.run.seed,
-        balance=config.prompts.balance,
-        weights=config.prompts.weights,
-        refresher=refresher,
+        parts.backbone,
+        pipeline=config.pipeline.path,
+        family=config.pipeline.backbone,
     )
-    if source.sampler.skipped and generator.runtime.is_main:
+    noising = getattr(config.objective, "noising", None)
+    if noising is not None:  # as many noise levels as the objective takes
+        try:
+            check_noising(noising, len(dataset.metadata.sigmas) - 1)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    groups = filter_groups(
+        dataset, parts.specs, r.prompts_per_iteration, config.run.seed,
+        balance=p.balance, weights=p.weights,
+    )  # fmt: skip
+    if groups.skipped and parts.runtime.is_main:
         warnings.warn(
-            f"{source.sampler.skipped} groups of {r.store.path} are never read: fewer than two of "
-            "their images have a reward",
+            f"{groups.skipped} groups of {r.store} are never read: fewer than two of their images "
+            "have a reward",
             stacklevel=2,
         )
-    return source
+    return StoredGroups(
+        groups,
+        backbone=backbone,
+        text_cache=text_cache,
+        specs=parts.specs,
+        runtime=parts.runtime,
+        group_size=r.group_size,
+        seed=config.run.seed,
+    )
 
 
 def check_offline(config: Config, needs: Needs) -> None:
@@ -90,35 +83,6 @@ def check_offline(config: Config, needs: Needs) -> None:
             "those of an offline data set are another's: set rollout.store to null, or take an "
             "objective compared with the base, such as gdro, or dpo with anchor_every: null"
         )
-
-
-def _check_noising(config: Config, dataset: OfflineDataset) -> None:
-    """Check that the data set was sampled with as many noise levels as the objective takes."""
-    noising, store = getattr(config.objective, "noising", None), config.rollout.store
-    if noising is None or store is None:
-        return
-    try:
-        check_noising(noising, len(dataset.metadata.sigmas) - 1)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def _refresher(
-    config: Config, dataset: OfflineDataset, resample: Callable[[Config], Sampler], every: int
-) -> Refresher:
-    """Return what samples as the recipe says, as many images of a prompt as the data set has."""
-    size = max(len(group.images) for group in dataset.groups)
-    rollout = config.rollout.model_copy(update={"group_size": size, "store": None})
-    config = config.model_copy(update={"rollout": rollout})
-    sampler = resample(config)
-    sampler.plan(0)  # what cannot be sampled fails now
-    return Refresher(
-        original=dataset,
-        metadata=dataset_metadata(config, sampler),
-        sampler=sampler,
-        every=every,
-        folder=Path(config.run.output_dir) / STORES,
-    )
 
 
 def dataset_metadata(config: Config, sampler: Sampler) -> DatasetMetadata:

@@ -85,11 +85,10 @@ def _worded(prompts: Sequence[PromptRecord], paraphrases: bool) -> list[PromptRe
 def stored_prompts(config: Config, specs: Sequence[RewardSpec]) -> list[tuple[float, PromptRecord]]:
     """Return every text that is read from an offline data set, if the recipe reads one."""
     r, p = config.rollout, config.prompts
-    if not r.reads_store:
+    if r.store is None:
         return []
-    assert r.store is not None and r.store.path is not None
     groups = filter_groups(
-        open_dataset(r.store.path), specs, r.prompts_per_iteration, config.run.seed,
+        open_dataset(r.store), specs, r.prompts_per_iteration, config.run.seed,
         balance=p.balance, weights=p.weights,
     )  # fmt: skip
     kinds = groups.order.kinds.values()

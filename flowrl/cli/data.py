@@ -35,7 +35,7 @@ def collect(
     lora: Lora = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sample and score groups once, to train on many times with rollout.store.path.
+    """Sample and score groups once, to train on many times with rollout.store.
 
     Images are sampled as in the recipe's rollouts; its objective has no effect. The same command
     resumes, and a larger --groups adds to the data set.

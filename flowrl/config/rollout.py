@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from flowrl.config.trees import FlowGRPOOptions, Tree
 from flowrl.trees import presets
@@ -27,28 +27,6 @@ from flowrl.utils.fields import (
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import AdamW
-
-
-class StoreOptions(Options):
-    """An offline data set, as flowrl collect makes it."""
-
-    path: Text | None = option(
-        None, "Folder of the store to learn from; null samples new groups in each iteration."
-    )
-    refresh_every: Count | None = option(
-        None,
-        "Iterations after which the policy samples as many groups again, and training goes on "
-        "from those; null keeps the store. The reference stays the base.",
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> "StoreOptions":
-        if self.path is None and self.refresh_every is not None:
-            raise ValueError(
-                "rollout.store.refresh_every is set without rollout.store.path: name the folder of "
-                "a store, as flowrl collect makes it, or set it to null"
-            )
-        return self
 
 
 DenoisingSteps = Annotated[Count, Field(le=1000)]  # noise levels that networks are trained on
@@ -240,19 +218,11 @@ class RolloutOptions(Options):
         "same noise; null samples no more than are learned from.",
         "Sol-RL, arXiv 2604.06916",
     )
-    store: StoreOptions | None = option(
-        None, "An offline data set to learn from; null samples the groups of each iteration."
+    store: Text | None = option(
+        None,
+        "Folder of an offline data set to learn from, as flowrl collect makes it; null samples new "
+        "groups in each iteration.",
     )
-
-    @property
-    def reads_store(self) -> bool:
-        """Whether training reads an offline data set."""
-        return self.store is not None and self.store.path is not None
-
-    @property
-    def samples(self) -> bool:
-        """Whether training samples images, be it to renew an offline data set."""
-        return not self.reads_store or (self.store or StoreOptions()).refresh_every is not None
 
     @property
     def learning_guidance_scale(self) -> float:

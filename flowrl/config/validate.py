@@ -56,7 +56,7 @@ def check_rollout(rollout: RolloutOptions, optim: OptimOptions) -> None:
 
 def check_plans(plans: Plans, rollout: RolloutOptions, objective: Objective, seed: int) -> None:
     """Check that every tree of the run suits the objective and the kernel."""
-    if not rollout.reads_store:
+    if rollout.store is None:
         check_states(objective.states, plans, rollout, seed)
     for plan in plans:
         if isinstance(objective, GRPOOptions):
@@ -108,9 +108,9 @@ def check_explore(plans: Plans, rollout: RolloutOptions) -> None:
     explore = rollout.explore
     if explore is None:
         return
-    if rollout.reads_store:
+    if rollout.store is not None:
         raise ValueError(
-            "rollout.explore samples candidates, but rollout.store.path names groups that were "
+            "rollout.explore samples candidates, but rollout.store names groups that were "
             "sampled before: set one of them to null"
         )
     most = max(plan.roots for plan in plans)
@@ -187,7 +187,7 @@ def check_objective(objective: Objective, rollout: RolloutOptions) -> None:
     if isinstance(objective, GRPOOptions):
         _check_grpo(objective, rollout)
     noising = getattr(objective, "noising", None)
-    if noising is not None and not rollout.reads_store:
+    if noising is not None and rollout.store is None:
         check_noising(noising, rollout.num_inference_steps)
 
 
@@ -212,7 +212,7 @@ def check_retained(prompts: PromptOptions, rollout: RolloutOptions, trees: int) 
             f"prompts.retained is {retained}, but rollout.explore chooses a prompt's trees by "
             "their scores, and would choose words with them: set one of the two to null"
         )
-    if rollout.reads_store:
+    if rollout.store is not None:
         raise ValueError(
             f"prompts.retained is {retained}, but a store keeps an image without the words it was "
             "asked for in, so that all must keep the prompt's own: set it to null"

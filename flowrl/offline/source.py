@@ -1,6 +1,5 @@
 """A source of rollouts that reads groups of an offline data set in place of new images."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,8 +10,7 @@ from flowrl.backbones.base import Backbone
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.functional.noise import keyed_uniform, noise_seed
-from flowrl.offline.format import DTYPES, OfflineDataset, StoredGroup, open_dataset
-from flowrl.offline.writer import Refresher
+from flowrl.offline.format import DTYPES, OfflineDataset, StoredGroup
 from flowrl.prompts.records import PromptSampler
 from flowrl.sampling.rollout import Timer, occurrences
 from flowrl.sampling.source import learning_seed
@@ -23,73 +21,57 @@ from flowrl.utils.distributed import Runtime
 
 
 class StoredGroups:
-    """A source of rollouts: each iteration `prompts` groups, `group_size` images of each.
+    """A source of rollouts that reads `group_size` images of each group of an iteration.
 
-    Groups come in seeded shuffles, one an epoch; a group with fewer images gives all it has. What
-    is read depends on seed, iteration and data set, not on the number of processes.
+    Groups come in seeded shuffles, one an epoch; a group with fewer images gives all it has. The
+    images depend on seed, iteration and data set, not on the number of processes.
     """
 
     def __init__(
         self,
-        dataset: OfflineDataset,
+        sampler: "GroupSampler",
         *,
         backbone: Backbone,
         text_cache: TextCache,
         specs: Sequence[RewardSpec],
         runtime: Runtime,
-        prompts: int,
         group_size: int,
         seed: int,
-        balance: str | None = None,
-        weights: Mapping[str, int] | None = None,
-        refresher: Refresher | None = None,
     ):
-        """Raises UserError when no group can be used, or there are more processes than groups."""
-        self.backbone, self.text_cache = backbone, text_cache
+        """Raises UserError when there are more processes than groups in an iteration."""
+        self.sampler, self.backbone, self.text_cache = sampler, backbone, text_cache
         self.specs, self.runtime = specs, runtime
-        self.prompts, self.group_size, self.seed = prompts, group_size, seed
-        self.balance, self.weights = balance, weights
-        self.refresher = refresher
+        self.group_size, self.seed = group_size, seed
+        prompts = sampler.order.per_iteration
         if prompts < runtime.world_size:
             raise UserError(
                 f"rollout.prompts_per_iteration is {prompts}, but {runtime.world_size} processes "
                 "take whole groups: raise it, or start fewer processes"
             )
-        self._started = False
-        self._use(dataset)
-
-    def _use(self, dataset: OfflineDataset) -> None:
-        """Read from this data set from now on."""
-        self.sampler = filter_groups(
-            dataset, self.specs, self.prompts, self.seed,
-            balance=self.balance, weights=self.weights,
-        )  # fmt: skip
 
     def collect(self, iteration: int, timer: Timer) -> Rollout:
         """Return this process's groups of an iteration, with the scores of all groups."""
-        if self.refresher is not None:
-            self._refresh(self.refresher, iteration)
         sampler = self.sampler
         records = sampler.order.at(iteration)
-        picked = [
+        groups = [
             _pick(sampler.groups[record.uid], self.group_size, self.seed, iteration, turn)
             for record, turn in zip(records, occurrences(records), strict=True)
         ]
-        group = torch.arange(len(picked)).repeat_interleave(torch.tensor([len(p) for p in picked]))
-        images = torch.cat(picked)
-        own = self.runtime.local_rows(len(picked))
-        trees = torch.isin(group, own).nonzero().squeeze(1)
-        own_records = [records[i] for i in own.tolist()]
+        group = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(g) for g in groups]))
+        images = torch.cat(groups)
+        share = self.runtime.local_rows(len(groups))  # this process's groups
+        trees = torch.isin(group, share).nonzero().squeeze(1)
+        prompts = [records[i] for i in share.tolist()]
         tree = single_node_trees(
             sampler.dataset.latents(images[trees]).to(self.backbone.device),
-            (group[trees] - own[0]).to(self.backbone.device),
+            (group[trees] - share[0]).to(self.backbone.device),
             torch.tensor(sampler.dataset.metadata.sigmas, device=self.backbone.device),
         )
         rollout = Rollout(
             tree=tree,
-            cond=self.text_cache(own_records),
-            prompts=tuple(record.text for record in own_records),
-            metadata=tuple(record.metadata for record in own_records),
+            cond=self.text_cache(prompts),
+            prompts=tuple(record.text for record in prompts),
+            metadata=tuple(record.metadata for record in prompts),
             images=torch.empty(0, 3, *self.backbone.image_size()),
             trees=trees,
             scores=sampler.scores[images],
@@ -105,23 +87,6 @@ class StoredGroups:
         )
         timer.lap("time/rollout")
         return rollout
-
-    def _refresh(self, refresher: Refresher, iteration: int) -> None:
-        """Use the data set of this iteration; generate it if it is due."""
-        if not self._started:
-            self._started = True
-            if self.runtime.is_main:
-                # A later or interrupted policy generated these; this session does not have it.
-                for step in refresher.steps():
-                    unfinished = step < iteration and not refresher.finished(step)
-                    if step > iteration or unfinished:
-                        shutil.rmtree(refresher.path(step))
-            self.runtime.wait()
-            finished = [step for step in refresher.steps() if refresher.finished(step)]
-            if finished:
-                self._use(open_dataset(refresher.path(finished[-1])))
-        if iteration and iteration % refresher.every == 0:
-            self._use(refresher.generate(iteration))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +105,6 @@ class GroupSampler:
     valid: Tensor  # (N,) bool, whether that is known
     order: PromptSampler  # which groups an iteration gets
     skipped: int  # groups that are left out
-    number: Tensor  # (N,) long, each image's group in the data set
 
 
 def filter_groups(
@@ -152,7 +116,16 @@ def filter_groups(
     balance: str | None,
     weights: Mapping[str, int] | None,
 ) -> GroupSampler:
-    """Keep the groups with two rewarded images. Raises UserError when none is left."""
+    """Keep the groups with two rewarded images.
+
+    Raises UserError when none is left, and for a trained reward that was not scored.
+    """
+    for spec in trained(specs):
+        if spec.name not in dataset.metadata.names:
+            raise UserError(
+                f"{dataset.folder} has no scores of the reward {spec.name!r}, only of "
+                f"{', '.join(dataset.metadata.names)}: leave it out, or collect with it"
+            )
     stored = dict(zip(dataset.metadata.names, dataset.scores.unbind(1), strict=True))
     missing = torch.full((len(dataset),), torch.nan)
     scores = torch.stack([stored.get(spec.name, missing) for spec in specs], 1)
@@ -182,17 +155,17 @@ def filter_groups(
     weights = {kind: n for kind, n in (weights or {}).items() if kind in stored}
     return GroupSampler(
         dataset=dataset, groups=groups, scores=scores, applicable=applicable, terms=terms,
-        reward=reward, valid=valid, number=number, skipped=len(dataset.groups) - len(groups),
+        reward=reward, valid=valid, skipped=len(dataset.groups) - len(groups),
         order=PromptSampler(records, prompts, seed, balance=balance, weights=weights),
     )  # fmt: skip
 
 
-def _applicable(spec: RewardSpec, group: StoredGroup, known: Tensor) -> Tensor:
+def _applicable(spec: RewardSpec, group: StoredGroup, scored: Tensor) -> Tensor:
     """Return for which images of a group a reward gave or would now give a score, (n,) bool."""
     metadata = group.record.metadata
     if not all(metadata.get(key) in values for key, values in spec.applies_to.items()):
-        return torch.zeros_like(known)
-    return known | (not known.all() and spec.applies(group.record.text, metadata))
+        return torch.zeros_like(scored)
+    return scored | (not scored.all() and spec.applies(group.record.text, metadata))
 
 
 def _pick(group: StoredGroup, count: int, seed: int, iteration: int, turn: int) -> Tensor:
@@ -240,7 +213,6 @@ def single_node_trees(x0: Tensor, prompt: Tensor, sigmas: Tensor) -> Tree:
 def check_dataset(
     dataset: OfflineDataset,
     backbone: Backbone,
-    specs: Sequence[RewardSpec],
     *,
     pipeline: str,
     family: str,
@@ -251,14 +223,14 @@ def check_dataset(
     """
     metadata, name = dataset.metadata, dataset.folder
     stored, wanted = (p.rstrip("/").split("/")[-1] for p in (metadata.pipeline, pipeline))
-    for option, found, own, same in (
+    for option, before, now, same in (
         ("pipeline.path", metadata.pipeline, pipeline, stored == wanted),  # folders move
         ("pipeline.backbone", metadata.backbone, family, metadata.backbone == family),
     ):
         if not same:
             raise UserError(
-                f"the images in {name} were made with {option} {found!r}, and this recipe has "
-                f"{own!r}: collect groups with this one, or train the one they are from"
+                f"the images in {name} were made with {option} {before!r}, and this recipe has "
+                f"{now!r}: collect groups with this pipeline, or train the other one"
             )
     shape = list(backbone.latent_shape())
     if metadata.latent_shape != shape:
@@ -272,9 +244,3 @@ def check_dataset(
             f"the latents in {name} are {metadata.dtype}, and this pipeline computes in "
             f"{precision}: set pipeline.dtype as it was when it was collected, or collect anew"
         )
-    for spec in trained(specs):
-        if spec.name not in metadata.names:
-            raise UserError(
-                f"{name} has no scores of the reward {spec.name!r}, only of "
-                f"{', '.join(metadata.names)}: leave it out, or collect the groups with it"
-            )

@@ -1,9 +1,7 @@
 """Write offline data sets: iterations of a sampler, or pairs of images that people compared."""
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,8 +11,6 @@ from torch import Tensor
 from flowrl.backbones.base import Backbone
 from flowrl.errors import DamagedFile, UserError
 from flowrl.offline.format import (
-    METADATA,
-    PAIRS,
     DatasetMetadata,
     OfflineDataset,
     StoredImage,
@@ -28,7 +24,6 @@ from flowrl.offline.format import (
 from flowrl.offline.pairs import Pair
 from flowrl.sampling.rollout import Timer, occurrences
 from flowrl.sampling.source import Sampler
-from flowrl.training.checkpoint import step_of
 from flowrl.trajectory import Rollout
 from flowrl.utils.files import locked_folder
 from flowrl.utils.images import to_tensor
@@ -40,50 +35,34 @@ def write_groups(
     sampler: Sampler,
     *,
     shards: int,
-    first: int = 0,
     advance: Callable[[Rollout], None] = lambda rollout: None,
 ) -> OfflineDataset:
-    """Write the missing shards of 0, 1, ...; shard k is iteration `first` + k.
+    """Write the missing shards of 0, 1, ...; a shard is the iteration of its number.
 
     All processes call this; the main one writes. advance: called after each new shard.
     """
     runtime = sampler.generator.runtime
     with locked_folder(folder, "dataset") if runtime.is_main else nullcontext():
-        return _write_missing(folder, metadata, sampler, shards, first, advance)
-
-
-def _write_missing(
-    folder: Path,
-    metadata: DatasetMetadata,
-    sampler: Sampler,
-    shards: int,
-    first: int,
-    advance: Callable[[Rollout], None],
-) -> OfflineDataset:
-    runtime = sampler.generator.runtime
-    if runtime.is_main:
-        create_dataset(folder, metadata)
-    runtime.wait()
-    missing = sorted(set(range(shards)) - set(finished_shards(folder)))
-    runtime.wait()  # nobody writes before all have looked
-    for shard in missing:
-        iteration = first + shard
-        rollout = sampler.collect(iteration, Timer())
-        x0 = rollout.tree.leaves()
-        if runtime.world_size > 1:  # as bytes, since back ends differ in the dtypes they gather
-            x0 = runtime.gather(x0.contiguous().view(torch.uint8)).view(x0.dtype)
         if runtime.is_main:
-            append_shard(folder, shard, x0, list(_rollout_rows(rollout, sampler, iteration, shard)))
-        advance(rollout)
-    runtime.wait()
-    return open_dataset(folder)
+            create_dataset(folder, metadata)
+        runtime.wait()
+        missing = sorted(set(range(shards)) - set(finished_shards(folder)))
+        runtime.wait()  # nobody writes before all have looked
+        for shard in missing:
+            rollout = sampler.collect(shard, Timer())
+            x0 = rollout.tree.leaves()
+            if runtime.world_size > 1:  # as bytes, since back ends differ in the dtypes they gather
+                x0 = runtime.gather(x0.contiguous().view(torch.uint8)).view(x0.dtype)
+            if runtime.is_main:
+                append_shard(folder, shard, x0, list(_rollout_rows(rollout, sampler, shard)))
+            advance(rollout)
+        runtime.wait()
+        return open_dataset(folder)
 
 
-def _rollout_rows(
-    rollout: Rollout, sampler: Sampler, iteration: int, shard: int
-) -> Iterator[StoredImage]:
+def _rollout_rows(rollout: Rollout, sampler: Sampler, shard: int) -> Iterator[StoredImage]:
     """Yield the rows of all processes' images; groups are numbered through the whole data set."""
-    records = sampler.prompts.at(iteration)
+    records = sampler.prompts.at(shard)
     before = occurrences(records)
     groups, leaves = rollout.group.tolist(), len(rollout.tree.leaf)
     images = [0] * len(records)  # of each group, so far
@@ -101,58 +80,10 @@ def _rollout_rows(
             valid=valid[i],
             scores=scores[i],
             seed=sampler.seed,
-            iteration=iteration,
+            iteration=shard,
             root=before[group] * trees + int(chosen[group, images[group] // leaves]),
         )
         images[group] += 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refresher:
-    """Replaces a data set every `every` iterations by an equally large one of the current policy.
-
-    Raises UserError when the data set to replace holds images of files.
-    """
-
-    original: OfflineDataset
-    metadata: DatasetMetadata  # of the new ones
-    sampler: Sampler
-    every: int
-    folder: Path  # of the new ones
-
-    def __post_init__(self) -> None:
-        if PAIRS in self.original.metadata.recipe:
-            raise UserError(
-                f"{self.original.folder} holds pairs of images from files, which no policy "
-                "generates: set rollout.store.refresh_every to null"
-            )
-
-    def path(self, iteration: int) -> Path:
-        return self.folder / f"step-{iteration:06d}"
-
-    def steps(self) -> list[int]:
-        """Return the iterations that have a data set, complete or not, ascending."""
-        steps = (step_of(path) for path in self.folder.glob("step-*"))
-        return sorted(step for step in steps if step is not None)
-
-    @property
-    def shards(self) -> int:
-        return -(-len(self.original.groups) // self.sampler.prompts.per_iteration)
-
-    def finished(self, iteration: int) -> bool:
-        return set(finished_shards(self.path(iteration))) >= set(range(self.shards))
-
-    def generate(self, iteration: int) -> OfflineDataset:
-        """Write the data set of an iteration; continue one that this policy began."""
-        folder = self.path(iteration)
-        metadata = replace(self.metadata, lora={"iteration": iteration})
-        # Shards from before a change of the recipe do not belong to this policy.
-        if self.sampler.generator.runtime.is_main and (folder / METADATA).exists():
-            if DatasetMetadata.read(folder).text() != metadata.text():
-                shutil.rmtree(folder)
-        # Each data set has iterations of the sampler to itself.
-        first = iteration // self.every * self.shards
-        return write_groups(folder, metadata, self.sampler, shards=self.shards, first=first)
 
 
 # --- pairs of images ----------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def _shrink_rollout(draft: _Draft, config: Config) -> None:
     draft.lower("rollout.batch_size", ROWS)
     draft.put("rollout.compile", False)
     draft.put("rollout.workers", None, "null: this process samples")
-    if r.store is not None and r.store.path is not None:
+    if r.store is not None:
         draft.put("rollout.store", None, "null: the groups are generated")
     if r.explore is not None:
         if r.explore.precision != "bf16":

@@ -186,7 +186,7 @@ def _notes(config: Config, needs: Needs) -> Iterator[str]:
         yield f"precision auto is counted as the larger of {' and '.join(AUTO)}."
     if needs.reward_grad:
         yield "The gradient through the decoder and the reward is not counted."
-    if store is not None and store.path is not None:
+    if store is not None:
         yield "Groups come from a store; the rollout's memory is that of generating them."
 
 
@@ -324,7 +324,7 @@ def _training_doubles(config: Config) -> bool:
 
 def _iteration_work(config: Config, needs: Needs, load: IterationWork) -> UpdateWork:
     r = config.rollout
-    per_image = 1 + doubles(config, r.guidance_scale) if r.samples else 0
+    per_image = 1 + doubles(config, r.guidance_scale) if r.store is None else 0
     rows = load.prompts * min(load.roots * load.rows, load.group_rows or load.roots * load.rows)
     training = rows * load.row_forwards * (1 + _training_doubles(config))
     again = config.memory.gradient_checkpointing + (config.objective.kind in RECOMPUTE)

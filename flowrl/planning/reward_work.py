@@ -75,7 +75,7 @@ def _requests(config: Config, work: RunWork, entry: RewardOptions, reward: Any) 
     if getattr(reward, "requests_per_image", 0) is None:
         return None
     total = 0
-    if entry.when != "evaluation" and not config.rollout.reads_store:
+    if entry.when != "evaluation" and config.rollout.store is None:
         times = sum(work.loads.values())
         for load, count in work.loads.items():
             total += _of_iteration(reward, load) * (count * config.run.iterations // times)

@@ -151,7 +151,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def set_aside(run_dir: Path, step: int) -> Path | None:
     """Move what a run did after `step` below `set-aside/`, where it has later checkpoints.
 
-    Checkpoints, evaluations and refreshed stores are moved, metrics and audits copied: the run
+    Checkpoints and evaluations are moved, metrics and audits copied: the run
     cuts its own. Returns the folder they lie in now, None where there was nothing.
     """
     later = [p for p in (run_dir / "checkpoints").glob("step-*") if (step_of(p) or 0) > step]
@@ -165,9 +165,8 @@ def set_aside(run_dir: Path, step: int) -> Path | None:
             write_bytes(aside / name, (run_dir / name).read_bytes())
     # The newest first: whatever interrupts this, those that are left are a run without a gap.
     moved = sorted(later, key=lambda p: step_of(p) or 0, reverse=True)
-    for folder, pattern in (("evaluations", "step-*.safetensors"), ("stores", "step-*")):
-        paths = sorted((run_dir / folder).glob(pattern))
-        moved += [p for p in paths if (step_of(p.with_suffix("")) or 0) > step]
+    paths = sorted((run_dir / "evaluations").glob("step-*.safetensors"))
+    moved += [p for p in paths if (step_of(p.with_suffix("")) or 0) > step]
     for path in moved:
         target = aside / path.relative_to(run_dir)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ WRITTEN: dict[FolderKind, tuple[str, ...]] = {
     "start": _START,
     "run": (
         *_START, "config.yaml", "ledger.jsonl", "audits.jsonl", "reference.safetensors",
-        "pytorch_lora_weights.safetensors", "README.md", "checkpoints", "evaluations", "stores",
+        "pytorch_lora_weights.safetensors", "README.md", "checkpoints", "evaluations",
         "samples", "gallery", "card", "comparison", "set-aside",
     ),
     "images": (

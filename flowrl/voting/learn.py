@@ -153,7 +153,7 @@ def training_config(config: Config, folder: Path, store: Path, lora: str | None)
     held_out = {r["name"]: r | {"held_out": True} for r in data["rewards"]}  # one of each name
     data["rewards"] = [{"name": "preference"}, *held_out.values()]
     data["rollout"] |= {
-        "store": {"path": str(store)}, "group_size": 2, "tree": {"kind": "ode"},
+        "store": str(store), "group_size": 2, "tree": {"kind": "ode"},
         "explore": None,
     }  # fmt: skip
     data["prompts"] |= {"balance": None, "weights": None}

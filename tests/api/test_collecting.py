@@ -13,8 +13,8 @@ from flowrl.assembly.offline import dataset_metadata
 from flowrl.backbones.lora_files import save_lora
 from flowrl.errors import UserError
 from flowrl.offline.format import open_dataset, read_shard, shard_file
-from flowrl.offline.source import StoredGroups
-from flowrl.offline.writer import Refresher, write_groups
+from flowrl.offline.source import StoredGroups, filter_groups
+from flowrl.offline.writer import write_groups
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring.combine import FailureLimit
 from flowrl.scoring.spec import RewardSpec
@@ -156,29 +156,6 @@ def test_a_lora_draws_other_images_and_is_named(
     torch.testing.assert_close(store.latents(rows), expected, rtol=0, atol=1e-4)
 
 
-def test_a_refresh_draws_as_many_groups_from_prompts_of_its_own(collected, make_learner, config):
-    like = open_dataset(collected[0])
-    sampler = make_learner(rollout=ROLLOUT).source
-    refresher = Refresher(
-        original=like,
-        metadata=dataset_metadata(config, sampler),
-        sampler=sampler,
-        every=5,
-        folder=collected[0].parent / "stores",
-    )
-    store, folder = refresher.generate(10), refresher.path(10)
-    assert len(store.groups) == len(like.groups) and refresher.finished(10)
-    assert [g.record.uid for g in store.groups[:2]] == [r.uid for r in sampler.prompts.at(6)]
-    before = files(folder)
-    shard_file(folder, 2).unlink()
-    assert not refresher.finished(10)
-    refresher.generate(10)
-    assert files(folder) == before
-    with pytest.raises(UserError, match="refresh_every"):
-        pairs = replace(like, metadata=replace(like.metadata, recipe={"pairs": "digest"}))
-        replace(refresher, original=pairs)
-
-
 # --- training on it ------------------------------------------------------------------------------
 
 
@@ -193,7 +170,8 @@ def test_an_iteration_can_learn_from_stored_groups_as_from_drawn_ones(collected,
     sampler = learner.source
     given = {"backbone": sampler.generator.backbone, "text_cache": sampler.generator.text_cache}
     given |= {"specs": learner.specs, "runtime": learner.runtime}
-    stored = StoredGroups(store, **given, prompts=1, group_size=4, seed=3)
+    groups = filter_groups(store, learner.specs, 1, 3, balance=None, weights=None)
+    stored = StoredGroups(groups, **given, group_size=4, seed=3)
     rollout = stored.collect(0, Timer())
     batch = learner.objective.prepare(rollout)
     (group,) = (g for g in store.groups if g.record.text == rollout.prompts[0])

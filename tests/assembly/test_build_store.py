@@ -1,18 +1,11 @@
 """A recipe with a store: training reads it, draws it anew when asked, and keeps the reference."""
 
-import functools
-from dataclasses import replace
-
 import pytest
 import torch
 
-from flowrl.assembly.offline import STORES, build_stored, dataset_metadata
-from flowrl.assembly.rollout import plan_at
-from flowrl.config.rollout import StoreOptions
+from flowrl.assembly.offline import dataset_metadata
 from flowrl.errors import UserError
-from flowrl.offline.format import open_dataset
 from flowrl.offline.writer import write_groups
-from flowrl.sampling.rollout import Timer
 
 ROLLOUT = {"prompts_per_iteration": 2, "num_inference_steps": 2, "tree": {"kind": "ode"}}
 OBJECTIVE = {"kind": "gdro"}
@@ -28,25 +21,10 @@ def stored(make_learner, tiny_config, tmp_path_factory):
 
 
 @pytest.fixture
-def prepare(make_learner, tiny_config, stored, tmp_path):
-
-    def make(specs=None, size=2, **options):
-        run = {"output_dir": str(tmp_path)}
-        changes = {"rollout": ROLLOUT | {"group_size": size}, "objective": OBJECTIVE, "run": run}
-        learner = make_learner(**changes | ({"specs": specs} if specs else {}))
-        config = tiny_config(**changes | ({"rewards": specs} if specs else {}))
-        section = StoreOptions(path=str(stored.folder), **options)
-        rollout = config.rollout.model_copy(update={"store": section})
-        config = config.model_copy(update={"rollout": rollout})
-        sampler = learner.source
-
-        def redraw(other):
-            plan = functools.partial(plan_at, other.rollout.plan, other.run.seed)
-            return replace(sampler, plan=plan)
-
-        backbone = learner.policy.backbone
-        text_cache = sampler.generator.text_cache
-        return replace(learner, source=build_stored(config, sampler, backbone, redraw, text_cache))
+def prepare(make_learner, stored):
+    def make(specs=None, size=2, objective=OBJECTIVE):
+        rollout = ROLLOUT | {"group_size": size, "store": str(stored.folder)}
+        return make_learner(rollout=rollout, objective=objective, specs=specs)
 
     return make
 
@@ -57,20 +35,6 @@ def test_training_reads_the_store_and_moves_the_policy(prepare, stored):
     known = stored.latents(torch.arange(len(stored))).flatten(1)
     assert all(any(torch.equal(x, k) for k in known) for x in rollout.tree.leaves().flatten(1))
     assert len(rollout.tree) == 4 and metrics["grad/norm"] > 0
-
-
-def test_a_refreshed_store_has_the_images_of_the_policy_in_groups_of_the_same_size(
-    prepare, stored, tmp_path
-):
-    learner = prepare(refresh_every=2)
-    for iteration in range(2):
-        learner.iterate(iteration)
-    assert not (tmp_path / STORES).exists()
-    learner.source.collect(2, Timer())
-    store = open_dataset(tmp_path / STORES / "step-000002")
-    assert [len(g.images) for g in store.groups] == [4] * len(stored.groups)
-    assert store.metadata.lora == {"iteration": 2}
-    assert store.metadata.recipe["rollout"] == stored.metadata.recipe["rollout"]
 
 
 def test_a_reward_that_was_not_scored_is_refused_before_training(prepare):

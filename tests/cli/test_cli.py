@@ -194,7 +194,7 @@ def test_explain_prints_an_option_and_doctor_what_it_finds(run):
 def test_collect_draws_whatever_the_recipe_learns_from(run, monkeypatch):
     seen = []
     monkeypatch.setattr("flowrl.api.collect", lambda *a, **k: seen.append(a[0]) or [])
-    options = ["objective={kind: dpo}", "rollout.store={path: groups, refresh_every: 64}"]
+    options = ["objective={kind: dpo}", "rollout.store=groups"]
     code, _, err = run("collect", "quickstart", "-o", "groups", "--groups", "2", *options)
     assert not code, err
     assert seen[0].rollout.store is None

@@ -12,7 +12,7 @@ from flowrl.offline.format import (
     create_dataset,
     open_dataset,
 )
-from flowrl.offline.source import StoredGroups
+from flowrl.offline.source import StoredGroups, filter_groups
 from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring.spec import RewardSpec
@@ -106,16 +106,19 @@ def plain_scores():
     return torch.stack([number / 100, -number], 1)
 
 
-def source(store, *, process=None, specs=None, **options):
-    backbone = Backbone()
-    given = {"prompts": 3, "group_size": 4, "seed": 0} | options
+def source(
+    store, *, process=None, specs=None, prompts=3, group_size=4, seed=0, balance=None, weights=None
+):
+    backbone, specs = Backbone(), specs or [spec()]
+    groups = filter_groups(store, specs, prompts, seed, balance=balance, weights=weights)
     return StoredGroups(
-        store,
+        groups,
         backbone=backbone,
         text_cache=TextCache(backbone),
-        specs=specs or [spec()],
+        specs=specs,
         runtime=process or Process(),
-        **given,
+        group_size=group_size,
+        seed=seed,
     )
 
 

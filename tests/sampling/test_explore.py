@@ -200,7 +200,7 @@ def test_what_cannot_be_explored_is_refused(tiny_config):
         ({"num_inference_steps": 1}, {}, "steps is 1.* is 2"),
         ({"num_inference_steps": 2}, {"tree": {"kind": "dance_grpo"}}, "dance_grpo .*one noise"),
         ({"num_inference_steps": 2}, {"tree": one_noise}, "tree_grpo .*one noise"),
-        ({"num_inference_steps": 2}, {"store": {"path": "groups"}}, "rollout.store"),
+        ({"num_inference_steps": 2}, {"store": "groups"}, "rollout.store"),
     ):
         rollout = {"tree": {"kind": "flow_grpo"}, "explore": explore} | other
         with pytest.raises(UserError, match=message):

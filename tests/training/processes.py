@@ -81,7 +81,7 @@ def config_of(case: str, folder: Path, shard: str):
         rewards, prompts = [{"name": "tiny_colors"}], "tiny:color_attr:train"
     elif case == "stored":
         objective = {"kind": "gdro", "noising": {"count": 2}}
-        rollout = ODE | {"store": {"path": str(folder / "store")}}
+        rollout = ODE | {"store": str(folder / "store")}
     else:
         objective, rollout = SCORED[case]
     half = {"dtype": "bf16"} if case == "bf16" else {}

@@ -45,8 +45,7 @@ KINDS = {
     "grpo": {"rollout": PLAIN, "evaluation": EVALUATION, "ema": {"decay": 0.5}},
     "tree": {"rollout": PLAIN | {"num_inference_steps": 3, "tree": TREE}},
     "nft": {"rollout": ODE, "objective": NFT | {"old_decay": {"rate": 0.2, "limit": 0.6}}},
-    "stored": {"rollout": ODE, "objective": GDRO, "store": {}},
-    "refreshed": {"rollout": ODE, "objective": GDRO, "store": {"refresh_every": 1}},
+    "stored": {"rollout": ODE, "objective": GDRO},
     "two-stage": {"rollout": ODE | {"explore": EXPLORE}, "objective": NFT},
     "gradient": {
         "rollout": ODE,
@@ -153,11 +152,9 @@ def drill(tiny_config, load_tiny, monkeypatch):
     def make(kind: str) -> tuple[Drill, dict]:
         changes = KINDS[kind] | {"prompts": {"train": str(prompts)}}
         changes["lora"] = {"rank": 4, "alpha": 6, "targets": ["attn.to_q"]}  # few layers: soon made
-        store = changes.pop("store", None)
-        if store is not None:
+        if kind == "stored":
             path = folder / kind / "store"
-            options = store | {"path": str(path)}
-            changes["rollout"] = changes["rollout"] | {"store": options}
+            changes["rollout"] = changes["rollout"] | {"store": str(path)}
             plain = tiny_config(
                 rollout=ODE, objective={"kind": "sft"}, prompts={"train": str(prompts)}
             )
@@ -179,7 +176,7 @@ def drill(tiny_config, load_tiny, monkeypatch):
 
 
 # Which of its file operations a process does not come to.
-SAMPLE = {"grpo": 130, "refreshed": 60, "collect": 30}
+SAMPLE = {"grpo": 130, "stored": 60, "collect": 30}
 KILLS = 25
 
 
