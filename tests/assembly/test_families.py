@@ -1,0 +1,212 @@
+"""Every objective, sampler, tree and reward runs on the tiny pipelines and logs what is documented.
+
+By default each case runs on one family, in turn; with --slow on all of them.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl.assembly.learner import build_backbone
+from flowrl.config.trees import PRESETS
+from flowrl.errors import UserError
+from flowrl.functional.sde import KERNELS
+from flowrl.quantization.linear import same_precision_layers
+from flowrl.sampling.rollout import Timer
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+NAMES = re.findall(r"^\| `(.+?)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+DOCUMENTED = re.compile("|".join(re.sub(r"<\w+>", r"[^/]+", name) for name in NAMES))
+FAMILIES = ("sd3", "flux", "sana")
+FIRST = {"kind": "fixed", "size": 1}
+ODE = {"tree": {"kind": "ode"}}
+TREE = {"tree": {"kind": "tree_grpo", "branch": 4, "window": FIRST}}
+CHAINS = {"tree": {"kind": "flow_grpo"}}
+FANS = {"tree": {"kind": "tempflow", "width": 2, "at": [0, 1]}}
+COLORS = {"specs": [{"name": "tiny_colors"}], "prompts": {"train": "tiny:color_attr:train"}}
+
+# The changes of a recipe, by name; a few images of an untrained size.
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "grpo": {"objective": {"kind": "grpo", "kl_coef": 0.1}, "rollout": CHAINS},
+    "guard": {
+        "objective": {"kind": "grpo", "ratio": "normalised", "step_weight": "equal"},
+        "rollout": CHAINS,
+    },
+    "tempflow": {
+        "objective": {
+            "kind": "grpo", "step_weight": "noise", "credit": {"edges": "fan", "scope": "leaf"},
+        },
+        "rollout": FANS,
+    },
+    "spo": {"objective": {"kind": "spo", "min_gap": 0.0}, "rollout": TREE},
+    "gdro on a tree": {"objective": {"kind": "gdro"}, "rollout": TREE},
+    "online dpo": {"objective": {"kind": "dpo", "anchor_every": 2}, "rollout": ODE},
+    "gdro, top-1": {"objective": {"kind": "gdro", "form": "top1"}, "rollout": ODE},
+    "best of n": {"objective": {"kind": "sft", "winners": "one"}, "rollout": ODE},
+    "nft": {"objective": {"kind": "nft", "noising": {"count": 2}}, "rollout": ODE},
+    "awm": {
+        "objective": {"kind": "awm", "noising": {"count": 2, "stratified": False}}, "rollout": ODE,
+    },
+    "guided": {
+        "objective": {"kind": "nft", "noising": {"count": 2}},
+        "rollout": ODE | {"guidance_scale": 3.0, "training_guidance_scale": 1.0},
+    },
+}  # fmt: skip
+OBJECTIVES |= {
+    kind: {"objective": {"kind": kind}, "rollout": ODE}
+    for kind in ("dpo", "gdro", "sft", "rwr", "kto", "dgpo", "lair")
+}
+FOLLOWED = {
+    "refl": {}, "draft": {"steps": 2, "kl_coef": 0.1}, "draft_lv": {}, "srpo": {"hinge": 1.0},
+    "align_prop": {"truncation": "uniform"}, "leap_align": {}, "flowbp_sparse": {"steps": 2},
+    "flowbp_bridge": {"steps": 2}, "flowbp_lagrange": {"supports": 1, "active": 1},
+}  # fmt: skip
+OBJECTIVES |= {
+    kind: {"objective": {"kind": kind} | changes, "rollout": ODE | {"group_size": 2}} | COLORS
+    for kind, changes in FOLLOWED.items()
+}
+TREES = {  # options where a preset needs some to be small
+    "flow_grpo": {}, "flow_grpo_fast": {"window": FIRST}, "dance_grpo": {},
+    "mix_grpo": {"window": FIRST}, "branch_grpo": {"splits": [0, 1]},
+    "branch_grpo_mix": {"splits": [0, 1], "window": FIRST},
+    "tree_grpo": {"branch": 2, "window": FIRST}, "b2_diffurl": {"branch": 2},
+    "tempflow": {"width": 2, "at": [0, 1]}, "g2rpo": {"width": 2, "at": [0]},
+    "e_grpo": {"width": 2, "at": [0]},
+}  # fmt: skip
+SAMPLED = {
+    f"tree {kind}": {
+        # Three strides of two children.
+        "rollout": {"tree": {"kind": kind} | tree, "group_size": 6 if kind == "g2rpo" else 4}
+    }
+    for kind, tree in TREES.items()
+} | {
+    f"kernel {name}": {
+        "rollout": CHAINS | {"kernel": name, "noise_level": 1.0 if name == "renoise" else 0.7}
+    }
+    for name in KERNELS
+}
+
+
+def each_on_one(cases: Iterable[str]) -> list[Any]:
+    """Return (name, family): each name on one family, in turn, and on the others with --slow."""
+    return [
+        pytest.param(name, family, marks=() if turn % 3 == place else pytest.mark.slow)
+        for turn, name in enumerate(cases)
+        for place, family in enumerate(FAMILIES)
+    ]
+
+
+@pytest.fixture
+def learner(make_learner):
+    def make(family, **changes):
+        small = {"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 4}
+        changes["rollout"] = small | changes.get("rollout", {})
+        changes["pipeline"] = {"backbone": family} | changes.get("pipeline", {})
+        return make_learner(**changes)
+
+    return make
+
+
+def assert_learns(learner, iterations: int = 1) -> None:
+    """The policy moves, and every logged metric is documented and finite."""
+    before = [p.clone() for p in learner.policy.parameters()]
+    logged = [learner.iterate(i)[1] for i in range(iterations)]
+    pairs = zip(before, learner.policy.parameters(), strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)
+    for metrics in logged:
+        assert metrics["grad/norm"] > 0
+        assert [name for name in metrics if not DOCUMENTED.fullmatch(name)] == []
+        assert [name for name, value in metrics.items() if not math.isfinite(value)] == []
+
+
+@pytest.mark.parametrize(("name", "family"), each_on_one(OBJECTIVES))
+def test_an_objective_learns(learner, name, family):
+    assert_learns(learner(family, **OBJECTIVES[name]), 2)
+
+
+@pytest.mark.parametrize(("name", "family"), each_on_one(SAMPLED))
+def test_a_tree_or_sampler_draws_images_that_are_learned_from(learner, name, family):
+    assert TREES.keys() == PRESETS.keys() - {"custom", "ode"}
+    rollout = {"prompts_per_iteration": 1} | SAMPLED[name]["rollout"]
+    assert_learns(learner(family, rollout=rollout))
+
+
+REWARDS = {
+    "tiny:geneval:train": (
+        "brightness", "compressibility", "incompressibility", "geneval", "tiny_quality",
+        "diversity",
+    ),
+    "tiny:color_attr:train": ("tiny_colors",),
+    "tiny:ocr:train": ("ocr",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompts", "family"), each_on_one(REWARDS))
+def test_rewards_score_its_images(learner, prompts, family):
+    specs = [{"name": name} for name in REWARDS[prompts]]
+    made = learner(family, rollout=CHAINS, specs=specs, prompts={"train": prompts})
+    rollout = made.source.collect(0, Timer())
+    assert rollout.names == REWARDS[prompts] and rollout.scores.isfinite().all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_negative_prompt_is_used_or_refused(learner, family):
+    rollout = CHAINS | {"guidance_scale": 3.0, "negative_prompt": "a ring"}
+    if family == "flux":
+        with pytest.raises(UserError, match="a ring"):
+            learner(family, rollout=rollout).iterate(0)
+        return
+    for merge in (False, True):
+        assert_learns(learner(family, rollout=rollout | {"merge_lora": merge}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_candidates_rollouts_and_learning_may_be_in_few_bits(learner, tmp_path, family):
+    low = {"precision": "nvfp4-emulated", "min_dim": 0}  # the tiny layers too
+    explore = low | {"candidates": 8, "num_inference_steps": 2, "audit": {"prompts": 1}}
+    made = learner(
+        family, rollout=ODE | {"explore": explore}, objective={"kind": "nft"},
+        run={"output_dir": str(tmp_path / "explored")},
+    )  # fmt: skip
+    assert_learns(made)
+    # Learning as well, except for convolutions: SANA's feed-forward stays exact.
+    made = learner(family, pipeline=low, rollout=CHAINS, run={"output_dir": str(tmp_path / "low")})
+    packed = [name for name, _ in same_precision_layers(made.policy.network)]
+    assert packed and not any("conv" in name for name in packed)
+    assert_learns(made)
+    # In bf16 the first ratio is 1 at equal batch shapes.
+    rollout = CHAINS | {"batch_size": 4}
+    made = learner(family, pipeline={"dtype": "bf16"}, rollout=rollout, optim={"micro_batch": 4})
+    assert made.iterate(0)[1]["policy/ratio_error_max"] < 0.1
+
+
+def test_a_reward_without_a_gradient_is_refused_before_training(learner):
+    with pytest.raises(UserError, match="objective.kind refl .*geneval"):
+        learner("sd3", objective={"kind": "refl"}, rollout=ODE, specs=[{"name": "geneval"}])
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(learner, monkeypatch):
+    made = learner("sd3", objective={"kind": "sft"}, rollout=ODE)
+    before = [p.clone() for p in made.policy.parameters()]
+    loss = made.objective.loss
+
+    def broken(self, models, batch):
+        value, metrics = loss(models, batch)
+        return value * math.nan, metrics
+
+    monkeypatch.setattr(type(made.objective), "loss", broken)
+    with pytest.raises(UserError, match="NaN or infinite"):
+        made.iterate(0)
+    assert all(torch.equal(a, b) for a, b in zip(before, made.policy.parameters(), strict=True))
+
+
+def test_a_pipeline_of_another_family_is_named(load_tiny, tiny_config):
+    for family, other in (("sd3", "flux"), ("flux", "sana"), ("sana", "sd3")):
+        config = tiny_config(pipeline={"backbone": other})
+        with pytest.raises(UserError, match=f"pipeline.backbone is {other}.*backbone={family}"):
+            build_backbone(config.pipeline, load_tiny(family=family), guidance=1.0)
