@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flowrl.api import align, collect
-from flowrl.backbones.lora_files import FILE, load_lora, read_lora
+from flowrl.backbones.lora_files import FILE, read_lora
 from flowrl.errors import DamagedFile, UserError
 from flowrl.offline.format import open_dataset
 from flowrl.training.checkpoint import STATE, read_checkpoint
@@ -121,15 +121,6 @@ def test_a_damaged_evaluation_is_made_again(kept, tiny_config, tmp_path, caplog)
     assert f"{path} is damaged" in caplog.text
     again = Evaluation.load(path)
     assert torch.equal(again.scores, whole.scores) and torch.equal(again.images, whole.images)
-
-
-def test_loras_of_others_and_of_earlier_versions_load(kept, load_tiny, tmp_path):
-    state, strength = read_lora(kept / "run")
-    tensors = load_file(kept / "run" / FILE)
-    save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
-    found, _ = read_lora(tmp_path)
-    assert all(torch.equal(found[name], state[name]) for name in state)
-    assert load_lora(load_tiny(), tmp_path) == load_lora(load_tiny(), kept / "run")
 
 
 def test_numbers_that_are_not_finite_are_refused_in_a_lora(kept, tmp_path):

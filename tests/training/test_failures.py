@@ -8,7 +8,6 @@ import errno
 import itertools
 import os
 import signal
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -219,13 +218,6 @@ def test_a_second_signal_and_a_mistake_save_what_is_whole(
         assert cell[0] == code and cell[2] == 1, cell
         assert words in cell[1] and "step-000001, after 1 of 3 iterations" in cell[1]
         assert ("This was not expected" in cell[1]) == (name == "mistake")
-
-
-@pytest.mark.slow
-def test_a_run_needs_no_temporary_folder(config_for, load_tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    align(config_for(tmp_path / "run"), pipeline=load_tiny())
-    assert Checkpoints(tmp_path / "run", keep=2).steps()[-1] == 3
 
 
 def test_an_autoencoder_that_makes_no_numbers_of_good_latents_is_told_apart(

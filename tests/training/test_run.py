@@ -264,70 +264,12 @@ def test_too_little_cpu_time_is_said_once_with_the_remedy(
     assert "40 %" in said and "2 threads" in said
 
 
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.parametrize(
-    "place", ["flowrl.training.run.save_lora", "flowrl.training.checkpoint.save_state"]
-)
-@pytest.mark.slow
-def test_killed_while_the_end_is_saved_it_still_ends_bit_identical(
-    whole, config_for, tmp_path, monkeypatch, place
-):
-    """The last moments: a state without its LoRA would leave an old LoRA at the root for good."""
-    import importlib
-
-    module, name = place.rsplit(".", 1)
-    written = getattr(importlib.import_module(module), name)
-    calls = {"flowrl.training.run.save_lora": 7, "flowrl.training.checkpoint.save_state": 4}[place]
-    left = [calls]
-
-    def dying(*args, **options):
-        left[0] -= 1
-        if not left[0]:
-            raise Killed
-        return written(*args, **options)
-
-    monkeypatch.setattr(place, dying)
-    folder = tmp_path / "run"
-    with pytest.raises(Killed):
-        align(config_for(folder))
-    monkeypatch.undo()
-    align(config_for(folder), resume="latest")
-    assert_same_run(folder, whole)
-
-
-def test_a_folder_with_a_run_is_refused_and_left_alone(whole, config_for):
-    before = {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.name != ".lock"}
-    with pytest.raises(UserError, match="--resume latest"):
-        align(config_for(whole), resume=None)
-    assert {p: p.stat().st_mtime_ns for p in before} == before
-
-
 def build(config, **given):
     learner = build_learner(config, Runtime(device="cpu"), ProvidedObjects(**given))
     evaluator = build_evaluator(
         config, learner.policy.backbone.pipeline, learner.specs, ProvidedObjects()
     )
     return learner, evaluator
-
-
-@pytest.mark.slow
-def test_going_on_from_an_older_checkpoint_leaves_the_later_branch(
-    whole, config_for, load_tiny, tmp_path
-):
-    folder = tmp_path / "run"
-    config = config_for(folder, keep_checkpoints=5, checkpoint_every=1)
-    align(config)
-    older = folder / "checkpoints" / "step-000002"
-    align(config.model_copy(update={"run": config.run.model_copy(update={"iterations": 3})}),
-          resume=str(older))  # fmt: skip
-    assert newest(folder).parent.name == "step-000003"
-    assert [line["step"] for line in read_metrics(folder)] == [0, 1, 2, 3]
-    align(config, resume="latest")
-    ours, theirs = lora(folder), lora(whole)
-    assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
 
 
 def test_evaluation_has_its_own_guidance_and_the_base_is_without_adapter(

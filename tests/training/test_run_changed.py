@@ -59,14 +59,6 @@ def test_the_base_is_drawn_anew_when_it_is_evaluated_otherwise(small):
     assert len(base.scores) == 3 and base.key == run.evaluator.key
 
 
-def test_a_falling_learning_rate_is_a_function_of_the_iteration(small):
-    learner, _ = small(optim={"lr": 1.0, "schedule": "linear"})
-    rates = [learner.optim.lr_at(i, learner.iterations) for i in (0, 1, 3, 4, 9)]
-    assert rates == [1.0, 0.75, 0.25, 0.0, 0.0]
-    learner, _ = small(optim={"lr": 0.5})
-    assert learner.optim.lr_at(1000, learner.iterations) == 0.5
-
-
 def test_a_warmed_up_learning_rate_rises_evenly_and_then_falls(small):
     learner, _ = small(optim={"lr": 1.0, "warmup": 3})
     assert [learner.optim.lr_at(i, learner.iterations) for i in range(5)] == [0.25, 0.5, 0.75, 1, 1]

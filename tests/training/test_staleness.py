@@ -1,9 +1,6 @@
 """Learning one iteration late, and runs that lose a reward and go on: the same weights."""
 
-import socket
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,6 @@ from flowrl.backbones.lora_files import FILE
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer
 from flowrl.sampling.source import Ahead
-from flowrl.scoring import server as reward_server
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.utils.distributed import Runtime
 
@@ -152,87 +148,3 @@ def test_a_run_that_fails_between_any_two_iterations_resumes_to_the_weights_of_o
         assert done == number - 1
         align(config_for(name, staleness), rewards={"mean": Mean()}, resume="latest")
         assert weights(tmp_path / name) == weights(tmp_path / "whole"), number
-
-
-# --- lost servers, quotas and pools -----------------------------------------------------------
-
-
-def lose(config, recover, tmp_path, name: str) -> None:
-    """Run until the reward is lost, bring it back, go on."""
-    with pytest.raises(UserError):
-        align(config)
-    steps = Checkpoints(tmp_path / name, keep=9).steps()
-    assert 0 < steps[-1] < ITERATIONS, "it ended with a checkpoint in the middle"
-    recover()
-    align(config, resume="latest")
-
-
-@pytest.mark.slow
-def test_a_server_that_is_lost_and_comes_back(config_for, tmp_path):
-    import uvicorn
-
-    def serve(port: int = 0):
-        listening = socket.create_server(("127.0.0.1", port))
-        app = reward_server.make_app({"mean": Counted()})
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        return server, thread, listening.getsockname()[1]
-
-    stop_at = [10**6]
-
-    class Counted(Mean):
-        def __call__(self, images, prompts, metadata):
-            scores = super().__call__(images, prompts, metadata)
-            seen[0] += 1
-            if seen[0] >= stop_at[0]:
-                running[0].should_exit = running[0].force_exit = True
-                time.sleep(0.2)
-            return scores
-
-    seen = [0]
-    running = serve()
-    port = running[2]
-    asked = {"kind": "http", "urls": [f"http://127.0.0.1:{port}"], "deadline": 3, "timeout": 2}
-    reward = {"name": "mean", "label": "mean", "executor": asked}
-    align(config_for("whole", reward=reward))
-    stop_at[0] = seen[0] + seen[0] - 1
-
-    def recover() -> None:
-        nonlocal running
-        running[1].join()
-        stop_at[0] = 10**6
-        running = serve(port)
-
-    try:
-        lose(config_for("lost", reward=reward), recover, tmp_path, "lost")
-    finally:
-        running[0].should_exit = True
-        running[1].join()
-    assert weights(tmp_path / "lost") == weights(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_a_pool_that_is_lost_and_comes_back(config_for, tmp_path, monkeypatch):
-    from flowrl.training.loop import Learner
-
-    lost = tmp_path / "is-lost"
-    reward = {"name": "lost_rewards:Fragile", "args": {"lost": str(lost)},
-              "executor": {"kind": "pool", "timeout": 60}}  # fmt: skip
-    align(config_for("whole", reward=reward))
-    iterate = Learner.iterate
-
-    def losing(self, iteration):
-        if iteration == 2 and not recovered:
-            lost.write_text("")
-        return iterate(self, iteration)
-
-    recovered: list[bool] = []
-
-    def recover() -> None:
-        lost.unlink()
-        recovered.append(True)
-
-    monkeypatch.setattr(Learner, "iterate", losing)
-    lose(config_for("lost", reward=reward), recover, tmp_path, "lost")
-    assert weights(tmp_path / "lost") == weights(tmp_path / "whole")
