@@ -3,14 +3,12 @@
 import contextlib
 import logging
 import os
-import random
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
@@ -235,26 +233,3 @@ def _removed_if_refused(run_dir: Path) -> Iterator[None]:
             for path in written_entries(run_dir, "start"):
                 if path not in before:
                     remove(path)
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and torch's global generators.
-
-    flowrl draws keyed noise and uses none of them; a user's reward or a library may.
-    """
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    words_of_numpy = torch.from_numpy(np.asarray(keys).astype(np.int64))
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, words_of_numpy, int(position), int(has_gauss), float(cached)],
-        "torch": torch.get_rng_state(),
-    }
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])

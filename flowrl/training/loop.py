@@ -38,6 +38,7 @@ def train(learner: "Learner", run: Run, *, iterations: int) -> None:
     """
     first = run.begin(learner.policy, learner.optimizer)
     for iteration in range(first, first if run.interrupted else iterations):
+        learner.runtime.seed(run.options.seed, iteration)  # a resumed run draws the same
         rollout, metrics = learner.iterate(iteration)
         grid = SampleGrid.from_rollout(rollout)
         del rollout  # or its latents would lie beside those of evaluation, and of the next one

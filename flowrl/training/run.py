@@ -27,8 +27,6 @@ from flowrl.training.checkpoint import (
     STATE,
     Checkpoints,
     check_finite,
-    random_state,
-    restore_random_state,
 )
 from flowrl.training.evaluate import Evaluation, Evaluator, evaluation_file, named_reward
 from flowrl.training.ledger import Ledger
@@ -87,7 +85,6 @@ class Run:
     _optimizer: torch.optim.Optimizer = field(init=False)
     _began: float = field(init=False, default_factory=time.monotonic)
     _request: StopRequest = field(init=False, default_factory=StopRequest)
-    _random: dict[str, Any] = field(init=False)  # when the last iteration ended
     # (trained score, held-out score) of the evaluations by iteration, for the stop rule
     _history: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
     _latest: tuple[int, Evaluation] | None = field(init=False, default=None)
@@ -102,7 +99,7 @@ class Run:
         A run that its stop rule has ended returns the last one: it stays as it ended.
         """
         self._policy, self._optimizer = policy, optimizer
-        self._random, policy.whole = random_state(), True
+        policy.whole = True
         if self.resume is not None:
             self._restore(self.resume)
             if self.runtime.is_main:
@@ -162,8 +159,6 @@ class Run:
         for group, setting in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(setting)
         self.runtime.load_state_dict(state["runtime"])
-        restore_random_state(state["random"])
-        self._random = state["random"]
         self.done = self.saved = state["iteration"]
         self.elapsed = state["elapsed"]
         if state["best"] and state.get("best_by") == self._best_by:
@@ -178,7 +173,7 @@ class Run:
 
     def after(self, iteration: int, grid: SampleGrid, metrics: dict[str, float]) -> None:
         """Report an iteration; save, evaluate and show samples when it is time."""
-        self.done, self._random, self._policy.whole = iteration + 1, random_state(), True
+        self.done, self._policy.whole = iteration + 1, True
         every, o = self.evaluate_every, self.options
         with phase("save"):
             self._show(grid, metrics)
@@ -298,11 +293,11 @@ class Run:
         with phase("save"):
             self._check_finite()
             if self.runtime.is_main:
-                self._write(random_state())
+                self._write()
             self.saved = self.done
             self.runtime.wait()
 
-    def _write(self, random: dict[str, Any]) -> None:
+    def _write(self) -> None:
         """Write the files of a checkpoint.
 
         The state comes last: once it is there, a resumed run takes the rest for written.
@@ -314,7 +309,6 @@ class Run:
             "policy": self._policy.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "runtime": self.runtime.state_dict(),
-            "random": random,
             "iteration": self.done,
             "elapsed": self.seconds(),
             "best": list(self.best) if self.best else None,
@@ -431,7 +425,7 @@ class Run:
         try:
             with phase("save"):
                 self._check_finite()
-                self._write(self._random)
+                self._write()
             self.saved = self.done
         except Exception as second:
             return f"Iteration {self.done} cannot be saved ({second}). {self._go_on()}"

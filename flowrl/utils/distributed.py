@@ -33,8 +33,7 @@ class Runtime:
 
     Args:
         timeout: see `Peers`.
-        seed: of Python's, NumPy's and torch's global generators, which flowrl does not use, but a
-            reward or a library may.
+        seed: see `seed`.
     """
 
     def __init__(
@@ -46,10 +45,9 @@ class Runtime:
         seed: int = 0,
     ):
         from accelerate import Accelerator
-        from accelerate.utils import set_seed
 
         _check_launcher()
-        set_seed(seed % 2**32)  # NumPy takes no more
+        self.seed(seed)
         on_cpu = device == "cpu" or device == "auto" and _is_on("ACCELERATE_USE_CPU")
         try:
             self.accelerator = Accelerator(cpu=on_cpu, mixed_precision=mixed_precision)
@@ -72,6 +70,15 @@ class Runtime:
                 "process"
             )
         self.peers = _peers(timeout) if self.world_size > 1 else None  # None for a process alone
+
+    def seed(self, seed: int, iteration: int = 0) -> None:
+        """Seed Python's, NumPy's and torch's global generators.
+
+        flowrl draws keyed noise and uses none of them, but a reward or a library may.
+        """
+        from accelerate.utils import set_seed
+
+        set_seed((seed + 1_000_003 * iteration) % 2**32)  # NumPy takes no more
 
     @property
     def idle_gpus(self) -> int:

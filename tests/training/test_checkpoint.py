@@ -1,12 +1,10 @@
 """Checkpoints: whole or absent, the right ones kept; a folder has one owner."""
 
 import os
-import random
 import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,14 +15,12 @@ from flowrl.training.checkpoint import (
     STATE,
     Checkpoints,
     claim,
-    random_state,
     read_checkpoint,
     remove_checkpoint,
-    restore_random_state,
     set_aside,
 )
 from flowrl.training.owner import owner_of
-from flowrl.utils.files import load_state, save_state, write_text
+from flowrl.utils.files import load_state, write_text
 
 
 @pytest.fixture
@@ -178,20 +174,6 @@ def test_a_folder_in_use_names_its_process_and_is_refused_to_another_until_that_
         own = owner_of(tmp_path)
         assert own and own.pid == os.getpid()
     assert owner_of(tmp_path) is None
-
-
-def test_random_numbers_go_on_where_they_were(tmp_path):
-    def draws():
-        return random.random(), random.gauss(), np.random.rand(), np.random.randn(), torch.rand(2)
-
-    random.gauss()
-    np.random.randn()  # an odd number: half of a pair is kept in the state
-    save_state(tmp_path / "s", random_state())
-    first = draws()
-    draws()
-    restore_random_state(load_state(tmp_path / "s"))
-    second = draws()
-    assert first[:4] == second[:4] and torch.equal(first[4], second[4])
 
 
 def test_a_refused_start_removes_what_it_wrote_and_nothing_else(tmp_path):

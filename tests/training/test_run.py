@@ -323,10 +323,11 @@ def test_run_seed_seeds_the_global_generators_that_a_reward_may_use(tiny_config,
 
     luck.deterministic = False
 
-    def rewards_of(name: str, seed: int) -> list[float]:
-        run = {"iterations": 1, "seed": seed, "output_dir": str(tmp_path / name)}
-        align(tiny_config(run=run), rewards={"luck": luck})
+    def rewards_of(name: str, seed: int, *sessions: int) -> list[float]:
+        for iterations in sessions:
+            run = {"iterations": iterations, "seed": seed, "output_dir": str(tmp_path / name)}
+            align(tiny_config(run=run), rewards={"luck": luck})
         return [line["reward/mean"] for line in read_metrics(tmp_path / name)]
 
-    first = rewards_of("first", 3)
-    assert rewards_of("again", 3) == first != rewards_of("other", 4)
+    first = rewards_of("first", 3, 2)
+    assert rewards_of("in two sessions", 3, 1, 2) == first != rewards_of("other", 4, 2)
