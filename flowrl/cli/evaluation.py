@@ -65,7 +65,7 @@ def evaluate(
 ) -> None:
     """Score a pipeline, with or without LoRAs, on a recipe's held-out prompts.
 
-    With -o, a leaderboard (HTML, PNG, csv) compares the base and all LoRAs in pairs, on the same
+    With -o, a leaderboard (HTML, csv) compares the base and all LoRAs in pairs, on the same
     prompts and noise, with Holm's correction. Images and scores stay in the folder: the same
     command resumes, and LoRAs can be added later.
 

@@ -1,4 +1,4 @@
-"""Write a comparison as `index.html`, `leaderboard.png` and csv tables."""
+"""Write a comparison as `index.html` and csv tables."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,6 @@ from PIL import Image
 
 from flowrl.evaluation.benchmark import Row, write_csv
 from flowrl.evaluation.comparison import (
-    BASE,
     DIVERSITY,
     OVERALL,
     SIGNIFICANT,
@@ -15,15 +14,15 @@ from flowrl.evaluation.comparison import (
     Entry,
 )
 from flowrl.functional.contrasts import fewest_prompts
-from flowrl.utils.files import write_bytes, write_text
-from flowrl.utils.images import INK, Stack, data_url, image_grid, png
-from flowrl.utils.templates import number, render, signed
+from flowrl.utils.files import write_text
+from flowrl.utils.images import data_url
+from flowrl.utils.templates import render
 
-ON_PAGE, IN_PNG = 12, 6  # prompts whose images are shown
+SHOWN = 12  # prompts whose images are on the page
 
 
 def write_leaderboard(comparison: Comparison, folder: Path) -> Path:
-    """Write the page, the picture and the tables; return the page."""
+    """Write the page and the tables; return the page."""
     write_csv(folder / "leaderboard.csv", ranking(comparison))
     write_csv(folder / "comparisons.csv", pair_rows(comparison))
     scores = [
@@ -39,7 +38,6 @@ def write_leaderboard(comparison: Comparison, folder: Path) -> Path:
         write_csv(folder / "kinds.csv", kinds)
     page = folder / "index.html"
     write_text(page, render("leaderboard.html.j2", _page_values(comparison)))
-    write_bytes(folder / "leaderboard.png", png(_picture(comparison)))
     return page
 
 
@@ -104,12 +102,13 @@ def _title(comparison: Comparison, measure: str) -> str:
     return f"{measure} (held out)" if measure in comparison.held_out else measure
 
 
-# --- the page and the picture ---------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def _page_values(comparison: Comparison) -> dict[str, Any]:
     """Return the values of the page's template."""
     table, kinds = ranking(comparison), kind_rows(comparison)
+    first_images = range(0, len(comparison.prompts), comparison.per_prompt)
     return {
         "title": f"{comparison.title}: base and {len(comparison.entries) - 1} LoRAs",
         "caption": caption(comparison),
@@ -119,7 +118,7 @@ def _page_values(comparison: Comparison) -> dict[str, Any]:
         "kinds": kinds,
         "kind_columns": list(dict.fromkeys(name for row in kinds for name in row))[3:],
         "names": [entry.name for entry in comparison.entries],
-        "rows": [_images_of(comparison, row) for row in _rows(comparison, ON_PAGE)],
+        "rows": [_images_of(comparison, row) for row in first_images[:SHOWN]],
         "missing": [line for entry in comparison.entries for line in entry.missing],
     }
 
@@ -143,52 +142,12 @@ def caption(comparison: Comparison) -> str:
     return text
 
 
-def _rows(comparison: Comparison, count: int) -> list[int]:
-    """Return the rows of the first images of the first prompts."""
-    return list(range(0, len(comparison.prompts), comparison.per_prompt))[:count]
-
-
 def _images_of(comparison: Comparison, row: int) -> dict[str, Any]:
     """Return a prompt with its images and scores of all entries."""
     images = []
     for entry in comparison.entries:
         scores = {m: v[row].item() for m, v in entry.measures.items() if v[row].isfinite()}
-        url = data_url(_open(comparison, entry, row))
+        with Image.open(comparison.images(entry)[row]) as file:
+            url = data_url(file.convert("RGB"))
         images.append({"name": entry.name, "url": url, "scores": scores})
     return {"prompt": comparison.prompts[row].text, "images": images}
-
-
-def _open(comparison: Comparison, entry: Entry, row: int) -> Image.Image:
-    with Image.open(comparison.images(entry)[row]) as file:
-        return file.convert("RGB")
-
-
-def _picture(comparison: Comparison) -> Image.Image:
-    """Return ranks, differences from the base and a grid of images as one picture."""
-    measure = next(iter(comparison.entries[0].measures))
-    from_base = {
-        pair.second: pair
-        for pair in comparison.pairs
-        if (pair.measure, pair.first) == (measure, BASE)
-    }
-    lines = [f"{comparison.title}. {caption(comparison)}"]
-    for entry in comparison.entries:
-        line = f"{rank(comparison, entry)}.  {entry.name}: {measure} {number(entry.mean(measure))}"
-        if pair := from_base.get(entry.name):
-            change = pair.contrast
-            line += f", {signed(change.mean)} ({signed(change.low)} to {signed(change.high)}, "
-            line += f"p {pair.corrected:.3g}) against the base"
-        lines.append(line)
-    stacks = [
-        Stack(
-            caption=comparison.prompts[row].text,
-            images=[_open(comparison, entry, row) for entry in comparison.entries],
-            notes=[
-                (f"{entry.name} {number(entry.measures[measure][row].item())}", INK)
-                for entry in comparison.entries
-            ],
-        )
-        for row in _rows(comparison, IN_PNG)
-    ]
-    names = [entry.name for entry in comparison.entries]
-    return image_grid(stacks, heading=lines, rows=names, across=IN_PNG)

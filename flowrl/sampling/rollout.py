@@ -48,7 +48,9 @@ class RolloutRequest:
     """R trees to sample.
 
     A tree depends on (seed, iteration, uid and words of its prompt, root), the plan and the network
-    alone: not on its batch, nor on the process that samples it; its noise not even on the words.
+    alone: not on the other trees, nor on the process that samples it; its noise not even on the
+    words. Results are equal bit for bit at equal rows of a call of the network (`Tree.rows`, logged
+    as `tree/rows`), and up to rounding at others.
     """
 
     prompts: Sequence[PromptRecord]  # P; prompts of one uid may have different words

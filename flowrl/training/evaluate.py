@@ -55,6 +55,7 @@ class Evaluation:
     # none; None when they were not generated.
     reworded: Tensor | None = None
     steps: int = 0  # denoising steps of an image; 0: not recorded
+    rows: int = 0  # of each call of the network, which decide the last bits; 0: not recorded
     at_steps: tuple["Evaluation", ...] = ()  # the same at other numbers of steps
     errors: tuple[str, ...] = ()  # why scores are missing, a sentence for each reward
 
@@ -228,6 +229,7 @@ class Evaluator:
             prompt=prompt_numbers(self.prompts),
             reworded=self._reworded(velocity, runtime, request) if self.paraphrases else None,
             steps=len(self.schedule.sigmas) - 1,
+            rows=even_rows(runtime.largest_share(len(self.prompts)), self.batch_size),
             errors=tuple(f"{name}: {reason}" for name, reason in errors.items()),
         )
 

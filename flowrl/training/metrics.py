@@ -148,6 +148,7 @@ def _tree_metrics(rollout: Rollout) -> dict[str, float]:
         "tree/nodes": float(trees * nodes),
         "tree/edges": float(trees * (nodes - 1)),
         "tree/leaves": float(trees * len(tree.leaf)),
+        "tree/rows": float(tree.rows),
         "tree/trained_edges": float(trees * len(tree.edge)),
     } | {
         "tree/distance/roots" if step < 0 else f"tree/distance/step_{step}": distance

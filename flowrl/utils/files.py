@@ -43,8 +43,8 @@ WRITTEN: dict[FolderKind, tuple[str, ...]] = {
         ".lock", "drawn.json", "results.jsonl", "scores.csv", "[0-9][0-9][0-9][0-9][0-9]",
     ),
     "leaderboard": (
-        ".lock", "drawn", "index.html", "leaderboard.png", "leaderboard.csv", "comparisons.csv",
-        "scores.csv", "kinds.csv",
+        ".lock", "drawn", "index.html", "leaderboard.csv", "comparisons.csv", "scores.csv",
+        "kinds.csv",
     ),
     "votes": (".lock", "votes.jsonl"),
     "dataset": (".lock", "store.json", "shards", "precision.json", "training-precision.json"),

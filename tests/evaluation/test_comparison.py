@@ -130,7 +130,6 @@ def test_pages_and_tables_have_the_measures(compared, tmp_path):
     page = write_leaderboard(comparison, tmp_path)
     html = page.read_text()
     assert "tiny_colors (held out)" in html and html.count("data:image/") == 6 * 3
-    assert (tmp_path / "leaderboard.png").stat().st_size > 10_000
     tables = {}
     for path in tmp_path.glob("*.csv"):
         with open(path) as file:

@@ -83,6 +83,15 @@ def test_a_killed_command_is_resumed_and_ends_equal(work, tmp_path, command, num
     assert contents(killed) == contents(tmp_path / "whole")
 
 
+def test_a_lost_encoding_is_made_again_in_its_batch(work, tmp_path):
+    """Encoded alone, which a killed and repeated call did, a prompt had other last bits."""
+    work["encode"](tmp_path)
+    before = contents(tmp_path)
+    next(tmp_path.rglob("*.safetensors")).unlink()
+    work["encode"](tmp_path)
+    assert contents(tmp_path) == before
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("command", ["evaluate", "benchmark", "encode"])

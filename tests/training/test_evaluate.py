@@ -43,6 +43,7 @@ def evaluation(evaluator, runtime):
 
 def test_every_image_is_scored_and_the_first_are_kept(evaluator, evaluation):
     assert evaluation.scores.shape == (5, 2) and evaluation.names == ("mean", "length")
+    assert evaluation.rows == 2  # of batch_size 2: three calls
     assert evaluation.images.shape == (3, 3, 64, 64) and evaluation.images.dtype == torch.uint8
     assert evaluation.prompts == tuple(p.text for p in evaluator.prompts[:3])
     assert evaluation.scores[:, 1].tolist() == [len(p.text) for p in evaluator.prompts]
