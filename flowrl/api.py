@@ -740,6 +740,6 @@ def _changed(config: Config, section: str, **options: Any) -> Config:
 
 
 def _sampler(learner: Learner) -> Sampler:
-    source = learner.source.own if isinstance(learner.source, Ahead) else learner.source
+    source = learner.source.sampler if isinstance(learner.source, Ahead) else learner.source
     assert isinstance(source, Sampler)  # the recipe reads no offline data set
     return source

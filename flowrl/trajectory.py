@@ -5,13 +5,12 @@ so that the shape is stored once and everything else has an axis of trees. A pla
 chains, which are trees too: nothing after the sampler knows whether it branched.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-
-from flowrl.functional.full_batches import even_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +137,8 @@ class Transitions:
     no_advantage: float  # share of the rollout's trained edges whose advantage is 0
     rows: int = 0  # of each call of the network in the rollout
 
+    at_once: ClassVar[int] = 0
+
     def __len__(self) -> int:
         """E, the number of edges: what losses average over."""
         return len(self.parent)
@@ -169,16 +170,13 @@ class Transitions:
         """Deal whole groups in turn to `count` parts, for as many optimizer steps."""
         return [self.take((self.group % count == i).nonzero().squeeze(1)) for i in range(count)]
 
-    def shapes(self, size: int) -> tuple[int, int]:
-        """Return the parents of a chunk and the rows of a call: those of the rollout, where they
-        are at most `size`; else as even as can be."""
-        rows = self.rows if 0 < self.rows <= size else even_rows(len(self.x), size)
-        return rows, rows
+    def units(self) -> list[int]:
+        """Return a forward for each parent, whose edges stay together."""
+        return [1] * len(self.x)
 
-    def chunks(self, size: int) -> Iterator["Transitions"]:
-        """Yield consecutive parts of 1 to `size` parents, a forward each."""
-        rows = torch.arange(len(self.x), device=self.x.device)
-        yield from (self.take(part) for part in rows.split(size) if len(part))
+    def part(self, first: int, last: int) -> "Transitions":
+        """Return the parents from `first` to before `last`."""
+        return self.take(torch.arange(first, last, device=self.x.device))
 
 
 def transitions(

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl.functional.batches import ALONE
 from flowrl.trajectory import Conditioning, Transitions, Tree, transitions
 
 
@@ -129,7 +130,7 @@ def test_rows_are_dealt_by_group_and_taken_with_their_edges():
 )
 def test_chunks_are_the_parents_in_order_with_all_their_edges(groups, size, children):
     whole = rows(groups, children)
-    chunks = list(whole.chunks(size))
+    chunks = list(ALONE.micro_batches(whole, size))
     assert [x for c in chunks for x in c.x[:, 0].tolist()] == list(range(len(groups)))
     assert [a for c in chunks for a in c.advantage.tolist()] == whole.advantage.tolist()
     assert all(0 < len(c.x) <= size and len(c) == children * len(c.x) for c in chunks)

@@ -246,7 +246,7 @@ def build_source(
             return sampler
         check_staleness(config, parts.needs)
         return Ahead(
-            own=sampler, policy=parts.policy, adapter=parts.adapter, last=config.run.iterations
+            sampler=sampler, policy=parts.policy, adapter=parts.adapter, last=config.run.iterations
         )
 
     learning = parts.policy.backbone

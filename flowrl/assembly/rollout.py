@@ -137,7 +137,6 @@ def build_generator(parts: RolloutParts) -> RolloutGenerator:
         kernel=KERNELS[r.kernel],
         noise_level=r.noise_level,
         batch_size=r.batch_size,
-        padding=r.padding,
         decode_batch=parts.config.pipeline.decode_batch,
         # Images that are compared with each other are on one process.
         whole_prompts=parts.needs.complete_groups or any(s.whole_groups for s in parts.specs),

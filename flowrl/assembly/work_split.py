@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from flowrl.config import Config
 from flowrl.errors import UserError
-from flowrl.functional.full_batches import batch_shape
+from flowrl.functional.batches import Batches, packed
 from flowrl.objectives.base import Needs
 from flowrl.trees.plan import TreePlan, count, level_widths
 
@@ -28,7 +28,6 @@ class IterationWork:
     forwards: int = 1  # of a tree
     widths: tuple[int, ...] = (1,)  # velocities of a tree at each step
     batch: int = 1  # trees at once, and rows of a call, at most
-    padding: float  # share of rows that may be made up for larger calls
     candidates: int = 0  # trees of a prompt that are explored first
     candidate_leaves: int = 1
     candidate_forwards: int = 0
@@ -91,7 +90,7 @@ class WorkSplit:
     def padding(self) -> float:
         """The velocities that full batches make up while sampling, as a share of all others."""
         trees = [share.trees for share in self.shares]
-        return sampling_padding(trees, self.load.widths, self.load.batch, self.load.padding)
+        return sampling_padding(trees, self.load.widths, self.load.batch)
 
     @property
     def even(self) -> bool:
@@ -155,10 +154,10 @@ def nearest_gpus(load: IterationWork, gpus: int) -> tuple[int, ...]:
 
 
 def sampling_padding(
-    shares: Sequence[int], widths: Sequence[int], batch: int, padding: float
+    shares: Sequence[int], widths: Sequence[int], batch: int
 ) -> float:
     """Return the velocities made up by processes with `shares` trees, per velocity asked for."""
-    together, rows = batch_shape(max(shares), widths, batch, padding)
+    together, rows = Batches().trees(max(shares), widths, batch)
     computed = 0
     for trees in shares:
         parts = [min(together, trees - start) for start in range(0, trees, together)]
@@ -173,7 +172,7 @@ def nearest_batches(load: IterationWork, gpus: int) -> tuple[int, ...]:
     trees = [n * (load.roots if load.whole_prompts else 1) for n in shares]
 
     def good(batch: int) -> bool:
-        return not sampling_padding(trees, load.widths, batch, load.padding)
+        return not sampling_padding(trees, load.widths, batch)
 
     below = next((n for n in range(load.batch, 0, -1) if good(n)), None)
     above = next((n for n in range(load.batch + 1, 2 * load.batch + 1) if good(n)), None)
@@ -257,13 +256,8 @@ def micro_batches(load: IterationWork, groups: list[int]) -> list[int]:
         return [total] if total else []
     if load.together == "image":
         return [min(most, total - start) for start in range(0, total, most)]
-    lengths: list[int] = []
-    for rows in groups:
-        if lengths and lengths[-1] + rows <= most:
-            lengths[-1] += rows
-        elif rows:
-            lengths.append(rows)
-    return lengths
+    rows = iter(full := [rows for rows in groups if rows])
+    return [sum(next(rows) for _ in range(length)) for length in packed(full, most)]
 
 
 def iteration_work(
@@ -295,7 +289,6 @@ def iteration_work(
         forwards=tree.forwards // plan.roots,
         widths=tuple(level_widths(plan)),
         batch=r.batch_size,
-        padding=r.padding,
         candidates=candidates.roots if candidates else 0,
         candidate_leaves=explored.leaves // candidates.roots if candidates and explored else 1,
         candidate_forwards=explored.forwards // candidates.roots if candidates and explored else 0,

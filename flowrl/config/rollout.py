@@ -196,12 +196,6 @@ class RolloutOptions(Options):
         "are the same bit for bit, whichever of them work. null samples in this process.",
     )
     batch_size: Count = option(96, "Most images that go through the network at once.")
-    padding: NonNegative = option(
-        1 / 30,
-        "Every forward has equally many rows, few where a tree is narrow; this share of all rows "
-        "may be made up so that forwards are larger and fewer, which trees of small networks gain "
-        "from: quickstart-branchgrpo has 0.2.",
-    )
     merge_lora: Literal["auto"] | Flag = option(
         "auto",
         "Fold the adapter into the weights while sampling, which is faster; auto folds where that "

@@ -1,18 +1,17 @@
 """The contract between the training loop and an objective."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from flowrl.backbones.base import VelocityField
 from flowrl.errors import UserError
-from flowrl.functional.full_batches import full_batches, note_rows
-from flowrl.trajectory import Conditioning, Metrics, Rollout
+from flowrl.functional.batches import Parts
+from flowrl.trajectory import Metrics, Rollout
 
 
 class RewardField(Protocol):
@@ -74,7 +73,7 @@ class Needs:
     update_mean: bool = False  # compares them with `Models.update_mean` alone, called once a loss
 
 
-class Batch(Protocol):
+class Batch(Parts, Protocol):
     """Tensors to learn from: `Transitions`, `Endpoints` or `Trajectories`."""
 
     def __len__(self) -> int:
@@ -87,17 +86,6 @@ class Batch(Protocol):
 
     def updates(self, count: int) -> Sequence[Self]:
         """Split into parts for `count` optimizer steps, groups whole."""
-        ...
-
-    def shapes(self, size: int) -> tuple[int, int]:
-        """Return the forwards of a chunk, see `chunks`, and the rows of each call of a network.
-
-        size: most forwards.
-        """
-        ...
-
-    def chunks(self, size: int) -> Iterator[Self]:
-        """Yield parts of at most `size` forwards; rows compared with each other stay together."""
         ...
 
 
@@ -118,49 +106,7 @@ class Objective(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spare:
-    """A row that a network can be called with where a process has none."""
-
-    x: Tensor  # (1, *latent)
-    cond: Conditioning  # 1 row
-
-    @staticmethod
-    def from_rollout(rollout: Rollout) -> "Spare":
-        cond = rollout.cond.take(rollout.tree.prompt[:1])
-        return Spare(x=rollout.tree.x[:1, 0], cond=cond)
-
-
-def in_full_batches(
-    field: VelocityField, size: int, spare: Spare, rounds: Callable[[int], int] = int
-) -> VelocityField:
-    """Return the same field, whose network always sees `size` rows.
-
-    The last row is repeated for what is missing. Nothing is made of the velocities there, so that
-    their gradient is 0. rounds: see `Runtime.rounds`.
-    """
-
-    def full(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        rows = len(x)
-        calls = rounds(-(-rows // size))
-        note_rows(rows, calls * size)
-        if rows == size and calls == 1:
-            return field(x, sigma, cond)
-        if not calls:
-            return x
-        if not rows:
-            # With a gradient where rows would have one: FSDP2 gathers the blocks of a backward
-            # pass anew only after those whose input has one, and all processes must do alike.
-            x = spare.x.to(x) + x.sum() if x.requires_grad else spare.x.to(x)
-            sigma, cond = torch.full((1,), 0.5, device=x.device), spare.cond
-        index = [i.to(x.device) for i in full_batches(len(x), size, calls)]
-        sigma = sigma.expand(len(x))
-        return torch.cat([field(x[i], sigma[i], cond.take(i)) for i in index])[:rows]
-
-    return full
-
-
-def with_other_rewards(rollout: Rollout) -> Rollout:
+def with_random_rewards(rollout: Rollout) -> Rollout:
     """Return the rollout with a random reward for every image: there is something to learn."""
     generator = torch.Generator().manual_seed(0)
     terms = 10 * torch.rand(rollout.terms.shape, generator=generator)
@@ -171,39 +117,6 @@ def with_other_rewards(rollout: Rollout) -> Rollout:
         terms=terms.to(rollout.terms),
         reward=terms.sum(1).to(rollout.reward),
         valid=torch.ones_like(rollout.valid),
-    )
-
-
-def checkpointed(
-    field: VelocityField, size: int, rounds: Callable[[int], int] = int
-) -> VelocityField:
-    """Return the same field with at most `size` rows in the graph at any time.
-
-    A loss over a whole group is a coefficient on each image's error. The first pass finds the
-    coefficients without a graph; the backward pass computes each part of `size` rows again and
-    multiplies it with its own. One more forward, the same gradient, and a group of any size fits
-    in memory. Up to `size` rows there is one pass. rounds: see `Runtime.rounds`.
-    """
-
-    def checkpointed_field(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        parts = rounds(-(-len(x) // size))
-        if parts <= 1:
-            return field(x, sigma, cond)
-        sigma = sigma.expand(len(x))
-        index = torch.arange(len(x), device=x.device)
-        found = [
-            recomputed(field, x[i], sigma[i], cond.take(i))
-            for i in (index[part * size : (part + 1) * size] for part in range(parts))
-        ]
-        return torch.cat(found)
-
-    return checkpointed_field
-
-
-def recomputed(field: VelocityField, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-    """Call the field without keeping activations; the backward pass computes them again."""
-    return checkpoint(  # type: ignore[return-value]
-        field, x, sigma, cond, use_reentrant=False, preserve_rng_state=False
     )
 
 

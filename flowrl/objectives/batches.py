@@ -1,14 +1,12 @@
 """What objectives learn from: clean latents (`Endpoints`) and ODE chains (`Trajectories`)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from flowrl.errors import UserError
-from flowrl.functional.full_batches import even_rows
 from flowrl.functional.groups import lone, undecided
 from flowrl.trajectory import Conditioning, Metrics, Rollout, Tree
 
@@ -31,6 +29,9 @@ class Endpoints:
     compared: Compared  # which images the loss must see together
     seed: int  # of the noise in training, a function of it and the row's numbers
     left_out: dict[str, float]  # reason -> share of the rollout's images that are not here
+
+    rows: ClassVar[int] = 0  # a call has a whole micro-batch
+    at_once: ClassVar[int] = 0
 
     @staticmethod
     def from_rollout(
@@ -94,43 +95,26 @@ class Endpoints:
             for i in range(count)
         ]
 
-    def shapes(self, size: int) -> tuple[int, int]:
-        """Return the forwards of a chunk and of a call, both at most `size` and as even as can be.
-
-        Images that are compared are in one chunk; more than `size` forwards take several calls.
-        """
-        together = 1
+    def units(self) -> list[int]:
+        """Return the forwards of what the loss must see together: images, groups, or all."""
         if self.compared == "update":
-            together = max(1, len(self))
-        elif self.compared == "group" and len(self):
-            together = int(self.group.unique_consecutive(return_counts=True)[1].max())
-        forwards = together * self.forwards
-        if forwards > size:
-            rows = even_rows(forwards, size)
-        else:
-            rows = even_rows(-(-len(self) // together), size // forwards) * forwards
-        return rows, rows
+            return [len(self) * self.forwards] if len(self) else []
+        return [count * self.forwards for count in self._sizes()]
 
-    def chunks(self, size: int) -> Iterator["Endpoints"]:
-        """Yield consecutive parts of at most `size` forwards, larger where images are compared."""
-        rows = torch.arange(len(self), device=self.x0.device)
-        for part in rows.split(self._lengths(size)) if len(self) else ():
-            yield self.take(part)
-
-    def _lengths(self, size: int) -> list[int]:
-        """Return the number of images of each part."""
-        most = max(1, size // self.forwards)
+    def part(self, first: int, last: int) -> "Endpoints":
+        """Return the units from `first` to before `last`."""
         if self.compared == "update":
-            return [len(self)]
+            return self
+        sizes = self._sizes()
+        start = sum(sizes[:first])
+        rows = torch.arange(start, start + sum(sizes[first:last]), device=self.x0.device)
+        return self.take(rows)
+
+    def _sizes(self) -> list[int]:
+        """Return the images of each unit."""
         if self.compared == "image":
-            return [min(most, len(self) - start) for start in range(0, len(self), most)]
-        lengths: list[int] = []
-        for count in self.group.unique_consecutive(return_counts=True)[1].tolist():
-            if lengths and lengths[-1] + count <= most:
-                lengths[-1] += count
-            else:
-                lengths.append(count)
-        return lengths
+            return [1] * len(self)
+        return self.group.unique_consecutive(return_counts=True)[1].tolist()
 
 
 def without_siblings(rollout: Rollout) -> Tensor:
@@ -174,6 +158,8 @@ class Trajectories:
     left_out: dict[str, float]  # reason -> share of the rollout's images that are not here
     at_once: int = 1  # forwards of a chain in one call of the network
 
+    rows: ClassVar[int] = 0  # of a call: those of a micro-batch's chains
+
     @staticmethod
     def from_rollout(rollout: Rollout) -> "Trajectories":
         """Gather this process's chains that have a reward, with one forward each.
@@ -209,7 +195,7 @@ class Trajectories:
         return len(self.sigmas) - 1
 
     @property
-    def rows(self) -> Tensor:
+    def chains(self) -> Tensor:
         """Every chain once. (N,) long"""
         return torch.arange(len(self), device=self.x.device)
 
@@ -260,22 +246,13 @@ class Trajectories:
         """Deal whole groups in turn to `count` parts."""
         return [self.take((self.group % count == i).nonzero().squeeze(1)) for i in range(count)]
 
-    def shapes(self, size: int) -> tuple[int, int]:
-        """Return the forwards of a chunk, at most `size`, and the rows of a call."""
-        least, most = (1, 1) if not len(self) else map(int, self.forwards.aminmax())
-        chains = even_rows(len(self), max(1, size // most))
-        return chains * most if least == most else size, chains * self.at_once
+    def units(self) -> list[int]:
+        """Return the forwards of each chain."""
+        return self.forwards.tolist()
 
-    def chunks(self, size: int) -> Iterator["Trajectories"]:
-        """Yield consecutive chains of at most `size` forwards together; longer ones alone."""
-        start = cost = 0
-        for row, forwards in enumerate(self.forwards.tolist()):
-            if row > start and cost + forwards > size:
-                yield self.take(self.rows[start:row])
-                start, cost = row, 0
-            cost += forwards
-        if len(self) > start:
-            yield self.take(self.rows[start:])
+    def part(self, first: int, last: int) -> "Trajectories":
+        """Return the chains from `first` to before `last`."""
+        return self.take(self.chains[first:last])
 
 
 def at_least_fp32(values: Tensor) -> Tensor:

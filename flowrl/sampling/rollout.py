@@ -15,7 +15,7 @@ from flowrl.backbones.offload import autoencoder_on_device
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import phase
-from flowrl.functional.full_batches import batch_shape, full_batches, note_rows
+from flowrl.functional.batches import ALONE, Batches
 from flowrl.functional.noise import keyed_noise, noise_seed
 from flowrl.functional.sde import StepKernel
 from flowrl.prompts.records import PromptRecord, reworded
@@ -92,11 +92,11 @@ class RolloutRequest:
 def occurrences(prompts: Sequence[PromptRecord]) -> list[int]:
     """Return how often each prompt stands earlier in the list: 0 unless it is repeated."""
     seen: Counter[str] = Counter()
-    found = []
+    earlier = []
     for prompt in prompts:
-        found.append(seen[prompt.uid])
+        earlier.append(seen[prompt.uid])
         seen[prompt.uid] += 1
-    return found
+    return earlier
 
 
 def group_request(
@@ -122,11 +122,11 @@ def group_request(
     place: dict[tuple[int, str | None], int] = {}  # (group, wording) -> index into `worded`
     prompt: list[int] = []
     for group, record in enumerate(prompts):
-        own = plan.roots if retained is None or not record.paraphrases else retained
-        others = plan.roots - own
-        turns = range(before[group] * others, (before[group] + 1) * others)
+        plain = plan.roots if retained is None or not record.paraphrases else retained
+        rest = plan.roots - plain
+        turns = range(before[group] * rest, (before[group] + 1) * rest)
         words = [reworded(record, turn, seed=seed, iteration=iteration) for turn in turns]
-        for one in [*[record] * own, *words]:
+        for one in [*[record] * plain, *words]:
             if (group, one.wording) not in place:
                 place[group, one.wording] = len(worded)
                 worded.append(one)
@@ -143,33 +143,30 @@ def group_request(
     )
 
 
-Parts = Sequence[tuple[Tree, Tensor]]  # trees and images (n, 3, H, W), by batch
+Images = Sequence[tuple[Tree, Tensor]]  # trees and their images (n, 3, H, W), by batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredTrees:
-    """This process's share of a request, and the scores of all processes' G images."""
+class Samples:
+    """This process's trees of a request, whose rewards, or the workers that sample, may be busy."""
 
-    own: RolloutRequest  # this process's R trees
-    trees: Tensor  # (R,) long, their places in the whole request
-    cond: Conditioning  # of the prompts of `own`
-    parts: Parts  # none where only scores are kept
-    result: RewardResult  # of all G images
+    request: RolloutRequest  # of all processes
+    local: RolloutRequest  # this process's R trees
+    trees: Tensor  # (R,) long, their places in the request
+    cond: Conditioning  # of the prompts of `local`
+    wait: Callable[[Timer], tuple[Images, RewardResult]]  # for trees and scores; called once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """The scores of all processes' G images of a request, and their rewards."""
+
+    images: Images  # this process's
+    result: RewardResult
     reward: Tensor  # (G,) fp32
     valid: Tensor  # (G,) bool
     terms: Tensor  # (G, rewards) fp32, see `combine`
     group: Tensor  # (G,) long
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnTrees:
-    """This process's share of a request, whose rewards may still work; so may who samples it."""
-
-    request: RolloutRequest  # the whole one
-    own: RolloutRequest
-    trees: Tensor
-    cond: Conditioning
-    wait: Callable[[Timer], tuple[Parts, RewardResult]]  # for what is missing; called once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +183,6 @@ class RolloutGenerator:
     kernel: StepKernel
     noise_level: float
     batch_size: int  # most rows in a forward of the network, and trees at a time
-    padding: float  # share of rows that may be made up for larger forwards
     decode_batch: int  # most rows in a forward of the decoder
     whole_prompts: bool  # one process samples all trees of a prompt
     times: tuple[str, str] = ("time/rollout", "time/reward")  # names of the timer's two laps
@@ -195,108 +191,83 @@ class RolloutGenerator:
         sigmas = self.backbone.sigmas(self.num_inference_steps)
         return Schedule(sigmas=sigmas, kernel=self.kernel, noise_level=self.noise_level)
 
-    def generate(
+    def sample(
         self, request: RolloutRequest, plan: TreePlan, timer: Timer, *, keep: bool = True
-    ) -> ScoredTrees:
-        """Sample this process's share of the request; return it with all processes' scores.
+    ) -> Samples:
+        """Sample and decode this process's trees; rewards score their images meanwhile.
 
         Args:
             request: the plan's trees for each of its groups, side by side.
             keep: return the trees and images too, not only their scores.
-
-        Raises:
-            UserError: too many images have no reward.
         """
-        return self.finish(self.draw(request, plan, timer, keep=keep), timer)
-
-    def draw(
-        self, request: RolloutRequest, plan: TreePlan, timer: Timer, *, keep: bool = True
-    ) -> DrawnTrees:
-        """Sample this process's share of the request and ask the rewards; see `generate`."""
         trees = self.share(request, plan)
-        own = request.take(trees)
-        cond = self.encode_prompts(own)
+        local = request.take(trees)
+        cond = self.encode_prompts(local)
         with self.runtime.raise_on_all():
-            wait = self._begin(request, trees, plan, cond, keep)
+            wait = self.start(request, trees, plan, cond, keep)
         timer.lap(self.times[0])
-        return DrawnTrees(request=request, own=own, trees=trees, cond=cond, wait=wait)
+        return Samples(request=request, local=local, trees=trees, cond=cond, wait=wait)
 
-    def _begin(
-        self, request: RolloutRequest, own: Tensor, plan: TreePlan, cond: Conditioning, keep: bool
-    ) -> Callable[[Timer], tuple[Parts, RewardResult]]:
-        """Sample the trees `own` of the request and ask the rewards; see `DrawnTrees.wait`."""
-        scoring, parts = Scoring(specs=self.specs, phase="rollout"), []
-        for part in self._sample(request, own, plan, cond, scoring):
-            if keep:
-                parts.append(part)
-        return lambda timer: (parts, scoring.result())
-
-    def finish(self, drawn: DrawnTrees, timer: Timer) -> ScoredTrees:
-        """Wait for the rewards of what was drawn; see `generate`."""
+    def score(self, samples: Samples, timer: Timer) -> Scores:
+        """Wait for the rewards of all processes. Raises UserError: too many images have none."""
         with self.runtime.raise_on_all():
-            parts, result = drawn.wait(timer)
+            images, result = samples.wait(timer)
         result = gather_results(result, self.runtime)
         timer.lap(self.times[1])
-        request = drawn.request
+        request = samples.request
         group = request.group.repeat_interleave(len(result.scores) // len(request.prompt))
         reward, valid, terms = combine(self.specs, result, group)
         self.failures.check(valid, result.errors)
-        return ScoredTrees(
-            own=drawn.own, trees=drawn.trees, cond=drawn.cond, parts=parts, result=result,
-            reward=reward, valid=valid, terms=terms, group=group,
-        )  # fmt: skip
+        return Scores(
+            images=images, result=result, reward=reward, valid=valid, terms=terms, group=group
+        )
 
-    def share(self, request: RolloutRequest, plan: TreePlan) -> Tensor:
-        """Return this process's trees of the request: (R,) long, possibly none."""
-        return self.runtime.local_rows(len(request.prompt), self._unit(plan))
-
-    def _unit(self, plan: TreePlan) -> int:
-        return plan.roots if self.whole_prompts else 1
-
-    def batch_shape(self, request: RolloutRequest, plan: TreePlan) -> tuple[int, int]:
-        """Return the trees that are sampled together, and the rows of each call of the network.
-
-        The same on all processes: of the largest share, in as even batches as can be.
-        """
-        most = self.runtime.largest_share(len(request.prompt), self._unit(plan))
-        return batch_shape(most, level_widths(plan), self.batch_size, self.padding)
-
-    @torch.no_grad()
-    def encode_prompts(self, own: RolloutRequest) -> Conditioning:
-        """Return the conditioning of the request's prompts, encoded together."""
-        with self.runtime.autocast():
-            return self.text_cache(own.prompts) if own.prompts else Conditioning(tensors={})
-
-    def _sample(
-        self,
-        request: RolloutRequest,
-        own: Tensor,
-        plan: TreePlan,
-        cond: Conditioning,
-        scoring: Scoring,
-    ) -> Iterator[tuple[Tree, Tensor]]:
-        """Yield the trees `own` of the request and their images, batch by batch."""
-        schedule, rounds = self.schedule(), self.runtime.rounds
+    def start(
+        self, request: RolloutRequest, trees: Tensor, plan: TreePlan, cond: Conditioning, keep: bool
+    ) -> Callable[[Timer], tuple[Images, RewardResult]]:
+        """Sample the trees of the request, batch by batch; see `Samples.wait`."""
+        scoring, parts = Scoring(specs=self.specs, phase="rollout"), []
+        schedule, batches = self.schedule(), self.runtime.batches
         together, rows = self.batch_shape(request, plan)
-        turns = rounds(-(-len(own) // together))
-        # In lockstep the last batch is sampled again, or another's tree, where there is none.
-        mine = request.take(own if len(own) else torch.zeros(1, dtype=torch.long))
-        batches = torch.arange(len(mine.prompt)).split(together)
-        if turns and not len(own):
-            cond = self.encode_prompts(mine)
+        turns = batches.in_step(-(-len(trees) // together))
+        # In lockstep a process without a batch samples its last one again, or the first tree.
+        local = request.take(trees if len(trees) else torch.zeros(1, dtype=torch.long))
+        if turns and not len(trees):
+            cond = self.encode_prompts(local)
+        index = torch.arange(len(local.prompt)).split(together)
         postponed = Postponed(self.runtime)
         with torch.no_grad(), self.network() as velocity:
             for turn in range(turns):
-                part = mine.only(batches[min(turn, len(batches) - 1)])
+                part = local.only(index[min(turn, len(index) - 1)])
                 tree = sample_request(
-                    self.backbone, velocity, cond, part, plan, schedule, rows, rounds
+                    self.backbone, velocity, cond, part, plan, schedule, rows, batches
                 )
-                if turn * together >= len(own):
+                if turn * together >= len(trees):
                     continue
                 with postponed.block():
                     images = decode(self.backbone, tree.leaves(), self.decode_batch)
-                    yield tree, submit_images(scoring, images, part, len(tree.leaf))
+                    images = submit_images(scoring, images, part, len(tree.leaf))
+                    if keep:
+                        parts.append((tree, images))
         postponed.finish()
+        return lambda timer: (parts, scoring.result())
+
+    def share(self, request: RolloutRequest, plan: TreePlan) -> Tensor:
+        """Return this process's trees of the request: (R,) long, possibly none."""
+        unit = plan.roots if self.whole_prompts else 1
+        return self.runtime.local_rows(len(request.prompt), unit)
+
+    def batch_shape(self, request: RolloutRequest, plan: TreePlan) -> tuple[int, int]:
+        """Return the trees that are sampled together, and the rows of a call, on all processes."""
+        unit = plan.roots if self.whole_prompts else 1
+        most = self.runtime.largest_share(len(request.prompt), unit)
+        return self.runtime.batches.trees(most, level_widths(plan), self.batch_size)
+
+    @torch.no_grad()
+    def encode_prompts(self, local: RolloutRequest) -> Conditioning:
+        """Return the conditioning of the request's prompts, encoded together."""
+        with self.runtime.autocast():
+            return self.text_cache(local.prompts) if local.prompts else Conditioning(tensors={})
 
 
 def sample_request(
@@ -307,37 +278,32 @@ def sample_request(
     plan: TreePlan,
     schedule: Schedule,
     rows: int,
-    rounds: Callable[[int], int] = int,
+    batches: Batches = ALONE,
 ) -> Tree:
     """Sample the request's trees together; the network sees `rows` rows at a time.
 
-    Args:
-        cond: of the request's prompts, in their order.
-        rounds: see `Runtime.rounds`.
+    cond: of the request's prompts, in their order.
     """
-    shape, device = backbone.latent_shape(), backbone.device
-    trees = rounds(len(request.prompt))  # of the process with most
+    shape, device, trees = backbone.latent_shape(), backbone.device, len(request.prompt)
+    widest = batches.in_step(trees)  # of the process with most trees
     last: Tensor | None = None
-    index: Sequence[Tensor] = ()
-    parts: list[Conditioning] = []
+    calls: list[tuple[Tensor, Conditioning]] = []
 
-    def batched(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
-        nonlocal last, index, parts
+    def field(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
+        nonlocal last, calls
         if prompt is not last:  # the same rows in most steps: their conditioning is gathered once
-            calls = -(-len(x) // len(request.prompt) * trees // rows)
-            index = [i.to(device) for i in full_batches(len(x), rows, calls)]
-            last, parts = prompt, [cond.take(prompt[i]) for i in index]
-        note_rows(len(x), len(index) * rows)
-        if len(index) == 1 and len(x) == rows:
-            return velocity(x, sigma, parts[0])
-        found = [velocity(x[i], sigma, c) for i, c in zip(index, parts, strict=True)]
-        return torch.cat(found)[: len(x)]
+            index = ALONE.calls(len(x) // trees * widest, rows)
+            index = [i.clamp(max=len(x) - 1).to(device) for i in index]
+            last, calls = prompt, [(i, cond.take(prompt[i])) for i in index]
+        if len(calls) == 1 and len(x) == rows:
+            return velocity(x, sigma, calls[0][1])
+        return torch.cat([velocity(x[i], sigma, c) for i, c in calls])[: len(x)]
 
     def noise(path: tuple[int, ...], step: int, role: str) -> Tensor:
         return request.noise(path, step, role, shape)
 
     x = noise((), 0, "init").to(device, backbone.dtype)
-    tree = sample_tree(batched, x, request.prompt.to(device), plan, schedule, noise)
+    tree = sample_tree(field, x, request.prompt.to(device), plan, schedule, noise)
     return replace(tree, rows=rows)
 
 
@@ -369,15 +335,15 @@ def submit_images(
     are not finite.
     """
     prompt, group = (t.repeat_interleave(leaves).tolist() for t in (request.prompt, request.group))
-    found: list[Tensor] = []
+    everything: list[Tensor] = []
     start = 0
     for part in images:
         rows = slice(start, start + len(part))
         records = [request.prompts[i] for i in prompt[rows]]
         scoring.add(part, [p.text for p in records], [p.metadata for p in records], group[rows])
-        found.append(part)
+        everything.append(part)
         start += len(part)
-    return torch.cat(found)
+    return torch.cat(everything)
 
 
 def gather_results(result: RewardResult, runtime: Runtime) -> RewardResult:

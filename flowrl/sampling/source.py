@@ -10,9 +10,9 @@ from flowrl.backbones.policy import Policy
 from flowrl.functional.noise import noise_seed
 from flowrl.prompts.records import PromptSampler
 from flowrl.sampling.rollout import (
-    DrawnTrees,
     RolloutGenerator,
     RolloutRequest,
+    Samples,
     Timer,
     group_request,
 )
@@ -49,43 +49,38 @@ class Sampler:
         )
 
     def collect(self, iteration: int, timer: Timer) -> Rollout:
-        """Sample and score this process's share of the trees; gather all processes' scores."""
-        drawn, explored = self.draw(iteration, timer)
-        return self.finish(iteration, drawn, timer, explored)
-
-    def draw(self, iteration: int, timer: Timer) -> tuple[DrawnTrees, Explored | None]:
-        """Sample this process's share of the trees, and ask the rewards of their images."""
-        plan = self.plan(iteration)
+        """Sample trees of the iteration's prompts, decode and score their images."""
+        plan, explored = self.plan(iteration), None
         if self.explorer is None:
-            return self.generator.draw(self.request(iteration, plan), plan, timer), None
-        previews = self.explorer.plan(iteration)
-        request, explored, _ = self.explorer.explore(
-            iteration, self.request(iteration, previews), plan.roots, timer
-        )
-        return self.generator.draw(request, plan, timer), explored
+            request = self.request(iteration, plan)
+        else:
+            candidates = self.request(iteration, self.explorer.plan(iteration))
+            request, explored = self.explorer.explore(iteration, candidates, plan.roots, timer)
+        samples = self.generator.sample(request, plan, timer)
+        return self.rollout(iteration, samples, timer, explored)
 
-    def finish(
-        self, iteration: int, drawn: DrawnTrees, timer: Timer, explored: Explored | None = None
+    def rollout(
+        self, iteration: int, samples: Samples, timer: Timer, explored: Explored | None = None
     ) -> Rollout:
-        """Wait for the rewards of an iteration's trees; gather all processes' scores."""
-        scored = self.generator.finish(drawn, timer)
-        tree = Tree.cat([tree for tree, _ in scored.parts])
-        timer.seconds |= {f"time/reward/{n}": s for n, s in scored.result.seconds.items()}
+        """Return the rollout of an iteration's samples, with the scores of all processes."""
+        scores = self.generator.score(samples, timer)
+        tree = Tree.cat([tree for tree, _ in scores.images])
+        timer.seconds |= {f"time/reward/{n}": s for n, s in scores.result.seconds.items()}
         return Rollout(
             tree=tree,
-            cond=scored.cond,
-            prompts=tuple(p.text for p in scored.own.prompts),
-            metadata=tuple(p.metadata for p in scored.own.prompts),
-            images=torch.cat([images for _, images in scored.parts]),
-            trees=scored.trees,
-            scores=scored.result.scores,
-            applicable=scored.result.applicable,
-            terms=scored.terms,
-            names=scored.result.names,
+            cond=samples.cond,
+            prompts=tuple(p.text for p in samples.local.prompts),
+            metadata=tuple(p.metadata for p in samples.local.prompts),
+            images=torch.cat([images for _, images in scores.images]),
+            trees=samples.trees,
+            scores=scores.result.scores,
+            applicable=scores.result.applicable,
+            terms=scores.terms,
+            names=scores.result.names,
             weights=torch.tensor(train_weights(self.generator.specs)),
-            reward=scored.reward,
-            valid=scored.valid,
-            group=scored.group,
+            reward=scores.reward,
+            valid=scores.valid,
+            group=scores.group,
             log_prob=self.generator.runtime.gather(tree.log_prob),
             seed=learning_seed(self.seed, iteration),
             explored=explored,
@@ -96,28 +91,32 @@ class Sampler:
 class Ahead:
     """Samples one iteration ahead of learning (`rollout.staleness: 1`).
 
-    While an iteration is learned from, the rewards of the next one work, which was sampled before
-    with the weights of then. These are kept until they were learned from, so that a resumed run
-    samples the same images again.
+    While an iteration is learned from, the rewards score the images of the next one, which were
+    sampled with the weights of then. These are kept until they were learned from, so that a resumed
+    run samples the same images again.
     """
 
-    own: Sampler
+    sampler: Sampler
     policy: Policy
     adapter: str  # that samples
     last: int  # iteration, before which the run ends
-    _drawn: dict[int, DrawnTrees] = field(init=False, default_factory=dict)
+    _samples: dict[int, Samples] = field(init=False, default_factory=dict)
 
     def collect(self, iteration: int, timer: Timer) -> Rollout:
         """Sample the next iteration, then return this one."""
         self.policy.forget_weights(before=iteration)
-        drawn = self._drawn.pop(iteration, None)
-        if drawn is None:  # the first of a session
+        samples = self._samples.pop(iteration, None)
+        if samples is None:  # the first of a session
             with self.policy.weights_of(iteration, self.adapter):
-                drawn, _ = self.own.draw(iteration, timer)
+                samples = self._sample(iteration, timer)
         self.policy.keep_weights(iteration + 1, self.adapter)
         if iteration + 1 < self.last:
-            self._drawn[iteration + 1], _ = self.own.draw(iteration + 1, timer)
-        return self.own.finish(iteration, drawn, timer)
+            self._samples[iteration + 1] = self._sample(iteration + 1, timer)
+        return self.sampler.rollout(iteration, samples, timer)
+
+    def _sample(self, iteration: int, timer: Timer) -> Samples:
+        plan = self.sampler.plan(iteration)
+        return self.sampler.generator.sample(self.sampler.request(iteration, plan), plan, timer)
 
 
 def learning_seed(seed: int, iteration: int) -> int:

@@ -33,12 +33,12 @@ class Explorer:
 
     def explore(
         self, iteration: int, candidates: RolloutRequest, keep: int, timer: Timer
-    ) -> tuple[RolloutRequest, Explored, RolloutGenerator]:
+    ) -> tuple[RolloutRequest, Explored]:
         """Select `keep` candidates of each group.
 
         candidates: as many trees of each group as the plan has roots, side by side.
 
-        Returns the request for the selected ones in their order, the scores, and what previewed.
+        Returns the request for the selected ones in their order, and the scores.
         """
         plan = self.plan(iteration)
         generator, audit = self.preview(iteration, candidates)
@@ -53,7 +53,7 @@ class Explorer:
         rows = chosen + torch.arange(len(proxy))[:, None] * proxy.shape[1]
         forwards = count(plan).times(len(proxy)).forwards
         explored = Explored(proxy=proxy, chosen=chosen, forwards=forwards, audit=audit)
-        return candidates.only(rows.flatten()), explored, generator
+        return candidates.only(rows.flatten()), explored
 
 
 def score_candidates(
@@ -63,7 +63,8 @@ def score_candidates(
 
     The reward of a candidate with several leaves is their mean.
     """
-    reward = generator.generate(candidates, plan, timer, keep=False).reward
+    samples = generator.sample(candidates, plan, timer, keep=False)
+    reward = generator.score(samples, timer).reward
     return reward.view(-1, plan.roots, len(reward) // len(candidates.prompt)).nanmean(-1)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from flowrl.backbones.policy import Policy
 from flowrl.errors import MachineFailure, UserError
 from flowrl.sampling.rollout import (
-    Parts,
+    Images,
     RolloutGenerator,
     RolloutRequest,
     Timer,
@@ -368,19 +368,19 @@ class RemoteGenerator(RolloutGenerator):
     draws_alike: bool  # this process's network has the workers' bits, so that it can check them
     precision: str | None = None  # of candidates, see `Stage`
 
-    def _begin(
-        self, request: RolloutRequest, share: Tensor, plan: TreePlan, cond: Conditioning, keep: bool
-    ) -> Callable[[Timer], tuple[Parts, RewardResult]]:
+    def start(
+        self, request: RolloutRequest, trees: Tensor, plan: TreePlan, cond: Conditioning, keep: bool
+    ) -> Callable[[Timer], tuple[Images, RewardResult]]:
         local = any(spec.whole_groups for spec in self.specs)
         stage = Stage(
             precision=self.precision,
             num_inference_steps=self.num_inference_steps,
             rewards=() if local else tuple(spec.name for spec in self.specs),
         )
-        mine, (together, rows) = request.take(share), self.batch_shape(request, plan)
+        mine, (together, rows) = request.take(trees), self.batch_shape(request, plan)
         packed = pack_weights(self.policy.weights(self.adapter))
         adapter = digest(packed)
-        parts = [mine.only(part) for part in torch.arange(len(share)).split(together) if len(part)]
+        parts = [mine.only(part) for part in torch.arange(len(trees)).split(together) if len(part)]
         jobs = [
             Job(
                 request=part.take(torch.arange(len(part.prompt))),
@@ -414,7 +414,7 @@ class RemoteGenerator(RolloutGenerator):
     def _wait(
         self, requests: Sequence[RolloutRequest], jobs: Sequence[PendingJob], local: bool,
         timer: Timer,
-    ) -> tuple[Parts, RewardResult]:  # fmt: skip
+    ) -> tuple[Images, RewardResult]:  # fmt: skip
         """Wait for the jobs; score their images here if `local`."""
         began = time.perf_counter()
         results = self.pool.wait(jobs)

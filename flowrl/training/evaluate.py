@@ -1,6 +1,6 @@
 """Evaluation: score images of the same held-out prompts and noise before and after training."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +13,8 @@ from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.backbones.offload import encoders_of, moved_to
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import DamagedFile, UserError
+from flowrl.functional.batches import ALONE, Batches, even_rows
 from flowrl.functional.contrasts import Contrast, paired_contrast
-from flowrl.functional.full_batches import even_rows
 from flowrl.prompts.records import PromptRecord, reworded
 from flowrl.sampling.rollout import (
     RolloutRequest,
@@ -264,9 +264,9 @@ class Evaluator:
         waiting: list[Scoring] = []
         share, postponed = runtime.local_rows(len(request.prompt)), Postponed(runtime)
         size = even_rows(runtime.largest_share(len(request.prompt)), self.batch_size)
-        rounds = runtime.rounds(-(-len(share) // size))
+        turns = runtime.batches.in_step(-(-len(share) // size))
         title = f"{self.title}, {len(self.schedule.sigmas) - 1} steps"
-        steps = Steps(title, rounds, console=SafeConsole(stderr=True)) if runtime.is_main else None
+        steps = Steps(title, turns, console=SafeConsole(stderr=True)) if runtime.is_main else None
         with runtime.raise_on_all(), steps or nullcontext():
             # All at once, so that offloaded encoders move once.
             prompts = [request.prompts[i] for i in request.prompt[share].tolist()]
@@ -274,11 +274,11 @@ class Evaluator:
                 self.text_cache.learn(prompts, self.batch_size)
             # In lockstep a process without a batch generates its last one again, or the first.
             batches = (share if len(share) else torch.zeros(1, dtype=torch.long)).split(size)
-            for turn in range(rounds):
+            for turn in range(turns):
                 rows = batches[min(turn, len(batches) - 1)]
                 batch, scoring = request.take(rows), Scoring(specs=self.specs, phase="evaluation")
                 with runtime.autocast():
-                    images = self.images(velocity, batch, size, runtime.rounds)
+                    images = self.images(velocity, batch, size, runtime.batches)
                 if turn * size >= len(share):
                     continue
                 with postponed.block(), runtime.autocast():
@@ -303,13 +303,13 @@ class Evaluator:
         velocity: VelocityField,
         request: RolloutRequest,
         rows: int | None = None,
-        rounds: Callable[[int], int] = int,
+        calls: Batches = ALONE,
     ) -> Iterable[Tensor]:
         """Generate a batch: images (n, 3, H, W) fp32 on the CPU, part by part.
 
         Args:
             rows: of each call of the network, None for `batch_size`.
-            rounds: see `Runtime.rounds`.
+            calls: `Runtime.batches`, where processes call the network equally often.
         """
         rows = rows or min(self.batch_size, len(request.prompt))
         steps = len(self.schedule.sigmas) - 1
@@ -319,7 +319,7 @@ class Evaluator:
             return self.call(self.backbone, prompts, noise, steps).split(self.decode_batch)
         plan, cond = ode_plan(steps), self.text_cache(request.prompts)
         tree = sample_request(
-            self.backbone, velocity, cond, request, plan, self.schedule, rows, rounds
+            self.backbone, velocity, cond, request, plan, self.schedule, rows, calls
         )
         return decode(self.backbone, tree.leaves(), self.decode_batch)
 

@@ -12,15 +12,13 @@ from flowrl.backbones.base import VelocityField
 from flowrl.backbones.policy import Policy
 from flowrl.config.rollout import OptimOptions
 from flowrl.errors import UserError, phase
+from flowrl.functional.batches import packed
 from flowrl.objectives.base import (
     Batch,
     Models,
     Objective,
     RewardField,
-    Spare,
-    checkpointed,
-    in_full_batches,
-    with_other_rewards,
+    with_random_rewards,
 )
 from flowrl.sampling.rollout import Timer
 from flowrl.sampling.source import Source
@@ -116,61 +114,60 @@ class Learner:
         return self.runtime.in_lockstep or self.objective.needs.update_mean
 
     def models(self, rollout: Rollout, size: int, rows: int) -> Models:
-        """Return the models that the objective declares, each checkpointed by micro-batch.
+        """Return the models that the objective declares.
 
         Args:
-            size: most forwards in a micro-batch.
+            size: forwards in a micro-batch.
             rows: of each call of a network.
         """
-        needs, spare, rounds = (
-            self.objective.needs,
-            Spare.from_rollout(rollout),
-            self.runtime.rounds,
-        )
+        needs, policy, tree = self.objective.needs, self.policy, rollout.tree
+        spare = tree.x[:1, 0], rollout.cond.take(tree.prompt[:1])
 
         def field(velocity: VelocityField) -> VelocityField:
-            return checkpointed(in_full_batches(velocity, rows, spare, rounds), size, rounds)
+            return self.runtime.batches.velocity(velocity, size, rows, spare)
 
         declared: dict[str, Any] = {}
         if needs.reference:
-            declared["reference"] = field(self.policy.reference)
+            declared["reference"] = field(policy.reference)
         if needs.old is not None:
-            declared["old"] = field(self.policy.old)
+            declared["old"] = field(policy.old)
         if needs.reward_grad:
             declared["reward_gradient"] = self.reward_gradient(rollout)
-        return Models(policy=field(self.policy.velocity), **declared)
+        return Models(policy=field(policy.velocity), **declared)
 
     def backward(self, part: Batch, rows: float, rollout: Rollout, means: RowMeans) -> None:
         """Accumulate the gradient of the mean loss over `rows`, a micro-batch at a time."""
-        shapes = part.shapes(self.optim.micro_batch)
-        size, rows_of_call = (self.runtime.most(number) for number in shapes)
-        models = self.models(rollout, size, rows_of_call)
-        for chunk, weight in self._weighted_chunks(part, rows, size, rollout):
+        runtime = self.runtime
+        shape = runtime.batches.micro_batch(part, self.optim.micro_batch)
+        size, call = (runtime.most(number) for number in shape)
+        models = self.models(rollout, size, call)
+        for chunk, weight in self._weighted(part, rows, size, rollout):
             if self.objective.needs.update_mean:
-                mean = partial(self.runtime.mean_of_all, counted=weight > 0)
+                mean = partial(runtime.mean_of_all, counted=weight > 0)
                 models = replace(models, update_mean=mean)
-            with self.runtime.autocast():
+            with runtime.autocast():
                 loss, metrics = self.objective.loss(models, chunk)
-            self.runtime.backward(loss * weight)
+            runtime.backward(loss * weight)
             if weight:
                 means.add(metrics | {"loss": loss.detach()}, len(chunk))
 
-    def _weighted_chunks(
+    def _weighted(
         self, part: Batch, rows: float, size: int, rollout: Rollout
     ) -> Iterator[tuple[Batch, float]]:
         """Yield micro-batches and their weights in the mean.
 
-        In step a process with fewer than others repeats its last one with weight 0, or learns
-        nothing from rows of the rollout with other rewards, where it has none.
+        In step a process with fewer than the rest repeats its last one with weight 0, or, where it
+        has none, learns with weight 0 from rows of the rollout with random rewards.
         """
-        missing, chunk = 0, None
-        if self._in_step:  # counted first: learning from one communicates, too
-            count = sum(1 for _ in part.chunks(size))
+        batches, missing, chunk = self.runtime.batches, 0, None
+        if self._in_step:  # counted first: learning from a micro-batch communicates, too
+            count = len(packed(part.units(), size))
             missing = self.runtime.most(count) - count
-        for chunk in part.chunks(size):
+        for chunk in batches.micro_batches(part, size):
             yield chunk, len(chunk) / rows
         if missing and chunk is None:
-            chunk = next(self.objective.prepare(with_other_rewards(rollout)).chunks(size), None)
+            random = self.objective.prepare(with_random_rewards(rollout))
+            chunk = next(batches.micro_batches(random, size), None)
             if chunk is None:
                 raise UserError(
                     "the objective leaves out every row of a process, which the others wait for: "

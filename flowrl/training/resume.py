@@ -28,7 +28,7 @@ FREE = (
     "run.push_to_hub", "run.hub_model_id", "run.hub_private", "run.threads", "failures",
     "pipeline.device", "pipeline.decode_batch", "pipeline.attention",
     "memory.gradient_checkpointing", "memory.text_encoders", "memory.vae", "memory.prompt_cache",
-    "rollout.batch_size", "rollout.padding", "rollout.merge_lora", "rollout.compile",
+    "rollout.batch_size", "rollout.merge_lora", "rollout.compile",
     "rollout.workers", "optim.micro_batch", "prompts.allow_overlap", "rewards.*.executor",
     "evaluation.batch_size", "runtime",
     # Requests to a judge and their cost; not its model nor its prompt.

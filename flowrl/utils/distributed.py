@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flowrl.errors import Interrupted, MachineFailure, UserError, as_failure
+from flowrl.functional.batches import Batches
 from flowrl.utils.peers import Peers
 
 TIMEOUT = 1800.0  # seconds that one process may keep the others waiting
@@ -58,6 +59,7 @@ class Runtime:
             ) from error
         self.device: torch.device = self.accelerator.device
         self.in_lockstep = False  # networks are sharded: all processes call them equally often
+        self.batches = Batches(self.rounds)
         if device not in ("auto", self.device.type):
             raise UserError(
                 f"pipeline.device is {device}, but torch finds no such device here: set it to auto"

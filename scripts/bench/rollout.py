@@ -10,6 +10,7 @@ import torch
 from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.config import parse_config
 from flowrl.errors import UserError
+from flowrl.functional.batches import ALONE
 from flowrl.sampling.rollout import Timer, sample_request
 from flowrl.sampling.source import Sampler
 from flowrl.training.loop import Learner
@@ -114,7 +115,7 @@ def sampler(learner: Learner) -> Sampler:
 
 def training_passes(learner: Learner, transitions: Transitions, batch: int) -> None:
     """Call the network forwards and backwards for all rows, `batch` at a time, and nothing else."""
-    for chunk in transitions.chunks(batch):
+    for chunk in ALONE.micro_batches(transitions, batch):
         cond = chunk.cond.take(chunk.prompt)
         learner.policy.velocity(chunk.x, chunk.sigma, cond).square().mean().backward()
     learner.optimizer.zero_grad()

@@ -24,6 +24,7 @@ from flowrl.assembly.worker import build_pool
 from flowrl.backbones.policy import POLICY
 from flowrl.config import parse_config
 from flowrl.errors import UserError
+from flowrl.functional.batches import ALONE
 from flowrl.sampling.rollout import Timer
 from flowrl.sampling.workers import pack_weights, unpack_weights
 from flowrl.scoring.spec import closing
@@ -208,7 +209,7 @@ def _bare(learner: Learner, iteration: int) -> float:
 @torch.no_grad()
 def _forwards(learner: Learner, batch: Transitions, steps: int, rows: int) -> None:
     first = batch.take((batch.sigma == batch.sigma[0]).nonzero().squeeze(1))
-    for part in first.chunks(rows):
+    for part in ALONE.micro_batches(first, rows):
         cond = part.cond.take(part.prompt)
         for _ in range(steps):
             learner.policy.velocity(part.x, part.sigma, cond)

@@ -608,7 +608,6 @@ def _generator(
         kernel=KERNELS["flow_sde"],
         noise_level=0.0,  # no plan here has noise
         batch_size=batch,
-        padding=0.0,
         decode_batch=decode_batch,
         whole_prompts=False,
     )

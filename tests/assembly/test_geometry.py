@@ -22,7 +22,7 @@ from flowrl.assembly.work_split import (
 )
 from flowrl.config import load_config
 from flowrl.errors import UserError
-from flowrl.functional.full_batches import even_rows
+from flowrl.functional.batches import ALONE, even_rows
 from flowrl.objectives.batches import Endpoints
 from flowrl.planning.plan import count_work
 from flowrl.trajectory import Conditioning
@@ -36,7 +36,6 @@ BASE = IterationWork(
     row_forwards=4,
     micro_batch=16,
     updates=2,
-    padding=1 / 30,
 )
 
 
@@ -46,7 +45,6 @@ def loads(draw) -> IterationWork:
     roots = draw(st.integers(1, 6))
     whole = draw(st.booleans())
     return IterationWork(
-        padding=draw(st.sampled_from([0.0, 1 / 30, 0.2])),
         prompts=updates * draw(st.integers(1, 6)),
         roots=roots,
         leaves=draw(st.integers(1, 3)),
@@ -101,7 +99,7 @@ def test_micro_batches_are_those_of_a_batch(groups, draws, size, together):
         x0=rows, prompt=group, group=group, image=group, reward=rows, signal=rows, sigmas=rows,
         cond=Conditioning(tensors={}), forwards=draws, compared=together, seed=0, left_out={},
     )  # fmt: skip
-    assert micro_batches(load, groups) == [len(chunk) for chunk in batch.chunks(size)]
+    assert micro_batches(load, groups) == [len(chunk) for chunk in ALONE.micro_batches(batch, size)]
 
 
 @settings(max_examples=60)
@@ -120,14 +118,13 @@ def test_what_is_suggested_keeps_every_gpu_busy(load, gpus):
 
 def test_padding_that_is_allowed_is_taken_where_a_tree_is_narrow():
     narrow = replace(BASE, prompts=6, roots=1, widths=(1, 1, 2, 4, 8, 16, 16), batch=96)
-    few, many = (split_work(replace(narrow, padding=p), 1).padding for p in (1 / 30, 0.2))
-    assert 0 <= few <= 1 / 30 < many <= 0.2
+    assert 1 / 30 < split_work(narrow, 1).padding <= 0.2
 
 
 def test_shapes_without_padding_are_counted_and_preferred():
-    assert sampling_padding([10, 5], (1, 1), 8, 0.0) == 0  # five rows a call
-    assert sampling_padding([11], (1, 1), 8, 1 / 30) == pytest.approx(1 / 11)
-    assert sampling_padding([6, 5], (1,), 6, 1 / 30) == pytest.approx(1 / 11)
+    assert sampling_padding([10, 5], (1, 1), 8) == 0  # five rows a call
+    assert sampling_padding([11], (1, 1), 8) == pytest.approx(1 / 11)
+    assert sampling_padding([6, 5], (1,), 6) == pytest.approx(1 / 11)
     load = replace(BASE, prompts=11, roots=1, updates=1, batch=8)
     assert split_work(load, 1).padding == pytest.approx(1 / 11)
     assert nearest_batches(load, 1) == (1, 11)

@@ -15,7 +15,8 @@ from toy_policy import SPLIT, Toy, collect, gradient
 from toy_policy import loss_of as step_loss
 
 from flowrl.config import objectives as options
-from flowrl.objectives.base import Models, checkpointed
+from flowrl.functional.batches import ALONE
+from flowrl.objectives.base import Models
 from flowrl.objectives.noising import noise_images
 
 IMAGES = pytest.mark.parametrize("name", OBJECTIVES)
@@ -40,12 +41,17 @@ STEPS = {
 }
 
 
+def in_one_graph(field, size, batch):
+    """The field as training calls it: at most `size` rows have a graph at any time."""
+    return ALONE.velocity(field, size, size, (torch.zeros(1), batch.cond))
+
+
 # --- On images ----------------------------------------------------------------------------------
 
 
 def in_parts(objective, toy, batch, size, field=None):
     total = torch.zeros(())
-    for chunk in batch.chunks(size):
+    for chunk in ALONE.micro_batches(batch, size):
         loss, _ = loss_of(objective, field or toy, chunk, moved(toy), moved(toy, 0.02))
         total = total + gradient(loss * (len(chunk) / len(batch)), toy)
     return total
@@ -65,7 +71,7 @@ def test_the_gradient_is_the_same_for_any_micro_batch_and_in_two_passes(name):
     # Velocities are cast to fp32 in the loss.
     near = {"rtol": 1e-4, "atol": 1e-6 * float(whole.abs().max())}
     torch.testing.assert_close(in_parts(objective, toy, batch, 2), whole, **near)
-    two = in_parts(objective, toy, batch, 100, checkpointed(counted, 1))
+    two = in_parts(objective, toy, batch, 100, in_one_graph(counted, 1, batch))
     torch.testing.assert_close(two, whole, rtol=1e-12, atol=1e-13)
     # Every row forward without a graph, then alone again on the way back.
     assert sizes == [1] * (2 * len(batch) * batch.forwards)
@@ -146,7 +152,7 @@ def test_steps_have_the_same_gradient_for_any_micro_batch(name):
     batch = objective.prepare(collect(toy, plan=SPLIT))
     whole = gradient(step_loss(objective, now, batch, reference)[0], now)
     for size in (1, 3):
-        chunks = list(batch.chunks(size))
+        chunks = list(ALONE.micro_batches(batch, size))
         assert len(chunks) == math.ceil(len(batch.x) / size)
         parts = [
             gradient(step_loss(objective, now, c, reference)[0], now) * (len(c) / len(batch))
@@ -172,17 +178,18 @@ def test_chains_have_the_same_gradient_for_any_micro_batch_and_count_their_forwa
     def in_chunks(size):
         return sum(
             chain_gradient(
-                chain_loss(objective, checkpointed(toy, size), c, reference=reference)[0], toy
+                chain_loss(objective, in_one_graph(toy, size, batch), c, reference=reference)[0],
+                toy,
             )
             * (len(c) / len(batch))
-            for c in batch.chunks(size)
+            for c in ALONE.micro_batches(batch, size)
         )
 
     whole = in_chunks(1000)
     assert whole.abs().max() > 1e-4
     for size in (1, 7):
         torch.testing.assert_close(in_chunks(size), whole, rtol=1e-10, atol=1e-10)
-    assert all(c.forwards.sum() <= 4 or len(c) == 1 for c in batch.chunks(4))
+    assert all(c.forwards.sum() <= 4 or len(c) == 1 for c in ALONE.micro_batches(batch, 4))
     seen, free = [], path(name)
 
     def counted(x, sigma, cond):

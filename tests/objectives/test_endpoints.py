@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl.functional.batches import ALONE
 from flowrl.objectives.batches import Endpoints
 from flowrl.trajectory import Conditioning
 
@@ -29,7 +30,7 @@ def side_by_side(counts: list[int]) -> list[int]:
 @given(counts=sizes, size=st.integers(1, 20), forwards=st.integers(1, 3))
 def test_chunks_hold_every_image_once_and_never_cut_a_group(counts, size, forwards):
     batch = made(side_by_side(counts), forwards=forwards)
-    parts = list(batch.chunks(size))
+    parts = list(ALONE.micro_batches(batch, size))
     assert torch.cat([part.image for part in parts]).tolist() == list(range(len(batch)))
     for part in parts:
         assert len(part) * forwards <= size or len(part.group.unique()) == 1
@@ -40,17 +41,17 @@ def test_chunks_hold_every_image_once_and_never_cut_a_group(counts, size, forwar
 @given(counts=sizes, size=st.integers(1, 20))
 def test_images_that_stand_alone_fill_batches(counts, size):
     batch = made(side_by_side(counts), compared="image")
-    lengths = [len(part) for part in batch.chunks(size)]
+    lengths = [len(part) for part in ALONE.micro_batches(batch, size)]
     assert sum(lengths) == len(batch) and all(n == size for n in lengths[:-1])
     assert lengths[-1] <= size
 
 
 def test_what_an_update_compares_stays_whole_and_an_empty_batch_has_no_chunks():
     batch = made(side_by_side([3, 3]), compared="update")
-    assert [len(part) for part in batch.chunks(2)] == [6]
+    assert [len(part) for part in ALONE.micro_batches(batch, 2)] == [6]
     for compared in ["image", "group", "update"]:
         empty = made([0], compared=compared).take(torch.empty(0, dtype=torch.long))
-        assert list(empty.chunks(4)) == []
+        assert list(ALONE.micro_batches(empty, 4)) == []
 
 
 @given(counts=sizes, updates=st.integers(1, 4))

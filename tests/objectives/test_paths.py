@@ -6,6 +6,7 @@ import torch
 from toy_rollout import rollout_of
 
 from flowrl.errors import UserError
+from flowrl.functional.batches import ALONE
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.batches import Trajectories
 from flowrl.sampling.sampler import Schedule, sample_tree
@@ -77,11 +78,11 @@ def test_images_without_a_reward_and_of_other_processes_are_left_out():
 
 def test_chunks_hold_whole_chains_and_updates_whole_groups():
     batch = Trajectories.from_rollout(rollout()).with_forwards(torch.tensor([1, 2, 2, 5, 1, 1]))
-    sizes = [chunk.image.tolist() for chunk in batch.chunks(3)]
+    sizes = [chunk.image.tolist() for chunk in ALONE.micro_batches(batch, 3)]
     assert sizes == [[0, 1], [2], [3], [4, 5]]
     assert batch.metrics()["tree/train_forwards"].item() == 12
-    assert [len(c) for c in batch.chunks(100)] == [6]
-    assert list(batch.take(batch.rows[:0]).chunks(3)) == []
+    assert [len(c) for c in ALONE.micro_batches(batch, 100)] == [6]
+    assert list(ALONE.micro_batches(batch.take(batch.chains[:0]), 3)) == []
     # Updates deal whole groups.
     parts = Trajectories.from_rollout(rollout()).updates(2)
     assert [p.group.tolist() for p in parts] == [[0, 0, 2, 2], [1, 1]]

@@ -223,8 +223,9 @@ def test_a_process_without_a_share_draws_nothing(make_learner, drawn, monkeypatc
     request = learner.source.request(0, plan)
     nothing = torch.arange(0)
     monkeypatch.setattr(type(learner.runtime), "local_rows", lambda self, total, unit=1: nothing)
-    scored = learner.source.generator.generate(request, plan, Timer())
-    assert scored.parts == [] and scored.result.scores.shape == (0, 1)
+    generator = learner.source.generator
+    scored = generator.score(generator.sample(request, plan, Timer()), Timer())
+    assert scored.images == [] and scored.result.scores.shape == (0, 1)
     assert drawn == []
 
 

@@ -7,8 +7,8 @@ import torch
 
 from flowrl.backbones.sd3 import SD3
 from flowrl.errors import UserError
+from flowrl.functional.batches import ALONE, Batches
 from flowrl.objectives import base
-from flowrl.objectives.base import Spare, checkpointed, in_full_batches
 from flowrl.trajectory import Conditioning
 
 CHAINS = {"prompts_per_iteration": 2, "group_size": 5, "num_inference_steps": 3, "batch_size": 6}
@@ -44,7 +44,7 @@ def test_the_ratio_is_1_though_a_partial_batch_rounds_otherwise(make_learner, ro
 
 
 def test_the_check_of_the_ratio_sees_a_partial_batch(make_learner, rounding, monkeypatch):
-    monkeypatch.setattr("flowrl.training.loop.in_full_batches", lambda field, *_: field)
+    monkeypatch.setattr(Batches, "velocity", lambda self, field, *_: field)
     learner = make_learner(rollout=CHAINS, optim={"micro_batch": 6}, rewards={"middling": middling})
     with pytest.raises(UserError, match="optim.ratio_tolerance"):
         learner.iterate(0)
@@ -75,27 +75,23 @@ def test_rows_that_are_made_up_have_no_part_in_the_gradient():
 
     x, sigma = torch.arange(1.0, 6.0).view(5, 1), torch.tensor(0.5)
     cond = Conditioning(tensors={"text": torch.zeros(5, 1)})
-    spare = Spare(x=torch.ones(1, 1), cond=cond.take(torch.tensor([0])))
-    for wrap in (
-        lambda f: in_full_batches(f, 3, spare),
-        lambda f: checkpointed(in_full_batches(f, 3, spare), 3),
-        lambda f: checkpointed(in_full_batches(f, 3, spare, lambda n: n + 1), 3, lambda n: n + 1),
-    ):
+    spare = torch.ones(1, 1), cond.take(torch.tensor([0]))
+    more = Batches(lambda n: n + 1)  # another process calls once more
+    for batches, size in ((ALONE, 9), (ALONE, 3), (more, 3)):
         seen.clear()
-        v = wrap(field)(x, sigma, cond)
+        v = batches.velocity(field, size, 3, spare)(x, sigma, cond)
         torch.testing.assert_close(v, x)
         (gradient,) = torch.autograd.grad(v.sum(), weight)
         assert gradient == 7.5 and {len(row) for row in seen} == {3}
     # Without rows a process in lockstep calls the network all the same, and others do not.
     seen.clear()
     nothing = x[:0], sigma.expand(0), cond.take(torch.arange(0))
-    assert len(in_full_batches(field, 3, spare)(*nothing)) == 0 and not seen
-    assert len(in_full_batches(field, 3, spare, lambda n: n + 1)(*nothing)) == 0 and len(seen) == 1
+    assert len(ALONE.velocity(field, 3, 3, spare)(*nothing)) == 0 and not seen
+    assert len(more.velocity(field, 3, 3, spare)(*nothing)) == 0 and len(seen) == 1
 
 
 def test_a_process_without_rows_has_a_backward_pass_where_others_have_one():
     cond = Conditioning(tensors={"text": torch.zeros(1, 1)})
-    spare = Spare(x=torch.ones(1, 1), cond=cond)
     inputs: list[torch.Tensor] = []
 
     def field(x, sigma, cond):
@@ -103,7 +99,7 @@ def test_a_process_without_rows_has_a_backward_pass_where_others_have_one():
         return x
 
     x = torch.ones(2, 1, requires_grad=True)
-    full = in_full_batches(field, 3, spare, lambda n: n + 1)
+    full = Batches(lambda n: n + 1).velocity(field, 3, 3, (torch.ones(1, 1), cond))
     moved = full((2 * x)[:0], torch.tensor(0.5).expand(0), cond.take(torch.arange(0)))
     assert inputs[0].requires_grad and (inputs[0] == 1).all() and moved.requires_grad
     full(x.detach()[:0], torch.tensor(0.5).expand(0), cond.take(torch.arange(0)))
@@ -119,4 +115,4 @@ def test_other_rewards_leave_every_objective_something_to_learn(make_learner):
 
     rollout = learner.source.collect(0, Timer())
     assert len(learner.objective.prepare(rollout)) == 0
-    assert len(learner.objective.prepare(base.with_other_rewards(rollout))) > 0
+    assert len(learner.objective.prepare(base.with_random_rewards(rollout))) > 0

@@ -4,7 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flowrl.config.objectives import CreditOptions
 from flowrl.functional.sde import KERNELS
+from flowrl.objectives.tree_credit import tree_credit
 from flowrl.prompts.records import PromptSampler, load_prompts
 from flowrl.sampling.rollout import (
     Timer,
@@ -197,7 +199,7 @@ def test_images_in_all_words_are_compared_in_one_group(make_learner):
     assert len(rollout.prompts) == len(rollout.metadata) == len(rollout.cond) == 2 * 3
     asked = [rollout.prompts[i] for i in rollout.tree.prompt.tolist()]
     assert asked == [p.text for p in sampler.at(0) for _ in range(4)]
-    advantage = learner.objective.credit(rollout)[0][:, 0].view(2, 4)
+    advantage = tree_credit(rollout, CreditOptions())[0][:, 0].view(2, 4)
     reward = rollout.reward.view(2, 4)
     centred = reward - reward.mean(1, keepdim=True)
     shape = centred / centred.norm(dim=1, keepdim=True)

@@ -30,7 +30,7 @@ def test_the_old_policy_is_the_one_that_sampled(make_learner, monkeypatch, name,
     )
     policy, adapter = learner.policy, OLD if learner.objective.needs.old.samples else POLICY
     sampled: dict[int, list[torch.Tensor]] = {}
-    sampler = getattr(learner.source, "own", learner.source)
+    sampler = getattr(learner.source, "sampler", learner.source)
     plan, learned = sampler.plan, []
 
     def watched(iteration):

@@ -64,7 +64,7 @@ def test_an_iteration_is_sampled_with_the_weights_before_the_one_before_it_was_l
     third, _ = late.iterate(2)
     again = learner_of(config_for("c"))
     again.iterate(0)
-    now = again.source.own.collect(2, Timer())  # of the weights after one update
+    now = again.source.sampler.collect(2, Timer())  # of the weights after one update
     assert torch.equal(third.images, now.images)
 
 

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
 from flowrl.config.objectives import RewardBackpropOptions
+from flowrl.functional.batches import recomputed
 from flowrl.functional.gaussian import velocity_kl
 from flowrl.functional.noise import keyed_noise, keyed_uniform, noise_seed
-from flowrl.objectives.base import Models, Needs, recomputed
+from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.batches import Trajectories, at_least_fp32
 from flowrl.objectives.noising import without_replacement
 from flowrl.trajectory import Metrics, Rollout

@@ -47,7 +47,7 @@ class FlowBPSparse(RewardBackprop):
         velocities = self.velocities(models, batch)
         active = self.active(batch)
         gain = sparse_gain(batch.dt.abs(), active)
-        row, step = batch.rows.repeat_interleave(active.shape[1]), active.flatten()
+        row, step = batch.chains.repeat_interleave(active.shape[1]), active.flatten()
         moved = euler(velocities, batch, row, step, gain, torch.zeros_like(batch.x0))
         return self.surrogate(moved, reward, gradient, velocities)
 
@@ -88,7 +88,7 @@ class FlowBPBridge(RewardBackprop):
         velocities = self.velocities(models, batch)
         j, active = self.active(batch)
         gain = torch.ones_like(batch.dt[j])
-        row, step = batch.rows.repeat_interleave(active.shape[1]), active.flatten()
+        row, step = batch.chains.repeat_interleave(active.shape[1]), active.flatten()
         early = step < j[row]
         moved = euler(velocities, batch, row[early], step[early], gain, torch.zeros_like(batch.x0))
         at_j = (step == j[row])[~early]

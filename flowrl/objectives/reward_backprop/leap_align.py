@@ -91,8 +91,8 @@ class LeapAlign(RewardBackprop):
         v = velocities(x, batch.sigma(step), row)
         all_v = batch.velocity(s.row, s.step)
         all_v[live] = v.detach()
-        landed = batch.at(batch.rows, start).index_add(0, s.row, lift(s.weight, all_v) * all_v)
-        distance = (batch.at(batch.rows, end) - landed).abs().flatten(1).mean(1)
+        landed = batch.at(batch.chains, start).index_add(0, s.row, lift(s.weight, all_v) * all_v)
+        distance = (batch.at(batch.chains, end) - landed).abs().flatten(1).mean(1)
         return moved.index_add(0, row, lift((s.weight * s.coef)[live], v) * tangent(v)), distance
 
     def _supports(self, batch: Trajectories, start: Tensor, end: Tensor) -> "_Supports":

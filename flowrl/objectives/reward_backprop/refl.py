@@ -46,7 +46,7 @@ class ReFL(OnePrediction):
         return batch.steps - 1 - place
 
     def points(self, batch: Trajectories) -> tuple[Tensor, Tensor, Tensor]:
-        step, row = self.step(batch), batch.rows
+        step, row = self.step(batch), batch.chains
         return batch.at(row, step), batch.sigma(step), row
 
 
@@ -65,6 +65,6 @@ class DRaFTLV(OnePrediction):
         return Trajectories.from_rollout(rollout).with_forwards(COPIES, at_once=COPIES)
 
     def points(self, batch: Trajectories) -> tuple[Tensor, Tensor, Tensor]:
-        row = batch.rows.repeat_interleave(COPIES)
+        row = batch.chains.repeat_interleave(COPIES)
         sigma = batch.sigma(torch.full_like(row, batch.steps - 1))
         return noised(batch.x0[row], fresh_noise(batch, "copy", COPIES), sigma), sigma, row

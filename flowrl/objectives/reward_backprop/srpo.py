@@ -75,7 +75,7 @@ class SRPO(RewardBackprop):
         u = chances(batch, "sigma", 1)[:, 0].to(batch.dt)
         high = LOWEST + (HIGHEST - LOWEST) * u
         low = (high - GAP).clamp(min=0.01)  # the network has not learned latents without noise
-        return batch.rows.repeat(2), torch.cat([high, low]), torch.cat([low, high])
+        return batch.chains.repeat(2), torch.cat([high, low]), torch.cat([low, high])
 
     def relative(
         self, field: RewardField, x0: Tensor, prompt: Tensor, down: Tensor, to: Tensor

@@ -144,20 +144,24 @@ def test_ratios_are_of_rounds_in_the_middle_by_the_cpu_s_seconds_or_a_gpu_s_cloc
 NAMES = {part: f"x: {part}" for part in ("sync", "sample", "decode", "reward")}
 
 
+def scores_of(generator, request, plan):
+    return generator.score(generator.sample(request, plan, Timer()), Timer())
+
+
 def test_a_watched_generator_makes_the_same_images_and_its_network_learns_of_errors(make_learner):
     learner = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT)
     source = learner.source
     request, plan = source.request(0, source.plan(0)), source.plan(0)
     timeline = Timeline(CPU)
-    plain = source.generator.generate(request, plan, Timer())
-    timed = watched(source.generator, timeline, **NAMES).generate(request, plan, Timer())
-    for (tree, images), (same, alike) in zip(plain.parts, timed.parts, strict=True):
+    plain = scores_of(source.generator, request, plan)
+    timed = scores_of(watched(source.generator, timeline, **NAMES), request, plan)
+    for (tree, images), (same, alike) in zip(plain.images, timed.images, strict=True):
         assert torch.equal(tree.x, same.x) and torch.equal(images, alike)
     assert torch.equal(plain.reward, timed.reward)
     phases = timeline.phases()
     assert list(phases) == list(NAMES.values())
     assert phases["x: sample"].seconds > 0 and phases["x: decode"].seconds > 0
-    after = source.generator.generate(request, plan, Timer())  # and it has left the other as it was
+    after = scores_of(source.generator, request, plan)  # and it has left the other as it was
     assert timeline.phases() == phases and torch.equal(after.reward, plain.reward)
     seen = []
 

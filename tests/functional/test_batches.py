@@ -1,10 +1,9 @@
 """Rows of a call: as even as can be, hardly padded, and never more than asked for."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.functional.full_batches import call_rows, even_rows, full_batches
+from flowrl.functional.batches import ALONE, Batches, call_rows, even_rows, packed
 
 SIZES = st.integers(1, 200)
 
@@ -43,12 +42,23 @@ def test_shapes_without_padding_are_preferred_to_larger_ones():
 
 
 @given(SIZES, SIZES, st.integers(0, 3))
-def test_full_batches_have_every_row_once_and_repeat_the_last(rows, size, more):
+def test_calls_have_every_row_once_and_repeat_the_last(rows, size, more):
     calls = -(-rows // size)
-    for asked in (None, calls + more):
-        parts = full_batches(rows, size, asked)
-        assert len(parts) == (asked or calls) and {len(part) for part in parts} == {size}
+    for batches, count in ((ALONE, calls), (Batches(lambda n: n + more), calls + more)):
+        parts = batches.calls(rows, size)
+        assert len(parts) == count and {len(part) for part in parts} == {size}
         flat = [row for part in parts for row in part.tolist()]
         assert flat[:rows] == list(range(rows)) and set(flat[rows:]) <= {rows - 1}
-    with pytest.raises(ValueError, match="no row"):
-        full_batches(0, size)
+    assert len(ALONE.calls(0, size)) == 0
+
+
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 12))
+def test_units_are_packed_in_order_up_to_the_size(units, size):
+    lengths, start = packed(units, size), 0
+    assert sum(lengths) == len(units) and all(lengths)
+    for length in lengths:
+        inside = units[start : start + length]
+        following = units[start + length : start + length + 1]
+        assert length == 1 or sum(inside) <= size
+        assert not following or sum(inside) + following[0] > size
+        start += length
