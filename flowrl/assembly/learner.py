@@ -46,7 +46,8 @@ from flowrl.training.checkpoint import Checkpoints, set_aside
 from flowrl.training.evaluate import Evaluation, Evaluator, PipelineCall, check_quality
 from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner
-from flowrl.training.run import Run, StopRule, stop_rule
+from flowrl.training.run import Run
+from flowrl.training.stop_rule import StopRule, stop_rule
 from flowrl.training.tracking import Report
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.progress import Steps

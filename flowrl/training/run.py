@@ -7,7 +7,7 @@ import os
 import shlex
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,16 +20,15 @@ from flowrl.backbones.lora_files import FILE, save_lora
 from flowrl.backbones.policy import Policy
 from flowrl.config.sections import RunOptions
 from flowrl.errors import DamagedFile, Interrupted, UserError, as_failure, phase
-from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.linear import exact_weights
-from flowrl.scoring.spec import RewardSpec, trained
 from flowrl.training.checkpoint import (
     STATE,
     Checkpoints,
     check_finite,
 )
-from flowrl.training.evaluate import Evaluation, Evaluator, evaluation_file, named_reward
+from flowrl.training.evaluate import Evaluation, Evaluator, evaluation_file
 from flowrl.training.ledger import Ledger
+from flowrl.training.stop_rule import StopRule
 from flowrl.training.tracking import Report
 from flowrl.trajectory import Rollout
 from flowrl.utils.digests import sealed_digest
@@ -74,7 +73,7 @@ class Run:
     score: Callable[[Evaluation], float]  # what training raises; its highest value is the best
     report: Report | None  # None on other processes
     steps: Steps | None
-    stop: "StopRule | None" = None  # with it, the highest held-out score is the best
+    stop: StopRule | None = None  # with it, the highest held-out score is the best
     resume: dict[str, Any] | None = None  # a checkpoint's state
     done: int = 0  # iterations
     elapsed: float = 0.0  # seconds of training in earlier sessions
@@ -458,97 +457,3 @@ def cpu_share() -> float | None:
         return None
     ran, waited = (sum(int(time[i]) for time in times) for i in (0, 1))
     return ran / (ran + waited) if ran else None
-
-
-# --- stop when the trained reward still rises and a held-out one falls --------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopRule:
-    """Stop after `patience` evaluations in a row that look like hacking, see `is_hacking`."""
-
-    held_out: str  # name of the reward that is only measured
-    patience: int
-    margin: float = 0.0  # how far it must have fallen, in its own units
-    sign: float = 1.0  # -1 where less of it is better
-
-    def score(self, evaluation: Evaluation) -> float:
-        """Return the held-out mean, higher is better; NaN when no image has it."""
-        return self.sign * evaluation.mean(self.held_out)
-
-    def reason(self, history: Mapping[int, tuple[float, float]]) -> str:
-        """Return a sentence that says why to stop, or "" to continue.
-
-        history: (trained score, `score`) of evaluations by their iteration.
-        """
-        steps = [step for step in sorted(history) if not any(map(math.isnan, history[step]))]
-        scores, held_out = ([history[step][i] for step in steps] for i in (0, 1))
-        if not is_hacking(scores, held_out, self.patience, margin=self.margin):
-            return ""
-        best, last = max(steps, key=lambda step: (history[step][1], step)), steps[-1]
-        values = [self.sign * history[step][1] for step in (best, last)]
-        return (
-            f"Stopped at iteration {last} by run.stop_when_hacking: since iteration {best} the "
-            f"trained reward went from {history[best][0]:.4g} to {history[last][0]:.4g}, while the "
-            f"held-out {self.held_out} went from {values[0]:.4g} to {values[1]:.4g}."
-        )
-
-
-def stop_rule(
-    specs: Sequence[RewardSpec],
-    prompts: Sequence[PromptRecord],
-    *,
-    held_out: str,
-    patience: int,
-    margin: float,
-) -> StopRule:
-    """Return the rule of run.stop_when_hacking. prompts: those of evaluation.
-
-    Raises UserError unless `held_out` names a reward that is held out and applies to some of
-    them, and every trained reward does, too: without its score nothing could be compared.
-    """
-    option = "run.stop_when_hacking.held_out"
-    spec = named_reward(specs, prompts, held_out, option)
-    if not spec.held_out:
-        raise UserError(
-            f"{option} is {held_out!r}, which is trained: name a reward that is only measured, "
-            "with held_out: true"
-        )
-    for other in trained(specs):
-        if other.whole_groups:  # never measured there
-            continue
-        if not any(other.applies(p.text, p.metadata) for p in prompts):
-            raise UserError(
-                f"run.stop_when_hacking compares the trained rewards, but {other.name!r} applies "
-                f"to none of the {len(prompts)} held-out prompts: give evaluation.prompts that it "
-                "can judge, or more evaluation.num_images, or set the rule to null"
-            )
-    sign = -1.0 if spec.weight < 0 else 1.0
-    return StopRule(held_out=held_out, patience=patience, margin=margin, sign=sign)
-
-
-def is_hacking(
-    scores: Sequence[float], held_out: Sequence[float], patience: int, *, margin: float = 0.0
-) -> bool:
-    """Return whether the trained score went on rising while a held-out one fell.
-
-    Both are values at the same evaluations in order; one where either is NaN is left out. Let b
-    be the latest evaluation with the best held-out score. True when each of the last `patience`
-    evaluations comes after b, has a trained score above that at b, and a held-out score more than
-    `margin` below that at b.
-    """
-    if len(scores) != len(held_out):
-        raise ValueError(f"got {len(scores)} trained and {len(held_out)} held-out scores")
-    if patience < 1 or margin < 0:
-        raise ValueError(
-            f"patience is {patience} and margin {margin}: at least 1, and not negative"
-        )
-    both = zip(scores, held_out, strict=True)
-    seen = [pair for pair in both if not any(map(math.isnan, pair))]
-    if len(seen) <= patience:
-        return False
-    best = max(range(len(seen)), key=lambda i: (seen[i][1], i))
-    if best >= len(seen) - patience:
-        return False
-    reward, quality = seen[best]
-    return all(r > reward and q < quality - margin for r, q in seen[-patience:])

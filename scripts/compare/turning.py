@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flowrl.config.sections import StopWhenHackingOptions
 from flowrl.functional.contrasts import Interval
-from flowrl.training.run import is_hacking
+from flowrl.training.stop_rule import is_hacking
 from scripts.compare import intervals
 from scripts.compare.data import Line
 from scripts.compare.page import Page

@@ -5,7 +5,7 @@ import pytest
 from flowrl.assembly.backbone import build_backbone
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_learner, build_run
 from flowrl.errors import UserError
-from flowrl.training.run import StopRule
+from flowrl.training.stop_rule import StopRule
 from flowrl.utils.distributed import Runtime
 
 

@@ -11,7 +11,7 @@ from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, reworded
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardSpec
-from flowrl.training.evaluate import Evaluation, check_quality, compare
+from flowrl.training.evaluate import Evaluation, check_quality, compare, corrected_score
 from flowrl.utils.distributed import Runtime
 
 
@@ -368,3 +368,10 @@ def test_one_denoising_step_is_enough(tiny_config, load_tiny, runtime):
     specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
     one = build_evaluator(tiny_config(evaluation=settings), load_tiny(), specs, ProvidedObjects())
     assert one(one.backbone.velocity, runtime).scores.isfinite().all()
+
+
+@pytest.mark.parametrize(("r", "q", "pivot", "offset"), [(0.8721, 3.5, 3.0, 0.2), (-2, 1, 4, -1)])
+def test_the_corrected_score_is_its_formula_and_missing_where_a_part_is(r, q, pivot, offset):
+    assert corrected_score(r, q, pivot, offset) == pytest.approx(r * (q - pivot) + offset)
+    assert corrected_score(r, q) == pytest.approx(r * (q - 3) + 0.2)
+    assert math.isnan(corrected_score(math.nan, q)) and math.isnan(corrected_score(r, math.nan))

@@ -14,7 +14,8 @@ from flowrl.scoring.spec import RewardSpec
 from flowrl.training.checkpoint import Checkpoints, read_checkpoint
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.loop import train
-from flowrl.training.run import SampleGrid, StopRule, stop_rule
+from flowrl.training.run import SampleGrid
+from flowrl.training.stop_rule import StopRule, is_hacking, stop_rule
 from flowrl.training.tracking import read_metrics
 
 NAN = math.nan
@@ -79,6 +80,40 @@ def test_the_rule_watches_a_reward_that_is_only_measured():
         made([plain])
     for rule in (made([plain, text]), made([plain], weight=0.0), made([plain], held_out=True)):
         assert rule.held_out == "quality"
+
+
+HELD_OUT = [0.2, 0.5, 0.4, 0.3]
+
+
+def test_hacking_is_a_rising_reward_below_the_best_held_out_score():
+    for trained, held_out, patience, hacking in [
+        ([0, 1, 2, 3], HELD_OUT, 2, True),
+        ([0, 1, 2, 3], HELD_OUT, 3, False),  # the best itself is among the last three
+        ([0, 1, 1, 3], HELD_OUT, 2, False),  # the reward had not risen yet
+        ([0, 1, 1, 3], HELD_OUT, 1, True),
+        ([0, 1, 2, 0.5], HELD_OUT, 1, False),  # both fell: not hacked, only worse
+        ([0, 1, 2, 3], [0.2, 0.3, 0.4, 0.5], 1, False),
+        ([0, 1, 2, 3], [0.5, 0.5, 0.5, 0.5], 1, False),  # the latest best counts
+        ([0, 3, 2], [0.5, 0.5, 0.4], 1, False),
+        ([0, 1, 2, 3], [0.2, 0.5, 0.4, 0.5], 2, False),
+        ([5, 1, 2, 3], HELD_OUT, 2, True),  # compared with the score at the best, not the highest
+        ([0, 1], [1, 0], 1, True),
+        ([0], [1], 1, False),
+        ([], [], 1, False),
+    ]:
+        assert is_hacking(trained, held_out, patience) is hacking
+
+
+def test_a_drop_within_the_margin_is_none():
+    for margin, hacking in [(0.0, True), (0.05, True), (0.15, False)]:
+        assert is_hacking([0, 1, 2, 3], HELD_OUT, 2, margin=margin) is hacking
+
+
+def test_evaluations_without_a_score_count_nowhere():
+    trained = [0, NAN, 1, 2, 3, 9]
+    assert is_hacking(trained, [0.2, 9.0, 0.5, 0.4, 0.3, NAN], 2)
+    assert not is_hacking(trained, [0.2, 9.0, 0.5, NAN, 0.3, NAN], 2)
+    assert not is_hacking([NAN, NAN, NAN], [1.0, 0.5, 0.4], 1)
 
 
 # --- in a run ------------------------------------------------------------------------------------
