@@ -173,7 +173,9 @@ def attention_projections(network: nn.Module) -> tuple[str, ...]:
         repeated = any(part.isdigit() for part in parts[: attention[0]]) if attention else False
         if isinstance(module, nn.Linear) and repeated and not re.search("norm|gate", name):
             endings[".".join(parts[attention[-1] :])] = None
-    return tuple(endings)
+    # "to_out" of one kind of block may be a list of layers in another, which has no adapter.
+    other = [n for n, m in network.named_modules() if not isinstance(m, nn.Linear)]
+    return tuple(e for e in endings if not any(n.endswith(f".{e}") for n in other))
 
 
 def second_attention(

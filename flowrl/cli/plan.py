@@ -46,7 +46,7 @@ def plan(
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="Time a step here, of two blocks with random weights, for the hours."
+            "--measure", help="Time a matrix product on this machine, for the least hours."
         ),
     ] = False,
     price: Annotated[
@@ -274,15 +274,11 @@ def _show_verdict(found: "Plan") -> None:
     if found.fits:
         typer.echo(f"It fits a GPU of {_gb(found.memory)} GB.")
         return
-    assert found.peak is not None and found.remedies is not None
+    assert found.peak is not None
     typer.echo(f"It does not fit a GPU of {_gb(found.memory)} GB.")
-    rows = [
-        {"change": " ".join(r.changes), "peak GB": _gb(r.peak), "for": r.costs}
-        for r in found.remedies.alone
-    ]
-    if rows:
-        typer.echo(f"Of the changes that lower {found.peak.phase}, each alone gives:\n")
-        print_table(rows)
+    typer.echo(f"Changes that lower {found.peak.phase}, from what costs least:\n")
+    for line in found.advice:
+        typer.echo(f"  {line}")
     rest = [phase.total for phase in found.phases if phase.phase != "encode"]
     if found.peak.phase == "encode" and rest and max(rest) <= (found.memory or 0):
         typer.echo(
@@ -291,17 +287,6 @@ def _show_verdict(found: "Plan") -> None:
             "pipeline.device=cpu, and train with\nmemory.text_encoders=free "
             "memory.prompt_cache=prompts/encoded."
         )
-        return
-    if best := found.remedies.best:
-        changes = " ".join(best.changes)
-        typer.echo(f"\nIt fits, with a peak of {_gb(best.peak)} GB, if you add: {changes}")
-        return
-    typer.echo(
-        f"\nNo changes that leave the images as they are suffice, not even together: "
-        f"{_gb(found.remedies.least)} GB are left. "
-        "Take smaller images (pipeline.height, pipeline.width), a smaller checkpoint, or a GPU "
-        "with more memory."
-    )
 
 
 def _time(config: "Config", found: "Duration", price: float | None) -> str:
@@ -312,7 +297,7 @@ def _time(config: "Config", found: "Duration", price: float | None) -> str:
     if found.seconds is None or found.hours is None or found.rate is None:
         return (
             f"{work} How long that takes is not known: no card like this machine's has been "
-            "measured by python -m scripts.bench certify; --measure times a step here."
+            "measured by python -m scripts.bench certify; --measure takes this machine's."
         )
     cost = found.cost(price) if price is not None else None
     paid = "" if cost is None else f", {cost:.2f} at {price:g} for a GPU and an hour"
@@ -367,7 +352,7 @@ def _as_json(config: "Config", found: "Plan", price: float | None) -> dict[str, 
         "host": sum(found.host.values()) or None,
         "host_parts": found.host,
         "fits": found.fits,
-        "remedies": None if found.remedies is None else asdict(found.remedies),
+        "advice": found.advice,
         "time": hours or None,
         "unknown": found.unknown or None,
         "notes": found.notes,

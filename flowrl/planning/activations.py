@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from flowrl.backbones.families import family_of
 from flowrl.backbones.loading import enable_vae_tiling
 from flowrl.backbones.small import small_pipeline
 from flowrl.errors import UserError
@@ -31,6 +32,11 @@ from flowrl.planning.model_specs import ModelSpec, build_network, spatial_factor
 # same with a forward of the reference in between.
 Mode = Literal["sample", "train", "train_with_reference"]
 
+
+class Uncountable(UserError):
+    """Activations that cannot be counted; weights can be."""
+
+
 FLASH_HEAD = 256  # widest head of FlashAttention; wider ones go to memory-efficient attention
 # Sizes of a network's inputs by the names of its configuration.
 WIDTHS = (
@@ -39,8 +45,6 @@ WIDTHS = (
     "context_in_dim", "in_text_dim2", "text_embed_2_dim", "cross_attention_dim",
 )  # fmt: skip
 CHANNELS = ("in_channels", "in_visual_dim")
-# The parameter of a pipeline's call that switches guidance, and its "off" where that is not 1.
-UNGUIDED = {"ZImagePipeline": 0.0, "Krea2Pipeline": 0.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,7 @@ def count_forward(forward: Forward, *, gradients: bool) -> Activations:
     """Run a forward under fake tensors.
 
     Raises:
-        UserError: The network cannot run without values, or the pipeline class cannot be built
+        Uncountable: The network cannot run without values, or the pipeline class cannot be built
             small, which tells the shapes of the network's inputs.
     """
     spec, inputs = forward.spec, network_inputs(forward)
@@ -99,7 +103,7 @@ def count_forward(forward: Forward, *, gradients: bool) -> Activations:
     try:
         return _count(network, times, inputs, forward.dtype, gradients)
     except Exception as error:
-        raise UserError(
+        raise Uncountable(
             f"the activations of {spec.transformer} cannot be counted without values "
             f"({type(error).__name__}: {str(error).splitlines()[0][:200]})"
         ) from error
@@ -163,7 +167,9 @@ def count_decode(
 def shorten(network: nn.Module) -> dict[nn.Module, int]:
     """Leave two of each run of equal blocks; return how many blocks each one left stands for."""
     times: dict[nn.Module, int] = {}
-    lists = {n: m for n, m in network.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1}
+    lists = {
+        n: m for n, m in network.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1
+    }
     for name, blocks in lists.items():
         if any(name.startswith(f"{outer}.") for outer in lists):
             continue
@@ -206,7 +212,7 @@ def network_inputs(f: Forward) -> dict[str, Any]:
 
     kind = getattr(diffusers, f.spec.pipeline, None)
     if kind is None:
-        raise UserError(f"this diffusers has no {f.spec.pipeline}: install a newer one")
+        raise Uncountable(f"this diffusers has no {f.spec.pipeline}: install a newer one")
     small = small_pipeline(kind)
     names = list(inspect.signature(type(small.transformer).forward).parameters)[1:]
     positional, keywords = _captured_call(small, f)
@@ -257,13 +263,13 @@ def _captured_call(small: Any, f: Forward) -> tuple[tuple[Any, ...], dict[str, A
         captured.append((args, kwargs))
         raise _Stop
 
-    scale = spatial_factor(small.vae.config)
+    scale, unguided = spatial_factor(small.vae.config), family_of(f.spec.pipeline).unguided
     wanted = {
         "num_inference_steps": 2,
         "height": f.height * scale // f.spec.factor,
         "width": f.width * scale // f.spec.factor,
         "max_sequence_length": f.text_tokens,
-        "guidance_scale": UNGUIDED.get(f.spec.pipeline, 1.0),
+        "guidance_scale": 1.0 if unguided is None else unguided,
         "num_frames": 1,
         "use_resolution_binning": False,
         "output_type": "latent",
@@ -278,10 +284,10 @@ def _captured_call(small: Any, f: Forward) -> tuple[tuple[Any, ...], dict[str, A
     except _Stop:
         return captured[0]
     except Exception as error:
-        raise UserError(f"a small {f.spec.pipeline} cannot be called: {error}") from error
+        raise Uncountable(f"a small {f.spec.pipeline} cannot be called: {error}") from error
     finally:
         hook.remove()
-    raise UserError(f"{f.spec.pipeline} does not call its transformer")
+    raise Uncountable(f"{f.spec.pipeline} does not call its transformer")
 
 
 @contextmanager

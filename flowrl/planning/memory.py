@@ -6,13 +6,20 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from flowrl.assembly.text import ROWS, rows_first
 from flowrl.backbones.families import layer_rules_of
 from flowrl.backbones.loading import DTYPES
 from flowrl.errors import UserError
-from flowrl.planning.activations import Forward, decode_peak, encode_peak, nbytes, transformer_peak
+from flowrl.planning.activations import (
+    Forward,
+    count_decode,
+    nbytes,
+    network_inputs,
+    transformer_peak,
+)
 from flowrl.planning.model_specs import ModelSpec, build_network
 from flowrl.quantization.backends import Backend, FP8Rowwise, NVFP4Emulated, NVFP4Native
 from flowrl.quantization.layer_rules import choose_layers, matrices, matrix_shape
@@ -62,8 +69,7 @@ class MemorySetup:
     base_library: Literal["bitsandbytes", "torchao"] = "bitsandbytes"
     height: int  # pixels
     width: int
-    text_tokens: int | None = None  # of the transformer's text, None for the model's own
-    encoded_tokens: int = 256  # of a text as it is encoded, at most
+    text_tokens: int  # of a text, at most
     rank: int  # of the LoRA
     targets: tuple[str, ...]
     adapters: int = 1  # the policy with its copies, such as the EMA and the old policy
@@ -205,14 +211,16 @@ class _Planner:
         By one encoder at a time then, where they do not fit together.
         """
         setup, dtype = self.setup, self.setup.torch_dtype
-        weights, rows = self.encoders, rows_first(setup.encoded_tokens)
+        weights, rows = self.encoders, rows_first(setup.text_tokens)
         if setup.text_encoders == "keep":
             rows = min(ROWS, max(setup.prompts_per_gpu, setup.evaluation_batch))
         else:
             weights = max((e.nbytes(dtype) for e in self.spec.text_encoders), default=0)
+        widest = max((e.token_width for e in self.spec.text_encoders), default=0)
         return {
             "text encoders": weights,
-            "activations": encode_peak(self.spec, rows, setup.text_tokens, dtype),
+            # Without gradients nothing of earlier layers is kept: one layer's states, at most.
+            "activations": rows * setup.text_tokens * dtype.itemsize * widest,
             "reward models": setup.reward_bytes - setup.offloaded_bytes,
             "matmul buffers": CUBLAS,
         }
@@ -266,10 +274,10 @@ class _Planner:
 
     def decode(self, images: int) -> int:
         s = self.setup
-        return decode_peak(
-            self.spec, min(s.decode_batch, images), s.height, s.width, s.torch_dtype,
-            tiling=s.vae_tiling,
-        )  # fmt: skip
+        rows = min(s.decode_batch, images)
+        return count_decode(
+            self.spec, rows, s.height, s.width, s.torch_dtype, tiling=s.vae_tiling
+        ).working
 
     def latents(self, plan: TreePlan, prompts: int) -> int:
         spec, setup = self.spec, self.setup
@@ -277,10 +285,10 @@ class _Planner:
         return rollout_bytes(plan, prompts, latent, setup.torch_dtype.itemsize)
 
     def text(self, rows: int, doubles: bool) -> int:
-        spec, setup = self.spec, self.setup
-        tokens = spec.text_tokens if setup.text_tokens is None else setup.text_tokens
-        numbers = tokens * spec.text_width + (spec.pooled_width or 0)
-        return rows * numbers * setup.torch_dtype.itemsize * (1 + doubles)
+        one = replace(self.forward(1), text_tokens=self.setup.text_tokens)
+        names = list(network_inputs(one).items())[1:]  # without the latents
+        tensors = [t for _, value in names for t in tree_leaves(value) if isinstance(t, Tensor)]
+        return rows * nbytes([t for t in tensors if t.ndim > 1]) * (1 + doubles)
 
     def trees(self, plan: TreePlan) -> int:
         """Return the trees of a batch: as many as rows in a forward."""

@@ -162,7 +162,7 @@ def spec_name(checkpoint: str) -> str | None:
     return next((n for n, s in MODEL_SPECS.items() if checkpoint in (s.checkpoint, *s.also)), None)
 
 
-# --- a pipeline in a folder or in the Hub's cache --------------------------------------------------
+# --- a pipeline in a folder or in the Hub's cache ------------------------------------------------
 
 
 def spec_for(path: str, revision: str | None = None) -> ModelSpec:

@@ -7,9 +7,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
-from flowrl.assembly.backbone import backbone_class
+import torch
+
 from flowrl.assembly.work_split import (
     IterationWork,
     WorkSplit,
@@ -17,14 +19,15 @@ from flowrl.assembly.work_split import (
     micro_batches,
     split_work,
 )
+from flowrl.backbones.families import family_of, lora_targets, second_attention
 from flowrl.backbones.loading import DTYPES
-from flowrl.backbones.sd3 import dual_targets
 from flowrl.backbones.text_cache import CAPACITY
 from flowrl.config import Config
 from flowrl.config.load import find_recipe
 from flowrl.config.rewards import HTTPOptions, PoolOptions, RewardOptions
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
+from flowrl.planning.activations import Uncountable
 from flowrl.planning.dry_run import inspect_reward
 from flowrl.planning.duration import (
     Duration,
@@ -43,8 +46,7 @@ from flowrl.planning.memory import (
     host_bytes,
     peak,
 )
-from flowrl.planning.model_specs import ModelSpec, spec_for, text_tokens
-from flowrl.planning.suggestions import Remedies, find_remedies
+from flowrl.planning.model_specs import ModelSpec, build_network, spec_for
 from flowrl.trees.plan import TreePlan, count
 
 
@@ -59,7 +61,7 @@ class Plan:
     unknown: str  # why the pipeline's shapes are not known, else ""
     memory: int | None  # bytes of a GPU, None where nobody named any
     host: Mapping[str, int]  # bytes of a machine's own memory, for all processes; {} if unknown
-    remedies: Remedies | None  # where it does not fit
+    advice: tuple[str, ...]  # what to change where it does not fit: KEY=VALUE (what it costs)
     duration: Duration | None  # None where the pipeline's shapes are not known
     notes: tuple[str, ...]  # what was assumed or left out
 
@@ -86,12 +88,15 @@ def make_plan(
     work = count_work(config)
     split = [split_work(load, gpus) for load in work.loads][0]
     spec, unknown = _spec(config)
-    phases = () if spec is None else _phases(config, spec, work, gpus)
-    remedies = None
-    if spec is not None and memory is not None and peak(list(phases)).total > memory:
-        remedies = find_remedies(
-            config, lambda changed: peak(list(_phases(changed, spec, work, gpus))), memory
-        )
+    phases: tuple[Footprint, ...] = ()
+    if spec is not None:
+        try:
+            phases = _phases(config, spec, work, gpus)
+        except Uncountable as error:
+            spec, unknown = None, str(error)
+    advice: list[str] = []
+    if phases and memory is not None and peak(list(phases)).total > memory:
+        advice = _advice(config, peak(list(phases)).phase)
     return Plan(
         geometry=split,
         transitions=work.needs.states == "transitions",
@@ -100,7 +105,7 @@ def make_plan(
         unknown=unknown,
         memory=memory,
         host={} if spec is None else _host(config, spec, work, gpus),
-        remedies=remedies,
+        advice=tuple(advice),
         duration=None if spec is None else _duration(config, spec, work, gpus, measure),
         notes=tuple(_notes(config, work.needs)),
     )
@@ -134,7 +139,7 @@ def _duration(
     between = work.evaluations - ends
     decoded = e.num_images * (ends * len(e.step_counts) + between)
     forwards = ends * work.evaluation + between * work.between
-    rate, name = measured_rate(spec, setup) if measure else known_rate()
+    rate, name = measured_rate(setup.torch_dtype) if measure else known_rate()
     return Duration(
         iteration=of(work.first),
         run=of(work.total) + image * forwards + decoding * decoded * bool(ends),
@@ -146,17 +151,41 @@ def _duration(
 
 def _spec(config: Config) -> tuple[ModelSpec | None, str]:
     """Return the pipeline's shapes, or why they are not known."""
-    path, family = config.pipeline.path, config.pipeline.backbone
     try:
-        spec = spec_for(path)
+        return spec_for(config.pipeline.path, config.pipeline.revision), ""
     except UserError as error:
         return None, str(error)
-    if ":" not in family and spec.family != family:
-        raise UserError(
-            f"pipeline.path is {path}, of the family {spec.family}, but pipeline.backbone is "
-            f"{family}: set both alike"
-        )
-    return spec, ""
+
+
+def _advice(config: Config, phase: str) -> list[str]:
+    """Return changes that lower a phase's memory, from what costs least.
+
+    Images stay the same; only fewer bits change the policy's numbers.
+    """
+    m, p, r = config.memory, config.pipeline, config.rollout
+    training, decoding = phase == "training", phase in ("decode", "evaluation")
+    sampling = phase in ("rollout", "evaluation")
+    changes = [
+        (training and not m.gradient_checkpointing,
+         "memory.gradient_checkpointing=true (one more forward for each backward)"),
+        (training and config.optim.micro_batch > 1,
+         "optim.micro_batch=1 (slower; with rollout.batch_size=1 in fp32)"),
+        (sampling and r.batch_size > 1,
+         "rollout.batch_size=1 evaluation.batch_size=1 (slower)"),
+        (decoding and p.decode_batch > 1, "pipeline.decode_batch=1 (slower)"),
+        (decoding and not m.vae_tiling,
+         "memory.vae_tiling=true (slightly different images, above 512 pixels a side)"),
+        (m.text_encoders == "keep",
+         "memory.text_encoders=offload (all prompts are encoded first)"),
+        (m.vae == "keep", "memory.vae=offload (the autoencoder is moved for every decoding)"),
+        (p.dtype == "fp32", "pipeline.dtype=bf16 (half the bytes, rounded)"),
+        (m.base_bits is None and p.precision is None,
+         "memory.base_bits=4 (frozen weights in 4 bits, slightly different images)"),
+        (config.runtime.shard is None,
+         "runtime.shard=node with --gpus N (the GPUs share one copy of the transformer)"),
+        (phase != "encode", "pipeline.height, pipeline.width (smaller images)"),
+    ]  # fmt: skip
+    return [text for applies, text in changes if applies]
 
 
 def _phases(config: Config, spec: ModelSpec, work: "RunWork", gpus: int) -> tuple[Footprint, ...]:
@@ -221,7 +250,6 @@ def gpus_of(recipe: str) -> int:
 # --- how many images, forwards and updates ------------------------------------------------------
 
 RECOMPUTE = ("refl", "draft_lv", "srpo")  # objectives that run the network once more in backward
-UNGUIDED = ("flux",)  # guidance is an input there, and costs nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +341,21 @@ def count_work(config: Config) -> RunWork:
 
 def doubles(config: Config, guidance: float) -> bool:
     """Return whether guidance takes a forward with the negative prompt beside each."""
-    return config.pipeline.backbone not in UNGUIDED and guidance > 1
+    off = family_of(class_of(config)).unguided
+    return off is not None and guidance > off
+
+
+@lru_cache(maxsize=32)
+def _class_at(path: str, revision: str | None) -> str:
+    try:
+        return spec_for(path, revision).pipeline
+    except UserError:
+        return ""
+
+
+def class_of(config: Config) -> str:
+    """Return the pipeline's class; an empty string where it is not on this machine."""
+    return _class_at(config.pipeline.path, config.pipeline.revision)
 
 
 def _training_doubles(config: Config) -> bool:
@@ -377,8 +419,7 @@ def build_setup(
         base_library=m.base_library,
         height=p.height or spec.native_pixels,
         width=p.width or spec.native_pixels,
-        text_tokens=text_tokens(spec.family, p.max_sequence_length),
-        encoded_tokens=p.max_sequence_length,
+        text_tokens=p.max_sequence_length,
         rank=config.lora.rank,
         targets=_targets(config, spec),
         adapters=1 + (config.ema.decay is not None) + (needs.old is not None),
@@ -427,15 +468,12 @@ def _prompts_in_memory(config: Config) -> int:
 
 
 def _targets(config: Config, spec: ModelSpec) -> tuple[str, ...]:
-    lora = config.lora
-    own: Any = backbone_class(config.pipeline.backbone)
-    targets = tuple(lora.targets or getattr(own, "lora_targets", ()))
-    if not targets:
-        raise UserError(
-            f"pipeline.backbone {config.pipeline.backbone!r} does not say which layers it adapts "
-            "before it is made: set lora.targets, or make lora_targets an attribute of its class"
-        )
-    return targets + (dual_targets(spec.transformer, spec.config) if lora.dual_attention else ())
+    lora, family = config.lora, family_of(spec.pipeline)
+    network = build_network(spec.transformer, spec.config, torch.float32)
+    targets = tuple(lora.targets or lora_targets(family, network))
+    if lora.dual_attention:
+        targets += second_attention(family, spec.transformer, spec.config)
+    return targets
 
 
 def _copies(config: Config) -> dict[str, Any]:
