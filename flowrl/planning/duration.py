@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flowrl.planning.activations import Forward, count_decode, count_forward
-from flowrl.planning.memory import MemorySetup
+from flowrl.planning.activations import count_decode, count_forward
+from flowrl.planning.memory import MemorySetup, forward_of
 from flowrl.planning.model_specs import ModelSpec
 
 # Operations a second in forwards of transformers in 16 bits, by the name of the card, as
@@ -60,27 +60,20 @@ def measured_rate(dtype: torch.dtype) -> tuple[float, str]:
     taken: list[float] = []
     while len(taken) < 3 or sum(taken) < MEASURED_SECONDS:
         began = time.perf_counter()
-        a @ a
+        torch.mm(a, a)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
     return 2 * size**3 / statistics.median(taken[1:]), f"{name}, at most"
 
 
-def forward_of(spec: ModelSpec, setup: MemorySetup) -> Forward:
-    """Return a forward of one image."""
-    return Forward(
-        spec=spec, rows=1, height=setup.height, width=setup.width, text_tokens=setup.text_tokens,
-        dtype=setup.torch_dtype, rank=setup.rank, targets=setup.targets,
-    )  # fmt: skip
+def forward_operations(spec: ModelSpec, setup: MemorySetup) -> float:
+    """Return the multiplications and additions of one image's forward, with the adapter's."""
+    rows = setup.rollout_batch * (1 + setup.rollout_doubles)
+    return count_forward(forward_of(spec, setup, rows), gradients=False).operations / rows
 
 
-def forward_operations(forward: Forward) -> float:
-    """Return the multiplications and additions of a forward, with the adapter's."""
-    return count_forward(forward, gradients=False).operations
-
-
-def decode_operations(forward: Forward) -> float:
-    """Return the multiplications and additions of decoding a latent."""
-    f = forward
-    return count_decode(f.spec, 1, f.height, f.width, f.dtype).operations
+def decode_operations(spec: ModelSpec, setup: MemorySetup) -> float:
+    """Return the multiplications and additions of decoding one latent."""
+    size = setup.decode_batch, setup.height, setup.width, setup.torch_dtype
+    return count_decode(spec, *size).operations / setup.decode_batch

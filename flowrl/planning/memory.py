@@ -144,6 +144,14 @@ def footprints(spec: ModelSpec, setup: MemorySetup) -> list[Footprint]:
     return _Planner(spec, setup).footprints()
 
 
+def forward_of(spec: ModelSpec, setup: MemorySetup, rows: int) -> Forward:
+    """Return a forward of some rows, twice as many as images with guidance."""
+    return Forward(
+        spec=spec, rows=rows, height=setup.height, width=setup.width, dtype=setup.torch_dtype,
+        text_tokens=setup.text_tokens, rank=setup.rank, targets=setup.targets,
+    )  # fmt: skip
+
+
 class _Planner:
     def __init__(self, spec: ModelSpec, setup: MemorySetup):
         e = setup.evaluation_height, setup.evaluation_width
@@ -266,11 +274,7 @@ class _Planner:
         } | ({"text encoders": self.encoders} if setup.evaluation_encodes else {})
 
     def forward(self, rows: int) -> Forward:
-        s = self.setup
-        return Forward(
-            spec=self.spec, rows=rows, height=s.height, width=s.width, text_tokens=s.text_tokens,
-            dtype=s.torch_dtype, rank=s.rank, targets=s.targets,
-        )  # fmt: skip
+        return forward_of(self.spec, self.setup, rows)
 
     def decode(self, images: int) -> int:
         s = self.setup
@@ -285,8 +289,7 @@ class _Planner:
         return rollout_bytes(plan, prompts, latent, setup.torch_dtype.itemsize)
 
     def text(self, rows: int, doubles: bool) -> int:
-        one = replace(self.forward(1), text_tokens=self.setup.text_tokens)
-        names = list(network_inputs(one).items())[1:]  # without the latents
+        names = list(network_inputs(self.forward(1)).items())[1:]  # without the latents
         tensors = [t for _, value in names for t in tree_leaves(value) if isinstance(t, Tensor)]
         return rows * nbytes([t for t in tensors if t.ndim > 1]) * (1 + doubles)
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from flowrl.assembly.work_split import (
     IterationWork,
     WorkSplit,
@@ -32,7 +30,6 @@ from flowrl.planning.dry_run import inspect_reward
 from flowrl.planning.duration import (
     Duration,
     decode_operations,
-    forward_of,
     forward_operations,
     known_rate,
     measured_rate,
@@ -43,10 +40,11 @@ from flowrl.planning.memory import (
     MemorySetup,
     NetworkCopy,
     footprints,
+    full_network,
     host_bytes,
     peak,
 )
-from flowrl.planning.model_specs import ModelSpec, build_network, spec_for
+from flowrl.planning.model_specs import ModelSpec, spec_for
 from flowrl.trees.plan import TreePlan, count
 
 
@@ -127,8 +125,8 @@ def _duration(
     """
     kind = work.kinds[0]
     setup = build_setup(config, spec, work.needs, split_work(kind.load, gpus), kind)
-    image = forward_operations(forward_of(spec, setup))
-    decoding = decode_operations(forward_of(spec, setup))
+    image = forward_operations(spec, setup)
+    decoding = decode_operations(spec, setup)
 
     def of(load: UpdateWork) -> float:
         forwards = load.previews + load.sampling + 2 * load.training
@@ -469,7 +467,7 @@ def _prompts_in_memory(config: Config) -> int:
 
 def _targets(config: Config, spec: ModelSpec) -> tuple[str, ...]:
     lora, family = config.lora, family_of(spec.pipeline)
-    network = build_network(spec.transformer, spec.config, torch.float32)
+    network = full_network(spec, DTYPES[config.pipeline.dtype])
     targets = tuple(lora.targets or lora_targets(family, network))
     if lora.dual_attention:
         targets += second_attention(family, spec.transformer, spec.config)

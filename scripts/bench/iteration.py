@@ -19,9 +19,9 @@ from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
-from flowrl.planning.duration import forward_of, forward_operations
+from flowrl.planning.duration import forward_operations
 from flowrl.planning.memory import MemorySetup, footprints
-from flowrl.planning.model_specs import ModelSpec, build_pipeline, model_spec, shortened
+from flowrl.planning.model_specs import ModelSpec, model_spec
 from flowrl.planning.plan import build_setup, count_work
 from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.backends import capability_of, precision_name, resolve
@@ -30,7 +30,7 @@ from flowrl.sampling.source import Sampler
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.utils.distributed import Runtime
-from scripts.bench.random_model import move, random_text
+from scripts.bench.random_model import build_pipeline, move, random_text, shortened
 from scripts.bench.rollout import sampler, training_passes, with_random_rewards
 from scripts.bench.timing import (
     Phase,
@@ -272,8 +272,7 @@ def setup_of(spec: ModelSpec, config: Config, device: torch.device) -> MemorySet
         config = config.model_copy(update={"pipeline": section})
     work = count_work(config)
     kind = work.kinds[0]  # every iteration is of one kind here
-    setup = build_setup(config, spec, work.needs, split_work(kind.load, 1), kind)
-    return replace(setup, text_tokens=None)  # the noise is as long as the model's own text
+    return build_setup(config, spec, work.needs, split_work(kind.load, 1), kind)
 
 
 def plan(spec: ModelSpec, setup: MemorySetup) -> dict[str, int]:
@@ -290,7 +289,7 @@ def _rate(
     """Return the operations a second of the rollout's forwards, for `planning.duration.RATES`."""
     rows = velocities * (1 + setup.rollout_doubles)
     seconds = middle_mean([phases["rollout"].forward_seconds for phases in iterations])
-    return forward_operations(forward_of(spec, setup)) * rows / seconds
+    return forward_operations(spec, setup) * rows / seconds
 
 
 def _speed(iterations: Sequence[Phases], images: int) -> dict[str, Any]:

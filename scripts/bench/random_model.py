@@ -1,7 +1,8 @@
 """A published network with random weights as a backbone: its costs, not its images."""
 
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from flowrl.assembly.backbone import BACKBONES
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.policy import Policy
-from flowrl.planning.model_specs import ModelSpec, build_pipeline, model_spec
+from flowrl.errors import UserError
+from flowrl.planning.model_specs import ModelSpec, build_network, model_spec
 from flowrl.sampling.rollout import with_network
 from flowrl.trajectory import Conditioning
 
@@ -94,3 +96,97 @@ def move(policy: Policy) -> None:
     """Change the adapter as an update would, so that there are new weights to put in."""
     for parameter in policy.parameters():
         parameter += SMALL * torch.randn_like(parameter)
+
+
+def build_transformer(
+    name: str,
+    *,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Build a published transformer with random weights on the device; frozen, in eval mode.
+
+    layers: blocks of each kind, None for all. Raises UserError for an unknown name.
+    """
+    spec = model_spec(name)
+    network = build_network(spec.transformer, shortened(spec.config, layers), dtype)
+    return _filled(network, device, seed)
+
+
+def build_autoencoder(
+    name: str,
+    *,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.bfloat16,
+    encoder: bool = True,
+    seed: int = 0,
+) -> nn.Module:
+    """Build a published autoencoder like `build_transformer`, on request without its encoder."""
+    spec = model_spec(name)
+    network = build_network(spec.autoencoder, spec.autoencoder_config, dtype)
+    if not encoder:
+        network.encoder = nn.Identity()
+    return _filled(network, device, seed)
+
+
+def build_pipeline(
+    name: str,
+    *,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int | None = None,
+    encoder: bool = False,
+    seed: int = 0,
+) -> Any:
+    """Build diffusers' pipeline around the two networks above, without text encoders."""
+    import diffusers
+
+    spec = model_spec(name)
+    pipeline_class = getattr(diffusers, spec.pipeline)
+    parts: dict[str, Any] = dict.fromkeys(inspect.signature(pipeline_class.__init__).parameters)
+    del parts["self"]
+    parts["transformer"] = build_transformer(
+        name, device=device, dtype=dtype, layers=layers, seed=seed
+    )
+    parts["vae"] = build_autoencoder(name, device=device, dtype=dtype, encoder=encoder, seed=seed)
+    parts["scheduler"] = getattr(diffusers, spec.scheduler)(**spec.scheduler_config)
+    return pipeline_class(**parts)
+
+
+def shortened(config: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
+    """Return a transformer's configuration with at most `layers` blocks of each kind."""
+    config = dict(config)
+    if layers is None:
+        return config
+    if layers < 2:  # the last block of SD3 lacks layers that the others have
+        raise UserError(f"layers is {layers}, expected 2 or more")
+    for kind in ("num_layers", "num_single_layers"):
+        if kind in config:
+            config[kind] = min(config[kind], layers)
+    if dual := config.get("dual_attention_layers"):
+        config["dual_attention_layers"] = [i for i in dual if i < config["num_layers"]]
+    return config
+
+
+def _filled(network: nn.Module, device: str | torch.device, seed: int) -> nn.Module:
+    if torch.device(device).type != "meta":
+        network.to_empty(device=device)
+        randomise(network, seed)
+    return network
+
+
+@torch.no_grad()
+def randomise(network: nn.Module, seed: int) -> None:
+    """Fill the weights in place with random numbers that keep the scale of the activations.
+
+    Matrices and kernels are normal with variance 1 / fan-in, factors of norms 1, biases 0.
+    """
+    tensors: dict[str, Tensor] = dict(network.named_parameters()) | dict(network.named_buffers())
+    generator = torch.Generator(next(iter(tensors.values())).device).manual_seed(seed)
+    for name, tensor in tensors.items():
+        if tensor.ndim < 2:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            tensor.normal_(0, tensor[0].numel() ** -0.5, generator=generator)

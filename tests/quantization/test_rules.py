@@ -8,7 +8,7 @@ from flowrl.backbones import families
 from flowrl.backbones.families import LayerRules, layer_rules_of
 from flowrl.backbones.policy import Policy
 from flowrl.errors import UserError
-from flowrl.planning.model_specs import MODEL_SPECS, build_transformer
+from flowrl.planning.model_specs import MODEL_SPECS, build_network
 from flowrl.quantization.layer_rules import (
     choose_layers,
     is_pointwise,
@@ -35,7 +35,12 @@ def endings(choices) -> set[str]:
 
 @pytest.fixture(scope="module")
 def real():
-    return {name: build_transformer(name) for name in MODEL_SPECS}
+    names = ("sd3.5-large", "sd3.5-medium", "flux.1-dev", "sana-1.6b")
+    specs = {name: MODEL_SPECS[name] for name in names}
+    return {
+        name: build_network(spec.transformer, spec.config, torch.bfloat16)
+        for name, spec in specs.items()
+    }
 
 
 def test_so_many_layers_of_a_published_size_are_quantised(real):
