@@ -234,7 +234,8 @@ def network_inputs(f: Forward) -> dict[str, Any]:
             return value
         shape, real = list(value.shape), value.is_floating_point()
         if key == names[0]:  # latents: packed (B, L, C), (B, C, h, w), or a list of (C, ...)
-            axis = next((i for i in (-1, 1, 0) if shape[i] in channels), -1)
+            axes = (-1,) if len(shape) == 3 else (1, 0)
+            axis = next((i for i in axes if shape[i] in channels), -1)
             shape[axis] = channels.get(shape[axis], shape[axis])
         elif real and len(shape) > 1:
             shape[-1] = (pooled if "pooled" in key else widths).get(shape[-1], shape[-1])

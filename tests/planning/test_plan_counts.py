@@ -90,7 +90,7 @@ def test_work_is_counted_for_audits_moving_trees_guidance_and_shares():
     assert run.total.sampling == 9 * run.first.sampling
     # Flux takes guidance as an input.
     changes = [
-        "pipeline.backbone=flux",
+        "pipeline.path=tiny-flux",
         "rollout.guidance_scale=3.5",
         "evaluation.guidance_scale=3.5",
     ]

@@ -121,7 +121,7 @@ def test_seconds_and_shares_are_of_the_iterations_in_the_middle():
 def test_changes_leave_the_rest_of_the_work_as_it_is():
     assert work_of("flux.1-dev", {"steps": 4}) == replace(WORK["flux"], steps=4)
     assert work_of("sd3.5-large", {}) == WORK["sd3"]
-    with pytest.raises(UserError, match="'nosuch', expected one of flux.1-dev"):
+    with pytest.raises(UserError, match="nosuch"):
         work_of("nosuch", {})
     with pytest.raises(UserError, match="flux.1-dev .* give --layers 2"):  # a whole one, on a CPU
         bench_iteration(name="flux.1-dev", device="cpu")
