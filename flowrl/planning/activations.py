@@ -218,39 +218,53 @@ def network_inputs(f: Forward) -> dict[str, Any]:
     names = list(inspect.signature(type(small.transformer).forward).parameters)[1:]
     positional, keywords = _captured_call(small, f)
     arguments = dict(zip(names, positional, strict=False)) | keywords
-    old, new = small.transformer.config, f.spec.config
-
-    def sizes(keys: Iterable[str]) -> dict[int, int]:
-        pairs = ((old.get(key), new.get(key)) for key in reversed([*keys]))
-        return {a: b for a, b in pairs if isinstance(a, int) and isinstance(b, int)}
-
-    channels, widths, pooled = sizes(CHANNELS), sizes(WIDTHS), sizes(["pooled_projection_dim"])
-    layers = sizes(["num_text_layers"])
-
-    def resize(value: Any, key: str) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(resize(part, key) for part in value)
-        if not isinstance(value, Tensor):
-            return value
-        shape, real = list(value.shape), value.is_floating_point()
-        if key == names[0]:  # latents: packed (B, L, C), (B, C, h, w), or a list of (C, ...)
-            axes = (-1,) if len(shape) == 3 else (1, 0)
-            axis = next((i for i in axes if shape[i] in channels), -1)
-            shape[axis] = channels.get(shape[axis], shape[axis])
-        elif real and len(shape) > 1:
-            shape[-1] = (pooled if "pooled" in key else widths).get(shape[-1], shape[-1])
-            if len(shape) == 4:  # texts with the states of several layers
-                shape[2] = layers.get(shape[2], shape[2])
-        dtype = f.dtype if real and value.ndim > 1 else value.dtype
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    found = {
+    resize = Resize(small.transformer.config, f.spec.config, names[0], f.dtype)
+    inputs = {
         key: value if key.endswith("ids") else resize(value, key)
         for key, value in arguments.items()
     }
-    if new.get("guidance_embeds") and found.get("guidance", 0) is None:
-        found["guidance"] = torch.empty(f.rows, device="meta")
-    return found
+    if f.spec.config.get("guidance_embeds") and inputs.get("guidance", 0) is None:
+        inputs["guidance"] = torch.empty(f.rows, device="meta")
+    return inputs
+
+
+class Resize:
+    """Turns inputs of a small network into meta tensors for a network of the real configuration.
+
+    Args:
+        old, new: Configurations of the small and of the real network.
+        latents: The name of the input that is the latents.
+        dtype: Of the new tensors, unless they are of whole numbers or times.
+    """
+
+    def __init__(
+        self, old: Mapping[str, Any], new: Mapping[str, Any], latents: str, dtype: torch.dtype
+    ):
+        def sizes(*keys: str) -> dict[int, int]:
+            pairs = ((old.get(key), new.get(key)) for key in reversed(keys))
+            return {a: b for a, b in pairs if isinstance(a, int) and isinstance(b, int)}
+
+        self.channels, self.widths = sizes(*CHANNELS), sizes(*WIDTHS)
+        self.pooled, self.layers = sizes("pooled_projection_dim"), sizes("num_text_layers")
+        self.latents, self.dtype = latents, dtype
+
+    def __call__(self, value: Any, key: str) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(self(part, key) for part in value)
+        if not isinstance(value, Tensor):
+            return value
+        shape, real = list(value.shape), value.is_floating_point()
+        if key == self.latents:  # packed (B, L, C), (B, C, h, w), or a list of (C, ...)
+            axes = (-1,) if len(shape) == 3 else (1, 0)
+            axis = next((i for i in axes if shape[i] in self.channels), -1)
+            shape[axis] = self.channels.get(shape[axis], shape[axis])
+        elif real and len(shape) > 1:
+            widths = self.pooled if "pooled" in key else self.widths
+            shape[-1] = widths.get(shape[-1], shape[-1])
+            if len(shape) == 4:  # texts with the states of several layers
+                shape[2] = self.layers.get(shape[2], shape[2])
+        dtype = self.dtype if real and value.ndim > 1 else value.dtype
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class _Stop(Exception):
