@@ -15,7 +15,7 @@ class Brightness:
         return images.float().flatten(1).mean(1)
 
     def fixtures(self) -> list[dict]:
-        """Light and dark images in their right order."""
+        """Return light and dark images in their right order."""
         from .fixtures import blank, fixture, noise
 
         return [fixture("blank paper scores above noise", blank(), noise())]

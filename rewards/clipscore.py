@@ -33,7 +33,7 @@ class CLIPScore:
         self.version = f"clipscore-1/{self.clip.version}/{NAME}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32."""
+        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         return self.clip.cosine(images, prompts)
 
     def fixtures(self) -> list[dict]:

@@ -47,7 +47,7 @@ def fixture(
     metadata: dict | None = None,
     more: Sequence[Tensor] = (),
 ) -> dict:
-    """Two images (3, H, W) of one prompt, the first of which must score above the second.
+    """Return two images (3, H, W) of one prompt, the first of which must score above the second.
 
     says: the claim, for people ("the right word scores above the wrong one"). more: further
     images of the group, for rewards that compare images of one prompt. All are of one size.
@@ -63,25 +63,25 @@ def fixture(
 
 
 def square(color: str, size: int = 224) -> Tensor:
-    """A square of a colour in NAMED on light paper."""
+    """Return a square of a colour in NAMED on light paper."""
     canvas, pen = _canvas(size)
     _polygon(pen, size, (0.5, 0.5), 0.28, CORNERS["square"], _level(color))
     return _tensor(canvas, size)
 
 
 def blank(size: int = 224) -> Tensor:
-    """Light paper, empty."""
+    """Return light paper, empty."""
     return _tensor(_canvas(size)[0], size)
 
 
 def noise(size: int = 224, seed: int = 0) -> Tensor:
-    """Every pixel at random, by a generator of its own."""
+    """Return every pixel at random, by a generator of its own."""
     levels = np.random.default_rng(seed).integers(0, 256, (3, size, size), dtype=np.uint8)
     return torch.from_numpy(levels).float() / 255
 
 
 def word(text: str, size: int = 128) -> Tensor:
-    """A text in dark letters on light paper, as large as fits; several words may take lines."""
+    """Return a text in dark letters on light paper, as large as fits, words on lines if needed."""
     canvas, pen = _canvas(size)
     side = size * SUPERSAMPLING
     lines, best = text, 0.0
@@ -100,7 +100,7 @@ def word(text: str, size: int = 128) -> Tensor:
 
 
 def shapes(objects: Sequence[tuple[str, str]], size: int = 64) -> Tensor:
-    """One to four upright shapes of the tiny world, (shape, colour) in reading order.
+    """Return one to four upright shapes of the tiny world, (shape, colour) in reading order.
 
     Two stand side by side, the first on the left.
     """
@@ -114,7 +114,7 @@ def shapes(objects: Sequence[tuple[str, str]], size: int = 64) -> Tensor:
 
 
 def quarters(objects: Sequence[tuple[str, str] | None], size: int = 64) -> Tensor:
-    """What stands in the four quarters of an image of the tiny world, in reading order.
+    """Return what stands in the four quarters of an image of the tiny world, in reading order.
 
     objects: (shape, colour) each, None for an empty quarter.
     """
@@ -146,7 +146,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _layouts(words: list[str]) -> list[str]:
-    """The words on one line, and on as many lines as there are words, evenly filled."""
+    """Return the words on one line, and on as many lines as there are words, evenly filled."""
     counts = {-(-len(words) // lines) for lines in range(1, len(words) + 1)}
     rows = ([words[i : i + n] for i in range(0, len(words), n)] for n in counts)
     return ["\n".join(" ".join(row) for row in layout) for layout in rows]

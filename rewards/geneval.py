@@ -28,24 +28,23 @@ from .prompt_fixtures import cat_or_nothing, tiny_world
 MODES = ("partial", "strict", "official")
 # Of detectors whose numbers have changed: scores under another version do not compare.
 VERSIONS = {"mask2former": "mask2former-2", "tiny": "tiny-2"}
-NO_TAG = -10.0  # what the published reward server answers for a prompt without a known tag
 
 
 class GenEval:
     """Does the image show what the prompt asks for? Six kinds of prompt (see `geneval_rules`).
 
-    mode: "partial" (mean of the terms, what Flow-GRPO trains on), "strict" (0 or 1, all terms
-    right) or "official" (0 or 1, the rule of the GenEval paper); or a list of these, which makes
-    them the components of one reward. Rewards of a process with the same detector hold one, and
-    show it a batch of images once.
-    detector: a name in `detectors.DETECTORS` or "module:attribute"; made with
-    detector_args, once, when it is first needed.
-    colors: what names the colours of found objects: "clip" (the rule of the GenEval paper),
-    "pixels", "module:attribute", made with colors_args, or None: the detector does.
-    threshold, counting_threshold: scores above count; None leaves it to the detector. The second
-    is for counting prompts, where doubtful objects would add up.
-    compat: "flow_grpo" reproduces the published reward's quirks (see `geneval_rules.terms`;
-    a prompt that is none of the six kinds gets -10); None gives clean terms and NaN there.
+    Rewards of a process with the same detector share it, and it sees a batch of images once.
+
+    Args:
+        mode: "partial", the mean of the terms, what Flow-GRPO trains on; "strict", 0 or 1, all
+            terms right; "official", 0 or 1, the rule of the GenEval paper; or a list of these,
+            which makes them the components of one reward.
+        detector: a name in `detectors.DETECTORS` or "module:attribute", made with detector_args
+            when it is first needed.
+        colors: names the colours of objects: "clip" (the rule of the GenEval paper), "pixels" or
+            "module:attribute", made with colors_args; None leaves it to the detector.
+        threshold: least confidence of an object; None leaves it to the detector.
+        counting_threshold: the same for counting prompts, where doubtful objects would add up.
     """
 
     required_metadata = ("tag", "include")
@@ -55,7 +54,6 @@ class GenEval:
         self,
         mode: str | Sequence[str] = "partial",
         detector: str = "tiny",
-        compat: str | None = None,
         *,
         detector_args: Mapping[str, Any] | None = None,
         colors: str | None = None,
@@ -66,15 +64,13 @@ class GenEval:
         modes = (mode,) if isinstance(mode, str) else tuple(mode)
         if not modes or len(set(modes)) < len(modes) or not set(modes) <= set(MODES):
             raise ValueError(f"GenEval mode is one of {', '.join(MODES)}, or some, not {mode!r}")
-        if compat not in (None, "flow_grpo"):
-            raise ValueError(f"GenEval compat is 'flow_grpo' or null, not {compat!r}")
-        self.mode, self.modes, self.compat = mode, modes, compat
+        self.mode, self.modes = mode, modes
         self.components = () if isinstance(mode, str) else modes
         self.detector, self.detector_args = detector, dict(detector_args or {})
         self.colors, self.colors_args = colors, dict(colors_args or {})
         self.threshold, self.counting_threshold = threshold, counting_threshold
         self.name = "geneval" if self.components or mode == "partial" else f"geneval_{mode}"
-        self.bounds = (None if compat else 0.0, 1.0)
+        self.bounds = (0.0, 1.0)
         self.version = self._version()
         self._find: Detector | None = None
         self._name_colors: ColorNamer | None = None
@@ -82,16 +78,15 @@ class GenEval:
         self._color_namers = self._place("colors", colors, self.colors_args)
 
     def _place(self, what: str, name: str | None, args: Mapping[str, Any]) -> Shared:
-        """Where the part of that name and arguments lies, which other rewards may hold too."""
+        """Return the place of a detector or colour namer, which other rewards may share."""
         return shared((what, name, json.dumps(args, sort_keys=True, default=repr)), self)
 
     def _version(self) -> str:
         parts = [
-            "geneval-2",
+            "geneval-3",
             "+".join(self.modes),
             VERSIONS.get(self.detector, self.detector),
             self.colors or "own",
-            self.compat or "clean",
         ]
         said = {
             "detector": _telling(self.detector_args),
@@ -103,12 +98,13 @@ class GenEval:
         return "/".join(parts + ([json.dumps(said, sort_keys=True, default=str)] if said else []))
 
     def applies(self, prompt: str, metadata: dict) -> bool:
-        """True for prompts in GenEval's form: they have a tag of the six, or list objects."""
+        """Return whether a prompt is in GenEval's form: it has a tag, or lists objects."""
         return metadata.get("tag") in rules.TAGS or bool(metadata.get("include"))
 
     def check(self, prompt: str, metadata: dict) -> None:
-        """Raises ValueError for a prompt that is not in GenEval's form, or asks for objects or
-        colours that nothing here can find."""
+        """Raise ValueError for a prompt that is not in GenEval's form, or asks for objects or
+        colours that nothing here can find.
+        """
         rules.check(metadata)
         find, color_namer = self._load()
         in_form = getattr(find, "classes", None)
@@ -134,7 +130,7 @@ class GenEval:
                 )
 
     def advice(self, metadata: Sequence[dict]) -> str:
-        """Which detector suits prompts in GenEval's form, in a few words."""
+        """Return which detector suits prompts in GenEval's form, in a few words."""
         entries = [
             e for wanted in metadata for e in (wanted["include"], wanted.get("exclude") or ())
         ]
@@ -163,7 +159,7 @@ class GenEval:
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]
     ) -> tuple[Any, dict[int, str]]:
-        """images (B, 3, H, W) in [0, 1] -> scores (B,) float32 and why some are NaN, by row.
+        """Score images (B, 3, H, W) in [0, 1]: scores (B,) float32 and why some are NaN, by row.
 
         With a list of modes the scores of each, by its name.
         """
@@ -173,10 +169,10 @@ class GenEval:
         return dict(zip(self.components, table.unbind(1), strict=True)), reasons
 
     def _table(self, images: Tensor, metadata: Sequence[dict]) -> tuple[Tensor, dict[int, str]]:
-        """Scores (B, modes), and why some are NaN, by row."""
-        scores = torch.full((len(metadata), len(self.modes)), NO_TAG if self.compat else math.nan)
+        """Return scores (B, modes), and why some are NaN, by row."""
+        scores = torch.full((len(metadata), len(self.modes)), math.nan)
         in_form = [wanted.get("tag") in rules.TAGS for wanted in metadata]
-        reasons = {} if self.compat else _untold(metadata, in_form)
+        reasons = _untold(metadata, in_form)
         for row in (row for row, is_known in enumerate(in_form) if is_known):
             try:
                 rules.check(metadata[row])
@@ -206,7 +202,7 @@ class GenEval:
     def _detected(
         self, find: Detector, arrays: np.ndarray, classes: Sequence[Sequence[str]]
     ) -> Sequence[Sequence[Detection] | Exception]:
-        """What the detector finds; it is asked once for what several rewards look at."""
+        """Return the detections; several rewards share one call of the detector."""
         if not self._detectors.holds(find):
             return detect(find, arrays, classes)
         classes_text = json.dumps(classes) if getattr(find, "open_vocabulary", False) else ""
@@ -215,7 +211,7 @@ class GenEval:
     def judge(
         self, detections: Sequence[Detection], wanted: dict, image: np.ndarray | None = None
     ) -> list[float]:
-        """The score by each mode of one image's detections for one prompt's metadata.
+        """Return the score by each mode of one image's detections for one prompt's metadata.
 
         image: (H, W, 3) uint8 RGB, for what names the colours of what was found.
         """
@@ -227,11 +223,12 @@ class GenEval:
             return rules.official(objects, wanted["include"], wanted.get("exclude") or [])
         if mode == "strict":
             return rules.strict(objects, wanted["include"])
-        return rules.partial(objects, wanted["include"], published=self.compat is not None)
+        return rules.partial(objects, wanted["include"])
 
     def verdicts(self, images: Tensor, metadata: Sequence[dict]) -> list[dict[str, Any]]:
-        """What the published script writes of each image: "correct", "reason", and "details", the
-        boxes and scores by class. "correct" is None where the detector fails, as "reason" says.
+        """Return what the published script writes of each image: "correct", "reason", and
+        "details", the boxes and scores by class. "correct" is None where the detector fails, as
+        "reason" says.
 
         images: (B, 3, H, W) in [0, 1]; metadata: in GenEval's form. Any mode gives the same.
         """
@@ -274,7 +271,7 @@ class GenEval:
         return getattr(self._find, key, 0.0) if threshold is None else threshold
 
     def _color(self, objects: rules.Objects, include: Sequence[dict], image: np.ndarray) -> None:
-        """Names the colours that the rules ask for: of as many objects as are wanted."""
+        """Name the colours that the rules need, of as many objects as the prompt wants."""
         for entry in include:
             if not rules.asks(entry, "color") or self._name_colors is None:
                 continue
@@ -294,8 +291,9 @@ class GenEval:
         return self._color_namers.recall(key, image, lambda: name_colors(image, detections))
 
     def fixtures(self) -> list[dict]:
-        """Images in their right order: of the tiny world, or a photograph; none for detectors of
-        one's own."""
+        """Return images in their right order: of the tiny world, or a photograph; none for
+        detectors of one's own.
+        """
         if self.detector == "tiny":
             return tiny_world()
         if self.detector not in DETECTORS:
@@ -306,12 +304,12 @@ class GenEval:
 
 
 def _telling(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that change the numbers."""
+    """Return arguments that change the numbers."""
     return {key: value for key, value in args.items() if key not in ("device", "batch")}
 
 
 def _classes(wanted: dict) -> list[str]:
-    """What a prompt speaks of, each once."""
+    """Return the classes that a prompt names, each once."""
     entries = [*wanted["include"], *(wanted.get("exclude") or ())]
     return list(dict.fromkeys(entry["class"] for entry in entries))
 

@@ -47,7 +47,7 @@ Objects = dict[str, list[Detection]]
 
 
 def check(wanted: dict) -> None:
-    """Raises ValueError unless metadata are in GenEval's form: what is asked for can come true.
+    """Raise ValueError unless metadata are in GenEval's form: what is asked for can come true.
 
     null stands for nothing, in an entry and for `exclude`.
     """
@@ -67,7 +67,7 @@ def check(wanted: dict) -> None:
 
 
 def unknown_tag(tag: Any) -> str:
-    """What is wrong with a tag that is not in TAGS, and what to do."""
+    """Return what is wrong with a tag that is not in TAGS, and what to do."""
     return (
         f"the tag {tag!r} is none of {', '.join(TAGS)}: correct the tag, or keep geneval to its "
         "prompts with applies_to"
@@ -75,7 +75,7 @@ def unknown_tag(tag: Any) -> str:
 
 
 def _check_entry(entry: Any, place: str, before: int) -> None:
-    """Raises ValueError for what is no object with a number; `before`: how many precede it."""
+    """Raise ValueError for what is no object with a number; `before`: how many precede it."""
     fields = entry if isinstance(entry, dict) else {}
     count = fields.get("count")
     if not isinstance(fields.get("class"), str) or type(count) is not int or count < 1:
@@ -99,12 +99,12 @@ def _is_pair(value: Any) -> bool:
 
 
 def asks(entry: dict, key: str) -> bool:
-    """Whether an entry of include has a "color" or "position"; null is none."""
+    """Return whether an entry of include has a "color" or "position"; null is none."""
     return entry.get(key) is not None
 
 
 def by_class(detections: Iterable[Detection], threshold: float) -> Objects:
-    """Detections above the threshold, by class, most confident first, at most 16 of each."""
+    """Return detections above the threshold, by class, most confident first, at most 16 of each."""
     objects: Objects = {}
     for item in sorted(detections, key=lambda d: -d.score):
         of_class = objects.setdefault(item.name, [])
@@ -114,7 +114,7 @@ def by_class(detections: Iterable[Detection], threshold: float) -> Objects:
 
 
 def relations(a: Box, b: Box) -> set[str]:
-    """How box a lies to box b: a subset of 'left of', 'right of', 'above', 'below'.
+    """Return how box a lies to box b: a subset of 'left of', 'right of', 'above', 'below'.
 
     Offsets between the centres shrink by a tenth of both sizes, so boxes that nearly coincide
     have no relation.
@@ -134,19 +134,21 @@ def _related(detections: list[Detection], targets: list[Detection], relation: st
 
 
 def _having(detections: Sequence[Detection], entry: dict, key: str) -> int:
-    """How many have the entry's "color", "size" or "place"."""
+    """Return how many have the entry's "color", "size" or "place"."""
     return sum(getattr(d, key) == entry[key] for d in detections)
 
 
 def official(objects: Objects, include: Sequence[dict], exclude: Sequence[dict]) -> float:
-    """The published verdict, 0 or 1: enough of everything among the most confident objects."""
+    """Return the published verdict, 0 or 1: enough of each among the most confident objects."""
     return float(not official_reasons(objects, include, exclude))
 
 
 def official_reasons(
     objects: Objects, include: Sequence[dict], exclude: Sequence[dict]
 ) -> list[str]:
-    """Why the published verdict is 0, in the words of the published script; [] where it is 1."""
+    """Return why the published verdict is 0, in the words of the published script; [] where it is
+    1.
+    """
     reasons: list[str] = []
     matched: list[list[Detection] | None] = []
     for entry in include:
@@ -198,44 +200,39 @@ def _misplaced(
     return []
 
 
-def terms(objects: Objects, include: Sequence[dict], *, published: bool = False) -> list[float]:
-    """Flow-GRPO's partial terms, each in [0, 1]: one for each count, colour, size, place, relation.
+def terms(objects: Objects, include: Sequence[dict]) -> list[float]:
+    """Return Flow-GRPO's partial terms, each in [0, 1].
 
-    `published` keeps two quirks of the code behind the paper: count terms fall below 0 when far
-    too many objects are found, and a failed relation is followed by a 1, so that right counts
-    in the wrong places average 0.75 and not 2/3. There an entry with a wrong count also has one
-    single 0 for its colour and relation together, and one with a wrong colour no relation term.
+    One for each count, colour, size, place and relation. Two quirks of the code behind the paper
+    are left out: its count terms fall below 0 when far too many objects are detected, and a failed
+    relation is followed by a 1.
     """
     result: list[float] = []
     matched: list[list[Detection] | None] = []
     for entry in include:
         detections, count = objects.get(entry["class"], []), entry["count"]
         right = len(detections) == count
-        count_term = 1 - abs(len(detections) - count) / count
-        entry_terms = [count_term if published else max(0.0, count_term)]
+        entry_terms = [max(0.0, 1 - abs(len(detections) - count) / count)]
         for key in ("color", "size", "place"):
             if asks(entry, key):
                 entry_terms.append(_having(detections, entry, key) / count if right else 0.0)
         good = entry_terms == [1.0] * len(entry_terms)
-        if asks(entry, "position") and not (published and not good and asks(entry, "color")):
+        if asks(entry, "position"):
             relation, index = entry["position"]
-            other = matched[index] if good else None
-            holds = other is not None and _related(detections, other, relation)
-            entry_terms.append(float(holds))
-            if published and good and other is not None and not holds:
-                entry_terms.append(1.0)
-            good = good and holds
+            target = matched[index] if good else None
+            good = target is not None and _related(detections, target, relation)
+            entry_terms.append(float(good))
         matched.append(detections if good else None)
         result += entry_terms
     return result
 
 
 def strict(objects: Objects, include: Sequence[dict]) -> float:
-    """0 or 1: every count exact, colour, size, place and relation right (all terms are 1)."""
+    """Return 1 where every count, colour, size, place and relation is right, else 0."""
     return float(all(t == 1.0 for t in terms(objects, include)))
 
 
-def partial(objects: Objects, include: Sequence[dict], *, published: bool = False) -> float:
-    """The mean of the partial terms; in [0, 1] unless `published`."""
-    values = terms(objects, include, published=published)
+def partial(objects: Objects, include: Sequence[dict]) -> float:
+    """Return the mean of the partial terms, in [0, 1]."""
+    values = terms(objects, include)
     return sum(values) / len(values)

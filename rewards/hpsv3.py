@@ -84,7 +84,7 @@ class HPSv3:
         self.version = f"hpsv3-2/{named}/{dtype}/{NAME}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32."""
+        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         question = self._question  # first: a missing text is cheaper to see than 16 GB to load
         texts = [question.replace(HOLE, prompt) for prompt in prompts]
         return self._shared.recall(tuple(texts), images, lambda: self._means(images, texts))
@@ -110,7 +110,9 @@ class HPSv3:
         return red_and_blue()
 
     def _tokens(self, texts: list[str], image_tokens: int) -> Any:
-        """Padded on the right. Raises ValueError for a prompt with tokens of the model's own."""
+        """Tokenise, padded on the right. Raises ValueError for a prompt with the model's own
+        tokens.
+        """
         for text in texts:
             if text.count(TOKEN) != 1 or IMAGE in text:
                 raise ValueError(f"HPSv3 cannot rate for a prompt that holds {TOKEN} or {IMAGE}")
@@ -155,7 +157,7 @@ class _Networks(NamedTuple):
 
 
 def read(network: Any, tokens: Any, seen: Tensor) -> Tensor:
-    """Hidden states (B, L, D) of the tokens, those of the image in their places.
+    """Return hidden states (B, L, D) of the tokens, those of the image in their places.
 
     The language model is called by itself, without positions: so it counts 0, 1, 2, ..., as in the
     published code.
@@ -172,7 +174,7 @@ def read(network: Any, tokens: Any, seen: Tensor) -> Tensor:
 def build(
     state: Mapping[str, Tensor], path: Path, config: Any, dtype: torch.dtype
 ) -> tuple[Any, nn.Module]:
-    """The two networks of a file in HPSv3's published layout, on the CPU.
+    """Return the two networks of a file in HPSv3's published layout, on the CPU.
 
     config: of the Qwen2-VL; how many tokens there are is the file's to say. Raises ValueError of
     one sentence for another layout.
@@ -201,7 +203,7 @@ def build(
 
 
 def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of Qwen2-VL under transformers' names, without what tells the next token."""
+    """Return the weights of Qwen2-VL under transformers' names, without the language head."""
     return {
         ours + name[len(theirs) :]: value
         for name, value in state.items()
@@ -211,7 +213,7 @@ def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_question(file: str | None) -> str:
-    """The question with `{text_prompt}` in it, from the source of the authors' package.
+    """Return the question with `{text_prompt}` in it, from the source of the authors' package.
 
     The file is parsed, never run. Raises FileNotFoundError or ValueError of one sentence.
     """
@@ -237,14 +239,14 @@ def read_question(file: str | None) -> str:
 
 
 def _installed() -> Path | None:
-    """Where the package `hpsv3` keeps its question; it is found without being imported."""
+    """Return where the package `hpsv3` keeps its question; it is found without being imported."""
     spec = importlib.util.find_spec("hpsv3")
     places = spec.submodule_search_locations if spec else None
     return Path(next(iter(places))) / SOURCE if places else None
 
 
 def target_size(height: int, width: int, factor: int, pixels: int = PIXELS) -> tuple[int, int]:
-    """Height and width, multiples of `factor`, of about and at most that many pixels.
+    """Return height and width, multiples of `factor`, of about and at most that many pixels.
 
     Qwen2-VL's rule with its least and most pixels the same. Where rounding to the nearest multiple
     would give too few pixels, more than that many.
@@ -262,7 +264,8 @@ def target_size(height: int, width: int, factor: int, pixels: int = PIXELS) -> t
 
 
 def to_patches(images: Tensor, side: int, merged: int, times: int) -> Tensor:
-    """What Qwen2-VL's vision network reads of normalised images: (B · patches, 3 · times · side²).
+    """Return what Qwen2-VL's vision network reads of normalised images: (B · patches, 3 · times ·
+    side²).
 
     Patches of `side` pixels follow each other in squares of merged x merged; an image counts as
     `times` equal frames.

@@ -68,7 +68,7 @@ class ImageReward:
         self.version = f"imagereward-2/{named}/{dtype}/{NAME}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32."""
+        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         return self._shared.recall(tuple(prompts), images, lambda: self._scores(images, prompts))
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -124,7 +124,7 @@ class _Networks(NamedTuple):
 
 
 def build(state: Mapping[str, Tensor], path: Path) -> _Networks:
-    """The three networks of a file in ImageReward's published layout, float32 on the CPU.
+    """Return the three networks of a file in ImageReward's published layout, float32 on the CPU.
 
     Their sizes are those of the file. Raises ValueError of one sentence for another layout.
     """
@@ -154,7 +154,9 @@ def build(state: Mapping[str, Tensor], path: Path) -> _Networks:
 
 
 def sizes(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of a BlipVisionConfig and a BlipTextConfig, told from shapes. Raises KeyError."""
+    """Return arguments of a BlipVisionConfig and a BlipTextConfig, told from shapes. Raises
+    KeyError.
+    """
     vision = vision_size(under(state, SEES), eps=VISION_EPS)
     words, places = (
         state[f"{READS}embeddings.{name}_embeddings.weight"] for name in ("word", "position")
@@ -177,7 +179,7 @@ def _count(state: Mapping[str, Tensor], prefix: str) -> int:
 
 
 def to_transformers(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The weights of the two networks, "vision" and "text", under transformers' names.
+    """Return the weights of the two networks, "vision" and "text", under transformers' names.
 
     What else the file holds (projections of BLIP's own training, positions) is not used.
     """

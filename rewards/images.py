@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def to_uint8(images: Tensor) -> np.ndarray:
-    """(B, 3, H, W) float in [0, 1] -> (B, H, W, 3) uint8 RGB, rounded to the nearest level.
+    """Convert (B, 3, H, W) float in [0, 1] to (B, H, W, 3) uint8 RGB, rounded to the nearest level.
 
     Raises ValueError for pixels that are not finite: no score would mean anything.
     """
@@ -18,7 +18,7 @@ def to_uint8(images: Tensor) -> np.ndarray:
 
 
 def pngs(images: Tensor, longest: int) -> list[bytes]:
-    """PNG files of (B, 3, H, W) images in [0, 1].
+    """Return PNG files of (B, 3, H, W) images in [0, 1].
 
     Larger ones are shrunk, by Pillow's Lanczos filter and in their proportions, until no side is
     longer than `longest` pixels; none is enlarged.

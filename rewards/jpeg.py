@@ -13,7 +13,7 @@ from .images import to_uint8
 
 
 def jpeg_bytes(image: np.ndarray, quality: int) -> int:
-    """Length in bytes of the JPEG file of an (H, W, 3) uint8 RGB image."""
+    """Return length in bytes of the JPEG file of an (H, W, 3) uint8 RGB image."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -35,12 +35,12 @@ class Incompressibility:
         self.version = f"{self.name}-1/{quality}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32."""
+        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         sizes = [jpeg_bytes(image, self.quality) for image in to_uint8(images)]
         return torch.tensor(sizes, dtype=torch.float32) / 1000
 
     def fixtures(self) -> list[dict]:
-        """Noise and blank paper in their right order."""
+        """Return noise and blank paper in their right order."""
         from .fixtures import blank, fixture, noise
 
         return [fixture("noise scores above blank paper", noise(), blank())]
@@ -53,11 +53,11 @@ class Compressibility(Incompressibility):
     bounds = (None, 0.0)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32."""
+        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         return -super().__call__(images, prompts, metadata) / 500
 
     def fixtures(self) -> list[dict]:
-        """Noise and blank paper in their right order."""
+        """Return noise and blank paper in their right order."""
         from .fixtures import blank, fixture, noise
 
         return [fixture("blank paper scores above noise", blank(), noise())]

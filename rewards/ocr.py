@@ -31,23 +31,23 @@ Reader = Callable[[np.ndarray], list[str]]  # (H, W, 3) uint8 BGR -> lines in re
 
 
 def quoted(prompt: str) -> list[str]:
-    """The spans between double quotes; an open quote runs to the end.
+    """Return the spans between double quotes; an open quote runs to the end.
 
-    Straight, "so", or curly, \u201cso\u201d or \u201eso\u201c; no others.
+    Straight, "so", or curly, “so” or „so“; no others.
     """
     spans = ("".join(groups) for groups in _QUOTED.findall(prompt))
     return [span for span in spans if span.strip()]
 
 
 def distance_score(recognised: str, target: str) -> float:
-    """1 - d / len(target), with d the edit distance, at most len(target)."""
+    """Return 1 - d / len(target), with d the edit distance, at most len(target)."""
     from rapidfuzz.distance import Levenshtein
 
     return 1 - min(Levenshtein.distance(recognised, target), len(target)) / len(target)
 
 
 def flow_grpo_score(lines: Sequence[str], target: str) -> float:
-    """Flow-GRPO's rule: lower case, no U+0020; 1 if the target occurs anywhere in the lines."""
+    """Score by Flow-GRPO's rule: lower case, no U+0020; 1 if the target is in the lines."""
     recognised, target = (t.replace(" ", "").lower() for t in ("".join(lines), target))
     return 1.0 if target in recognised else distance_score(recognised, target)
 
@@ -93,7 +93,7 @@ class OCR:
         self._read: Reader | None = None
 
     def targets(self, prompt: str, metadata: dict) -> list[str]:
-        """The texts asked for; empty when there are none."""
+        """Return the texts that the prompt wants; empty when there are none."""
         text = metadata.get("ocr_text")
         if text is None:
             first = prompt.split('"')[1:2] if self.mode == "flow_grpo" else []
@@ -104,7 +104,7 @@ class OCR:
         return texts if self.mode == "strict" else texts[:1]
 
     def ambiguity(self, prompt: str, metadata: dict) -> str | None:
-        """Why the text to draw does not follow from the prompt; None where it does."""
+        """Return why the text to draw does not follow from the prompt; None where it does."""
         if self.first or metadata.get("ocr_text") is not None:
             return None
         texts, remedy = list(dict.fromkeys(quoted(prompt))), "write the text to draw in ocr_text"
@@ -116,13 +116,14 @@ class OCR:
         return None
 
     def applies(self, prompt: str, metadata: dict) -> bool:
-        """True when some text is asked for, or seems to be: `check` tells."""
+        """Return whether the prompt wants text, or seems to: `check` tells."""
         quotes = any(mark in prompt for mark in MARKS)
         return quotes or metadata.get("ocr_text") is not None
 
     def check(self, prompt: str, metadata: dict) -> None:
-        """Raises ValueError for quotes or an ocr_text with nothing in them, an ocr_text that is
-        neither a text nor a list of texts, and for an ambiguous prompt."""
+        """Raise ValueError for quotes or an ocr_text with nothing in them, an ocr_text that is
+        neither a text nor a list of texts, and for an ambiguous prompt.
+        """
         text = metadata.get("ocr_text")
         if not all(map(_is_text, text if isinstance(text, list | tuple) else [text or ""])):
             raise ValueError(f"ocr_text is {text!r}, expected a text or a list of texts")
@@ -137,7 +138,7 @@ class OCR:
     def __call__(
         self, images: Tensor, prompts: list[str], metadata: list[dict]
     ) -> tuple[Tensor, dict[int, str]]:
-        """images (B, 3, H, W) in [0, 1] -> scores (B,) float32 and why some are NaN, by row."""
+        """Score images (B, 3, H, W) in [0, 1]: scores (B,) float32 and why some are NaN, by row."""
         self._read = self._read or rapidocr_reader(self.confidence)
         scores, reasons = torch.full((len(prompts),), math.nan), {}
         pairs = zip(to_uint8(images), prompts, metadata, strict=True)
@@ -159,7 +160,7 @@ class OCR:
         return scores, reasons
 
     def judge(self, lines: Sequence[str], targets: Sequence[str]) -> float:
-        """The score of recognised lines for the asked texts."""
+        """Return the score of recognised lines for the wanted texts."""
         if self.mode == "flow_grpo":
             return flow_grpo_score(lines, targets[0])
         recognised, target = self._folded(lines), self._folded(targets)
@@ -169,7 +170,7 @@ class OCR:
         return 1.0 if complete else distance_score(recognised, target)
 
     def fixtures(self) -> list[dict]:
-        """Words and blank paper in their right order."""
+        """Return words and blank paper in their right order."""
         from .fixtures import blank, fixture, word
 
         prompt, data = 'a sign that says "COFFEE"', {"ocr_text": "COFFEE"}
@@ -190,7 +191,7 @@ def _words(texts: Sequence[str]) -> list[str]:
 
 
 def _is_text(value: Any) -> bool:
-    """A text, or a number, which may be written too."""
+    """Return a text, or a number, which may be written too."""
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
@@ -202,7 +203,7 @@ def _engine_version() -> str:
 
 
 def rapidocr_reader(confidence: float = CONFIDENCE) -> Reader:
-    """RapidOCR on one thread; images down to 64x64 pixels need no enlarging.
+    """Return RapidOCR on one thread; images down to 64x64 pixels need no enlarging.
 
     Not for several threads at once: the engine keeps state while it reads.
     """

@@ -35,7 +35,7 @@ Pair = tuple[int, int]
 
 
 def chosen_pairs(count: int, rivals: int | None = None) -> list[Pair]:
-    """Which of `count` images are compared, the same at every call.
+    """Return which of `count` images are compared, the same at every call.
 
     All pairs, or for a smaller number of rivals those on a circle: each image meets the next
     rivals / 2 (rounded up) and so as many before it, the same number for all.
@@ -48,7 +48,7 @@ def chosen_pairs(count: int, rivals: int | None = None) -> list[Pair]:
 
 
 def win_rates(count: int, wins: Mapping[Pair, float]) -> list[float]:
-    """The mean of what each image won of its comparisons; NaN for one without any.
+    """Return the mean of what each image won of its comparisons; NaN for one without any.
 
     wins[i, j]: in [0, 1], how much i was preferred to j; pairs that are missing are left out.
     With all pairs there, the rates sum to count / 2.
@@ -61,7 +61,7 @@ def win_rates(count: int, wins: Mapping[Pair, float]) -> list[float]:
 
 
 def verdict(text: str) -> float:
-    """1 when the first image is preferred, 0 when the second, by the last such statement.
+    """Return 1 when the first image is preferred, 0 when the second, by the last such statement.
 
     Raises ValueError when there is none: that is no draw.
     """
@@ -112,7 +112,7 @@ class PairwiseWinRate:
         self.version = f"pairwise-1/{mode}/{said}/{longest}px/{self.chat.version}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
-        """The images (B, 3, H, W) of one prompt -> (B win rates, reasons of missing ones).
+        """Return the images (B, 3, H, W) of one prompt -> (B win rates, reasons of missing ones).
 
         Raises ValueError for images of several prompts.
         """
@@ -131,13 +131,13 @@ class PairwiseWinRate:
         return rates, reasons
 
     def requests_per_group(self, count: int) -> int:
-        """The questions about `count` images of a prompt."""
+        """Return the questions about `count` images of a prompt."""
         return len(chosen_pairs(count, self.rivals)) * (1 + self.both_orders)
 
     def outcomes(
         self, replies: Mapping[Pair, Reply], pairs: list[Pair]
     ) -> tuple[dict[Pair, float], dict[Pair, str]]:
-        """How much the first of each pair was preferred, and why pairs are left out."""
+        """Return how much the first of each pair was preferred, and why pairs are left out."""
         wins: dict[Pair, float] = {}
         lost: dict[Pair, str] = {}
         for i, j in pairs:
@@ -161,5 +161,5 @@ class PairwiseWinRate:
         return Question(images=(first, second), text=text, alternatives=ALTERNATIVES)
 
     def fixtures(self) -> list[dict]:
-        """What `flowrl reward-check` shows the model."""
+        """Return images of known order, for `flowrl reward-check`."""
         return red_and_blue()

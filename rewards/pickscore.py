@@ -51,7 +51,7 @@ class PickScore:
         self.bounds = (-largest, largest)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32."""
+        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         cosine = self.clip.cosine(images, prompts)
         if self.scale == "cosine":
             return cosine

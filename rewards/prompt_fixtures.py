@@ -2,7 +2,9 @@
 
 
 def red_and_blue() -> list[dict]:
-    """Each of two colours above the other when the prompt asks for it: no fixed liking passes."""
+    """Return each of two colours above the other when the prompt asks for it: no fixed liking
+    passes.
+    """
     from .fixtures import fixture, square
 
     return [
@@ -13,14 +15,14 @@ def red_and_blue() -> list[dict]:
 
 
 def quality() -> list[dict]:
-    """A clean image and a noisy one, for rewards that do not read the prompt."""
+    """Return a clean image and a noisy one, for rewards that do not read the prompt."""
     from .fixtures import fixture, noise, square
 
     return [fixture("a clean square is of better quality than noise", square("red"), noise())]
 
 
 def tiny_world() -> list[dict]:
-    """Prompts of the tiny world in GenEval's form."""
+    """Return prompts of the tiny world in GenEval's form."""
     from .fixtures import blank, fixture, shapes
 
     ball = {"class": "circle", "count": 1, "color": "red"}
@@ -45,8 +47,9 @@ def tiny_world() -> list[dict]:
 
 
 def cat_or_nothing(count: int = 1) -> list[dict]:
-    """A photograph for detectors of photographs: Chelsea by Stefan van der Walt (CC0), which comes
-    with scikit-image, and paper of its size, 300 by 451 pixels. count: of cats to ask for."""
+    """Return a photograph for detectors of photographs: Chelsea by Stefan van der Walt (CC0), which
+    comes with scikit-image, and paper of its size, 300 by 451 pixels. count: of cats to ask for.
+    """
     import torch
     from skimage.data import chelsea
 

@@ -62,7 +62,7 @@ class Rubric:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the scores, the combined one first; empty where there is only one."""
+        """Return names of the scores, the combined one first; empty where there is only one."""
         return ("score", *self.patterns) if len(self.patterns) > 1 else ()
 
     def normalise(self, score: float) -> float:

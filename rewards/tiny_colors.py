@@ -27,7 +27,7 @@ _QUOTED = re.compile('"[^"]*"?|\N{LEFT DOUBLE QUOTATION MARK}[^\u201d]*\u201d?')
 
 
 def named_colors(prompt: str) -> list[str]:
-    """The colours that a prompt names, each once; words between double quotes are not read."""
+    """Return the colours that a prompt names, each once, outside of double quotes."""
     words = re.findall("[a-z]+", _QUOTED.sub(" ", prompt).lower())
     return [name for name in _NAMES if name in words]
 
@@ -57,11 +57,11 @@ class TinyColors:
     version = "tiny-colors-1"
 
     def applies(self, prompt: str, metadata: dict) -> bool:
-        """True for prompts that name a colour."""
+        """Return whether a prompt names a colour."""
         return bool(named_colors(prompt))
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32; float64 for float64 images."""
+        """Score images (B, 3, H, W) in [0, 1]: (B,) float32; float64 for float64 images."""
         pixels = images if images.dtype == torch.float64 else images.float()
         named = [[name in names for name in _NAMES] for names in map(named_colors, prompts)]
         wanted = torch.tensor(named, dtype=pixels.dtype, device=pixels.device).reshape(-1, 6)
@@ -77,7 +77,7 @@ class TinyColors:
         return score.masked_fill(wanted.sum(1) == 0, torch.nan)
 
     def fixtures(self) -> list[dict]:
-        """Shapes of the tiny world in their right order."""
+        """Return shapes of the tiny world in their right order."""
         from .fixtures import fixture, shapes
 
         red, blue = shapes([("circle", "red")]), shapes([("circle", "blue")])
@@ -88,7 +88,7 @@ class TinyColors:
 
 
 def _squared_distances(pixels: Tensor) -> Tensor:
-    """(B, 3, H, W) -> (B, 7, H, W): from the paper and the six colours."""
+    """Convert (B, 3, H, W) to (B, 7, H, W): from the paper and the six colours."""
     centres = pixels.new_tensor([PAPER, *COLORS.values()]) / 255
     across = torch.einsum("bchw,kc->bkhw", pixels, centres)
     lengths = centres.square().sum(1)[:, None, None]
@@ -96,12 +96,13 @@ def _squared_distances(pixels: Tensor) -> Tensor:
 
 
 def _fill(coverage: Tensor) -> Tensor:
-    """0 for nothing, about 1 for an object, towards 0 again for a whole image."""
+    """Return 0 for nothing, about 1 for an object, towards 0 again for a whole image."""
     return -torch.expm1(-coverage / ENOUGH) / (1 + (coverage / TOO_MUCH) ** 6)
 
 
 def _near(distance: Tensor, wanted: Tensor) -> Tensor:
-    """Squared distances (B, 6, H, W) -> (B, H, W): 1 at a named colour, falling with distance.
+    """Return squared distances (B, 6, H, W) -> (B, H, W): 1 at a named colour, falling with
+    distance.
 
     The distance is a soft minimum over the named colours, so that it is smooth between two.
     """

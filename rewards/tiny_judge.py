@@ -39,7 +39,7 @@ class JudgeNetwork(nn.Module):
         self.columns = _reader(len(SIGNS), (32, 16))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """images (B, 3, 64, 64) in [0, 1] -> logits (B, 4, objects) and (B, 4, signs)."""
+        """Score images (B, 3, 64, 64) in [0, 1]: logits (B, 4, objects) and (B, 4, signs)."""
         x = images * 2 - 1
         quarters = torch.stack(
             [x[..., r : r + 32, c : c + 32] for r in (0, 32) for c in (0, 32)], 1
@@ -52,7 +52,7 @@ class JudgeNetwork(nn.Module):
 
 
 def _reader(classes: int, size: tuple[int, int]) -> nn.Module:
-    """A network for patches of `size` (height, width) in pixels."""
+    """Return a network for patches of `size` (height, width) in pixels."""
     width = 24
     flat = 2 * width * (size[0] // 8) * (size[1] // 8)
     return nn.Sequential(
@@ -96,11 +96,11 @@ class TinyJudge:
         self._network: JudgeNetwork | None = None
 
     def applies(self, prompt: str, metadata: dict) -> bool:
-        """True for prompts that ask for objects or for a word of four letters."""
+        """Return whether a prompt wants objects or a word of four letters."""
         return bool(metadata.get("include")) or len(metadata.get("ocr_text", "")) == 4
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32 of 0 and 1."""
+        """Score images (B, 3, H, W) in [0, 1]: (B,) float32 of 0 and 1."""
         read = self.read(images)
         return torch.tensor(
             [
@@ -110,7 +110,7 @@ class TinyJudge:
         )
 
     def fixtures(self) -> list[dict]:
-        """Quarters with shapes in their right order."""
+        """Return quarters with shapes in their right order."""
         from .fixtures import fixture, quarters
 
         red, ring = ("circle", "red"), ("ring", "blue")

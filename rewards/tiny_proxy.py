@@ -81,11 +81,11 @@ class TinyProxy:
         self._network: ProxyNetwork | None = None
 
     def applies(self, prompt: str, metadata: dict) -> bool:
-        """True for prompts that ask for objects."""
+        """Return whether a prompt wants objects."""
         return bool(metadata.get("include"))
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32."""
+        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         if self._network is None:
             self._network = load_network(self.weights)
         network = self._network.to(images.device)
@@ -100,7 +100,7 @@ class TinyProxy:
         return scores.masked_fill(~torch.tensor(applies, device=scores.device), torch.nan)
 
     def fixtures(self) -> list[dict]:
-        """A shape that the proxy knows, and another colour."""
+        """Return a shape that the proxy knows, and another colour."""
         from .fixtures import fixture, quarters
 
         wanted = {"include": [{"class": "circle", "count": 1, "color": "red"}]}

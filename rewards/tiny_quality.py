@@ -40,7 +40,7 @@ class TinyQuality:
     version = "tiny-quality-2"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32 on the CPU; NaN never."""
+        """Score images (B, 3, H, W) in [0, 1]: (B,) float32 on the CPU; NaN never."""
         amounts, amount = flaws(torch.from_numpy(to_uint8(images)).permute(0, 3, 1, 2).float())
         allowed, unit = torch.tensor(LIMITS).unbind(1)
         parts = torch.exp(-torch.log1p((amounts - allowed).clamp(min=0) / unit).mean(1))
@@ -49,7 +49,7 @@ class TinyQuality:
         return 1 + 4 * parts * enough * spare
 
     def fixtures(self) -> list[dict]:
-        """A drawing, blank paper and noise in their right order."""
+        """Return a drawing, blank paper and noise in their right order."""
         from .fixtures import blank, fixture, noise, shapes
 
         drawing = shapes([("star", "red"), ("square", "blue")])
@@ -60,7 +60,8 @@ class TinyQuality:
 
 
 def flaws(levels: Tensor) -> tuple[Tensor, Tensor]:
-    """What is wrong in levels (B, 3, H, W) in 0..255: flaws (B, 3), amount of ink (B,) in [0, 1].
+    """Return what is wrong in levels (B, 3, H, W) in 0..255: flaws (B, 3), amount of ink (B,) in
+    [0, 1].
 
     Dirt: mean RGB distance from the paper of the pixels more than two away from solid ink; 416,
     the largest distance there is, when there are none.
@@ -79,7 +80,7 @@ def flaws(levels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mix(levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each pixel's ink in [0, 1], and its RGB distances from that mix and from the paper."""
+    """Return each pixel's ink in [0, 1], and its RGB distances from that mix and from the paper."""
     paper = torch.tensor(PAPER).float()
     inks = torch.tensor(INKS).float() - paper  # (6, 3)
     offset = levels - paper[:, None, None]
@@ -93,11 +94,11 @@ def _mix(levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _highest(values: Tensor, radius: int) -> Tensor:
-    """(B, H, W) -> (B, H, W): the highest value in the square of that radius."""
+    """Convert (B, H, W) to (B, H, W): the highest value in the square of that radius."""
     return F.max_pool2d(values[:, None], 2 * radius + 1, stride=1, padding=radius)[:, 0]
 
 
 def _mean(values: Tensor, weight: Tensor) -> Tensor:
-    """(B, H, W) -> (B,): weighted mean, 0 where nothing has weight."""
+    """Convert (B, H, W) to (B,): weighted mean, 0 where nothing has weight."""
     total = weight.flatten(1).sum(1)
     return (values * weight).flatten(1).sum(1) / total.clamp(min=1e-6)

@@ -60,7 +60,9 @@ class VLMJudge:
         self.version = f"vlm_judge-2/{name}/{settings}/{longest}px/{self.chat.version}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
-        """images (B, 3, H, W) in [0, 1] -> (B scores, or by component; reasons of missing ones)."""
+        """Score images (B, 3, H, W) in [0, 1]: (B scores, or by component; reasons of missing
+        ones).
+        """
         rubric, count = self.rubric, len(self.rubric.questions)
         answers = ", ".join(sorted(rubric.tokens, key=rubric.tokens.__getitem__))
         questions = [

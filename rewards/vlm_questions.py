@@ -20,12 +20,12 @@ SPELLINGS = {word: (word, str(n)) for n, word in enumerate(NUMBERS)} | {
 
 
 def arithmetic_mean(atoms: Sequence[float]) -> float:
-    """Each question counts alike."""
+    """Return the mean: each question counts alike."""
     return sum(atoms) / len(atoms)
 
 
 def geometric_mean(atoms: Sequence[float]) -> float:
-    """One answer that is surely wrong makes all 0."""
+    """Return the geometric mean: one answer that is surely wrong makes all 0."""
     return math.prod(atoms) ** (1 / len(atoms))
 
 
@@ -33,7 +33,7 @@ MEANS = {"arithmetic": arithmetic_mean, "geometric": geometric_mean}
 
 
 def accepted(answer: str | Sequence[str]) -> tuple[str, ...]:
-    """The spellings of an answer: those given, and a number in letters and in digits."""
+    """Return the spellings of an answer: those given, and a number in letters and in digits."""
     spellings = (answer,) if isinstance(answer, str) else tuple(answer)
     return tuple(s for a in spellings for s in SPELLINGS.get(a.strip().casefold(), (a,)))
 
@@ -74,7 +74,7 @@ class VLMQuestions:
         self.version = f"vlm_questions-1/{mean}/{said}/{longest}px/{self.chat.version}"
 
     def check(self, prompt: str, metadata: dict) -> None:
-        """Raises ValueError when the question list has another form."""
+        """Raise ValueError when the question list has another form."""
         pairs = metadata["vqa_list"]
         good = isinstance(pairs, list | tuple) and len(pairs) > 0
         if not good or not all(map(_is_pair, pairs)):
@@ -89,7 +89,7 @@ class VLMQuestions:
                 )
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
-        """images (B, 3, H, W) in [0, 1] -> (B scores, reasons of those that are missing)."""
+        """Score images (B, 3, H, W) in [0, 1]: (B scores, reasons of those that are missing)."""
         lists = [data["vqa_list"] for data in metadata]
         questions = [
             Question(
@@ -104,7 +104,9 @@ class VLMQuestions:
         return scored(self.judge, [[(a, next(replies)) for _, a in pairs] for pairs in lists])
 
     def judge(self, answered: Sequence[tuple[str | Sequence[str], Reply]]) -> float:
-        """The score of (right answer, reply) pairs. Raises ValueError when a reply is missing."""
+        """Return the score of (right answer, reply) pairs. Raises ValueError when a reply is
+        missing.
+        """
         return MEANS[self.mean]([self._atom(answer, reply) for answer, reply in answered])
 
     def _atom(self, answer: str | Sequence[str], reply: Reply) -> float:
@@ -117,7 +119,7 @@ class VLMQuestions:
         return min(on(reply.first, accepted(answer)), 1.0)
 
     def fixtures(self) -> list[dict]:
-        """What `flowrl reward-check` shows the model."""
+        """Return images of known order, for `flowrl reward-check`."""
         says = "a red square is said to be red rather than a blue one"
         metadata = {"vqa_list": [["What colour is the square?", "red"]]}
         return [fixture(says, square("red"), square("blue"), "a red square", metadata)]

@@ -310,7 +310,7 @@ def _score_twice(spec: RewardSpec, trials: list[Trial], calls: int) -> tuple[_Ro
 
 
 def _batches(spec: RewardSpec, trials: list[Trial]) -> list[list[Row]]:
-    """Groups stay whole; all other images of one size go together."""
+    """Return rows by call: whole groups, and all other images of one size."""
     together: dict[object, list[Row]] = {}
     for t, trial in enumerate(trials):
         key = t if spec.whole_groups else trial.images.shape[2:]

@@ -95,12 +95,12 @@ class RewardSpec:
 
     @property
     def trained(self) -> bool:
-        """Whether it is trained on; other rewards never stop a run."""
+        """Return whether it is trained on; other rewards never stop a run."""
         return bool(self.weight) and not self.held_out
 
     @property
     def whole_groups(self) -> bool:
-        """Whether it compares all images of a prompt, and so needs them in one call."""
+        """Return whether it compares all images of a prompt, and so needs them in one call."""
         try:
             return getattr(self.reward, "scope", "sample") == "group"
         except UserError:  # a server that does not answer

@@ -11,12 +11,12 @@ Spellings = Iterable[tuple[str, float]]  # (token, probability), likeliest first
 
 
 def spelled(token: str) -> str:
-    """A token without white space around it, in one case: " Yes" and "YES" are "yes"."""
+    """Return a token without white space around it, in one case: " Yes" and "YES" are "yes"."""
     return token.translate(_SPACES).strip().casefold()
 
 
 def merged(first: Spellings) -> dict[str, float]:
-    """Probability of each answer, its spellings added up, likeliest first."""
+    """Return probability of each answer, its spellings added up, likeliest first."""
     mass: dict[str, float] = {}
     for token, probability in first:
         mass[spelled(token)] = mass.get(spelled(token), 0.0) + probability
@@ -24,13 +24,13 @@ def merged(first: Spellings) -> dict[str, float]:
 
 
 def on(first: Spellings, accepted: Iterable[str]) -> float:
-    """The probability that the answer is one of `accepted`."""
+    """Return the probability that the answer is one of `accepted`."""
     mass = merged(first)
     return sum(mass.get(answer, 0.0) for answer in {spelled(a) for a in accepted})
 
 
 def check_first_tokens(answers: Iterable[str]) -> None:
-    """Raises ValueError when one answer is the beginning of another.
+    """Raise ValueError when one answer is the beginning of another.
 
     A tokenizer may cut the longer one there, as those do that write digits one by one.
     """
@@ -43,7 +43,7 @@ def check_first_tokens(answers: Iterable[str]) -> None:
 
 
 def expectation(first: Spellings, scores: Mapping[str, float], least: float = LEAST_MASS) -> float:
-    """The mean score of the accepted answers.
+    """Return the mean score of the accepted answers.
 
     sum_s p_s * score_s / M, with p_s the probability of answer s and M = sum_s p_s: what all other
     tokens have is left out. Raises ValueError when M < `least`: then the question was not answered.

@@ -38,7 +38,7 @@ COLOR_NAMERS = {
 
 
 def suiting(classes: Collection[str], colors: Collection[str] = ()) -> tuple[str, str]:
-    """The arguments of `geneval` that find all of these classes and colours, and why these.
+    """Return the arguments of `geneval` that find all of these classes and colours, and why these.
 
     Of detectors that know a list of classes the first that knows all, else one that looks for any
     words.
@@ -54,7 +54,7 @@ def suiting(classes: Collection[str], colors: Collection[str] = ()) -> tuple[str
 
 
 def load_detector(name: str, args: Mapping[str, Any] | None = None) -> Detector:
-    """The detector of that name in DETECTORS, or of "module:attribute", called with args.
+    """Return the detector of that name in DETECTORS, or of "module:attribute", called with args.
 
     Raises ValueError for a name that is neither.
     """
@@ -62,7 +62,7 @@ def load_detector(name: str, args: Mapping[str, Any] | None = None) -> Detector:
 
 
 def load_color_namer(name: str, args: Mapping[str, Any] | None = None) -> ColorNamer:
-    """What names colours, from COLOR_NAMERS or "module:attribute"; see `load_detector`."""
+    """Return what names colours, from COLOR_NAMERS or "module:attribute"; see `load_detector`."""
     return _load("way to tell colours", COLOR_NAMERS, name, args)
 
 

@@ -43,7 +43,7 @@ class ClipColors:
         )
 
     def load(self) -> None:
-        """Brings the weights. Raises FileNotFoundError when they are not there."""
+        """Load the weights. Raises FileNotFoundError when they are not there."""
         self._texts("object")
 
     @torch.no_grad()
@@ -56,14 +56,14 @@ class ClipColors:
         return names
 
     def _texts(self, name: str) -> Tensor:
-        """Unit vectors (colours, D) of the colours that an object of that name may have."""
+        """Return unit vectors (colours, D) of the colours that an object of that name may have."""
         texts = [t.format(color=c, name=name) for c in self.colors for t in TEMPLATES]
         vectors = self.clip.texts(texts).unflatten(0, (len(self.colors), len(TEMPLATES)))
         return F.normalize(vectors.mean(1), dim=-1)
 
 
 def cut_out(image: np.ndarray, detection: Detection) -> np.ndarray:
-    """The object's box in an image (H, W, 3), grey where its mask is not: (h, w, 3) uint8."""
+    """Return the object's box in an image (H, W, 3), grey outside of its mask: (h, w, 3) uint8."""
     if detection.mask is not None:
         image = np.where(detection.mask[..., None], image, np.uint8(BACKGROUND))
     left, top, right, bottom = detection.box

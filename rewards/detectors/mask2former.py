@@ -83,8 +83,9 @@ class Mask2FormerDetector:
         self.classes = tuple(classes)
 
     def load(self) -> None:
-        """Brings the weights. Raises FileNotFoundError when they are not there, ValueError when
-        the model knows other classes."""
+        """Load the weights. Raises FileNotFoundError when they are not there, ValueError when the
+        model knows other classes.
+        """
         labels = self.model.network.config.id2label
         names = tuple(RENAMES.get(labels[i], str(labels[i])) for i in range(len(labels)))
         if names != self.classes:
@@ -120,7 +121,7 @@ class Mask2FormerDetector:
         seen: tuple[int, int],
         size: tuple[int, ...],
     ) -> list[Detection]:
-        """The objects of one image: class probabilities times how sure their masks are.
+        """Return the objects of one image: class probabilities times how sure their masks are.
 
         scores: (Q, C); masks: (Q, h, w) logits of the padded input, `seen` of which is the image;
         size: the image's own, at which masks are decided.
@@ -144,13 +145,13 @@ class Mask2FormerDetector:
 def _enlarged(
     mask: Tensor, padded: tuple[int, int], seen: tuple[int, int], size: tuple[int, ...]
 ) -> Tensor:
-    """A mask (1, 1, h, w) of the padded input at the image's own size, (H, W)."""
+    """Return a mask (1, 1, h, w) of the padded input at the image's own size, (H, W)."""
     whole = F.interpolate(mask, size=padded, mode="bilinear", align_corners=False)
     mask = whole[..., : seen[0], : seen[1]]
     return F.interpolate(mask, size=tuple(size), mode="bilinear", align_corners=False)[0, 0]
 
 
 def _box(mask: np.ndarray) -> tuple[float, float, float, float]:
-    """The smallest box around a mask (H, W) that is not empty."""
+    """Return the smallest box around a mask (H, W) that is not empty."""
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)

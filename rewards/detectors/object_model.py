@@ -24,7 +24,7 @@ class ObjectModel:
 
     @functools.cached_property
     def network(self) -> Any:
-        """Raises ImportError or FileNotFoundError of one sentence for what is not there."""
+        """Raise ImportError or FileNotFoundError of one sentence for what is not there."""
         return self._shared.load(self._load)
 
     def _load(self) -> Any:
@@ -36,8 +36,9 @@ class ObjectModel:
 
     @functools.cached_property
     def processor(self) -> Any:
-        """The one that resizes with Pillow: the default depends on whether torchvision is
-        installed, and their pixels differ. Before transformers 5 it had no suffix."""
+        """Return the one that resizes with Pillow: the default depends on whether torchvision is
+        installed, and their pixels differ. Before transformers 5 it had no suffix.
+        """
         import transformers
 
         plain = f"{self.family}ImageProcessor"
@@ -52,7 +53,7 @@ class ObjectModel:
             return kind.from_pretrained(self.model)
 
     def pixels(self, images: np.ndarray, **how: Any) -> dict[str, Tensor]:
-        """(B, H, W, 3) uint8 RGB -> what the network reads of them, on its device.
+        """Convert (B, H, W, 3) uint8 RGB to what the network reads of them, on its device.
 
         how: what the image processor is told, in place of its own settings.
         """

@@ -92,7 +92,7 @@ class Owlv2Detector:
     def _detections(
         self, boxes: np.ndarray, scores: np.ndarray, names: Sequence[str], size: tuple[int, ...]
     ) -> list[Detection]:
-        """boxes (Q, 4), scores (Q, K) of one image of size (height, width)."""
+        """Return boxes (Q, 4), scores (Q, K) of one image of size (height, width)."""
         limits = np.array([size[1], size[0]] * 2)
         boxes = boxes.clip(0, limits)
         kind, best = scores.argmax(1), scores.max(1)

@@ -34,7 +34,7 @@ MIDDLE = 0.5  # of the box's width and height that is looked at where there is n
 
 
 def _lab(levels: np.ndarray) -> np.ndarray:
-    """(N, 3) sRGB levels -> (N, 3) CIELAB, in which distances are about as people see them."""
+    """Convert (N, 3) sRGB levels to CIELAB, in which distances are about as people see them."""
     return cv2.cvtColor((levels / 255).astype(np.float32)[None], cv2.COLOR_RGB2Lab)[0]
 
 
@@ -57,7 +57,7 @@ class PixelColors:
 
 
 def color_of(levels: np.ndarray) -> str | None:
-    """The colour that more than half of N pixels (N, 3) of sRGB levels have, or None."""
+    """Return the colour that more than half of N pixels (N, 3) of sRGB levels have, or None."""
     if not len(levels):
         return None
     levels = levels[:: -(-len(levels) // ENOUGH)]

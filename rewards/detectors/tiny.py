@@ -78,7 +78,7 @@ class TinyDetector:
         return [_with_size_and_place(one, *mask.shape) for one in detections]
 
     def _judge(self, patch: Patch) -> Detection:
-        """What one region is."""
+        """Return the detection of one region."""
         inside = patch.mask > 0
         levels = patch.contrast[inside]
         full = np.partition(levels, int(0.7 * levels.size))[int(0.7 * levels.size)]
@@ -93,7 +93,7 @@ class TinyDetector:
         return Detection(box=box, score=score, name=name, color=_NAMES[best] if sure else None)
 
     def _shape(self, soft: np.ndarray) -> tuple[str, float]:
-        """The name and overlap of the best shape; "unknown" when it does not convince."""
+        """Return the name and overlap of the best shape; "unknown" when it does not convince."""
         mask = normalise(soft)
         common = np.minimum(mask, self._ideal).sum(1)
         overlap = common / (2 * AREA - common)
@@ -113,7 +113,7 @@ def _with_size_and_place(item: Detection, height: int, width: int) -> Detection:
 
 
 def _nearest_color(pixels: np.ndarray) -> np.ndarray:
-    """(N, 3) -> (N,) index of the nearest colour, or their number where none is near."""
+    """Convert (N, 3) to (N,) index of the nearest colour, or their number where none is near."""
     distance = ((pixels[:, None] - _PALETTE) ** 2).sum(2)
     return np.where(distance.min(1) < COLOR_DISTANCE**2, distance.argmin(1), len(_NAMES))
 
@@ -123,7 +123,9 @@ def _color_votes(pixels: np.ndarray) -> np.ndarray:
 
 
 def _cut(patch: Patch) -> list[Patch]:
-    """A region of touching objects in parts: by colour, or at its necks if it has one colour."""
+    """Return a region of touching objects in parts: by colour, or at its necks if it has one
+    colour.
+    """
     color = _nearest_color(patch.pixels.reshape(-1, 3)).reshape(patch.mask.shape)
     parts = [p for c in range(len(_NAMES)) for p in patch.regions(patch.mask * (color == c))]
     if len(parts) > 1:

@@ -19,7 +19,9 @@ class Patch:
     top: int
 
     def regions(self, mask: np.ndarray) -> list["Patch"]:
-        """The connected regions of another mask (h, w) that are no specks, with a pixel around."""
+        """Return the connected regions of another mask (h, w) that are no specks, with a pixel
+        around.
+        """
         count, labels, stats, _ = cv2.connectedComponentsWithStats(mask, connectivity=4)
         regions = []
         for i in range(1, count):
@@ -39,7 +41,7 @@ class Patch:
 
 
 def cut_at_necks(patch: Patch) -> list[Patch]:
-    """The parts of a region that hang together by thin necks only; empty when it has none."""
+    """Return the parts of a region that only thin necks connect; empty when it has none."""
     depth = cv2.distanceTransform(np.pad(patch.mask, 1), cv2.DIST_L2, 3)[1:-1, 1:-1]
     for level in (0.25, 0.4, 0.55):
         cores = patch.regions((depth > level * depth.max()).astype(np.uint8))
@@ -49,7 +51,7 @@ def cut_at_necks(patch: Patch) -> list[Patch]:
 
 
 def _grow(patch: Patch, cores: list[Patch]) -> list[Patch]:
-    """Every pixel of a region to its nearest core."""
+    """Return every pixel of a region to its nearest core."""
     far = []
     for core in cores:
         blank = np.ones_like(patch.mask)

@@ -11,7 +11,9 @@ AREA = (GRID / (2 * SPAN)) ** 2  # samples that every normalised shape covers
 
 
 def normalise(alpha: np.ndarray) -> np.ndarray:
-    """A soft mask (h, w) moved to its centre of mass and scaled to unit area: (GRID * GRID,)."""
+    """Return a soft mask (h, w) moved to its centre of mass and scaled to unit area: (GRID *
+    GRID,).
+    """
     moments = cv2.moments(alpha)
     scale = (AREA / moments["m00"]) ** 0.5
     x, y = moments["m10"] / moments["m00"], moments["m01"] / moments["m00"]
@@ -21,7 +23,9 @@ def normalise(alpha: np.ndarray) -> np.ndarray:
 
 
 def ideal_shapes() -> tuple[list[str], np.ndarray]:
-    """Names and normalised masks (10, GRID * GRID) of the shapes; the ring comes in five widths."""
+    """Return names and normalised masks (10, GRID * GRID) of the shapes; the ring comes in five
+    widths.
+    """
     y, x = np.mgrid[-1.5:1.5:300j, -1.5:1.5:300j].astype(np.float32)
     radius, far, near = np.hypot(x, y), np.maximum(abs(x), abs(y)), np.minimum(abs(x), abs(y))
     masks = [
@@ -39,7 +43,7 @@ def ideal_shapes() -> tuple[list[str], np.ndarray]:
 
 
 def _star_outline(angle: np.ndarray) -> np.ndarray:
-    """Radius of a five-pointed star that points up, at an angle from its top."""
+    """Return radius of a five-pointed star that points up, at an angle from its top."""
     phi = np.abs(np.mod(angle + np.pi / 5, 2 * np.pi / 5) - np.pi / 5)  # 0 at a tip
     tip, notch = 1.08, 0.46 * np.exp(1j * np.pi / 5)  # real axis through the tip
     edge = notch - tip

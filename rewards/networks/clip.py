@@ -21,7 +21,7 @@ def cosine(images: Tensor, texts: Tensor) -> Tensor:
 
 
 def projected(output: Any) -> Tensor:
-    """The vector of get_image_features or get_text_features.
+    """Return the vector of get_image_features or get_text_features.
 
     transformers 4 returns it, transformers 5 an output that holds it as `pooler_output`.
     """
@@ -62,7 +62,7 @@ class Clip:
 
     @property
     def version(self) -> str:
-        """What changes its vectors, in one string."""
+        """Return what changes its vectors, in one string."""
         named = f"{self.model}@{self.revision}" if self.revision else self.model
         return f"{named}/{self.dtype}"
 
@@ -86,11 +86,13 @@ class Clip:
 
     @property
     def scale(self) -> float:
-        """exp(logit_scale): what the model multiplies cosines with."""
+        """Return exp(logit_scale): what the model multiplies cosines with."""
         return self._loaded.scale
 
     def images(self, images: Tensor) -> Tensor:
-        """Unit vectors of images (B, 3, H, W) in [0, 1]: (B, D) float32 on the model's device."""
+        """Return unit vectors of images (B, 3, H, W) in [0, 1]: (B, D) float32 on the model's
+        device.
+        """
         return self._shared.recall("images", images, lambda: self._seen(images))
 
     def _seen(self, images: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ class Clip:
         return _unit(network.get_image_features(pixel_values=pixels))
 
     def cosine(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """Similarity of each image and its own prompt: (B, 3, H, W), B prompts -> (B,)."""
+        """Return similarity of each image and its own prompt: (B, 3, H, W), B prompts -> (B,)."""
         return cosine(self.images(images), self.texts(prompts))
 
     def _encode(self, prompts: list[str]) -> Tensor:

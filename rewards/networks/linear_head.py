@@ -18,7 +18,7 @@ def linear_head(
     prefix: str,
     numbers: Sequence[int],
 ) -> nn.Sequential:
-    """The head of a file: float32, on the CPU, without gradients of its own.
+    """Return the head of a file: float32, on the CPU, without gradients of its own.
 
     widths: of the vector, between the layers, and 1. numbers: of the layers in the file, where
     dropout has numbers of its own; `{prefix}{number}.weight` and `.bias`. Raises ValueError of one

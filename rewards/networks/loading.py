@@ -19,7 +19,7 @@ PACKAGES = {"open_clip": "open-clip-torch"}
 
 
 def imported(target: str, reward: str) -> Any:
-    """The module "name", or the attribute "name:attribute", that a reward cannot do without.
+    """Return the module "name", or the attribute "name:attribute", that a reward needs.
 
     A torchvision built for another torch raises more than ImportError, here and in what builds on
     it. Whatever went wrong becomes an ImportError of one sentence.
@@ -45,7 +45,7 @@ def _why(name: str, error: Exception) -> str:
 
 
 def _torchvision_fault() -> str:
-    """What importing torchvision raises when it is there, "" when it works or is absent."""
+    """Return what importing torchvision raises when it is there, "" when it works or is absent."""
     try:
         importlib.import_module("torchvision")
     except ModuleNotFoundError as error:
@@ -56,20 +56,20 @@ def _torchvision_fault() -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """`Type: message` of an exception, the first line of it."""
+    """Return `Type: message` of an exception, the first line of it."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def device_of(name: str) -> torch.device:
-    """The device of that name; "auto" is CUDA where there is one, else the CPU."""
+    """Return the device of that name; "auto" is CUDA where there is one, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
 def check_dtype(name: str) -> str:
-    """The name again; raises ValueError for one that is not in DTYPES."""
+    """Return the name again; raises ValueError for one that is not in DTYPES."""
     if name not in DTYPES:
         raise ValueError(f"dtype is one of {', '.join(DTYPES)}, not {name!r}")
     return name
@@ -77,14 +77,14 @@ def check_dtype(name: str) -> str:
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
-    """For making a network before its weights are read: the caller's random numbers stay as is."""
+    """Make a network inside without drawing from the process's random generators."""
     with torch.random.fork_rng(devices=[]):
         yield
 
 
 @contextlib.contextmanager
 def fetching(model: str, file: str = "") -> Iterator[None]:
-    """Turns whatever goes wrong while a model is fetched into FileNotFoundError of one sentence."""
+    """Turn every error of fetching a model into a FileNotFoundError of one sentence."""
     try:
         yield
     except (ImportError, torch.cuda.OutOfMemoryError):
@@ -109,7 +109,8 @@ def text_tokenizer(source: str, reward: str, revision: str | None = None) -> Any
 
 
 def weights_file(model: str, file: str, revision: str | None = None) -> Path:
-    """Where a file of a model lies; fetched from the Hugging Face hub unless `model` is a folder.
+    """Return where a file of a model lies; fetched from the Hugging Face hub unless `model` is a
+    folder.
 
     `model` may also be the file itself. Raises FileNotFoundError of one sentence.
     """
@@ -127,7 +128,7 @@ def weights_file(model: str, file: str, revision: str | None = None) -> Path:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file or of a torch checkpoint, on the CPU.
+    """Return the tensors of a .safetensors file or of a torch checkpoint, on the CPU.
 
     Of a checkpoint that holds more, its "state_dict". Raises ValueError for a file that holds
     more than tensors and plain values: loading it could run code.
@@ -147,7 +148,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def first_file(model: str, files: Sequence[str], revision: str | None = None) -> Path:
-    """The first of these files that a model has, see `weights_file`; the last one's error."""
+    """Return the first of these files that a model has. Raises as `weights_file` for the last."""
     for file in files[:-1]:
         with contextlib.suppress(FileNotFoundError):
             return weights_file(model, file, revision)
@@ -155,7 +156,7 @@ def first_file(model: str, files: Sequence[str], revision: str | None = None) ->
 
 
 def mismatch(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
-    """How names and shapes differ from a network's own, the first of each kind; "" if not."""
+    """Return how names and shapes differ from the expected ones, the first of each kind, or ""."""
     wrong = {
         "is missing": [name for name in expected if name not in state],
         "is unknown": [name for name in state if name not in expected],

@@ -28,14 +28,14 @@ class Shared:
         self._answers: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
 
     def load(self, make: Callable[[], T]) -> T:
-        """The network, made by the first who asks."""
+        """Return the network, made at the first call."""
         with self._lock:
             if self._network is None:
                 self._network = make()
             return self._network
 
     def holds(self, network: Any) -> bool:
-        """Whether this is the network that it loaded."""
+        """Return whether this is the network that it loaded."""
         return network is not None and network is self._network
 
     def recall(
@@ -66,7 +66,9 @@ _placing = threading.Lock()
 
 
 def shared(key: Hashable, holder: Any) -> Shared:
-    """The place of the network that `key` decides, which lives as long as one of its holders."""
+    """Return the place of the network that `key` decides, which lives as long as one of its
+    holders.
+    """
     with _placing:
         place = _places.get(key)
         if place is None:
@@ -76,14 +78,14 @@ def shared(key: Hashable, holder: Any) -> Shared:
 
 
 def digest(images: Tensor | np.ndarray) -> bytes:
-    """A hash of shape, type and numbers."""
+    """Return a hash of shape, type and numbers."""
     array = images.detach().cpu().numpy() if isinstance(images, Tensor) else images
     head = f"{array.shape}{array.dtype}".encode()
     return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16, key=head[:64]).digest()
 
 
 def size_of(answer: Any) -> int:
-    """About how many bytes an answer holds: of tensors, arrays, and what has a `mask`."""
+    """Return about how many bytes an answer holds: of tensors, arrays, and what has a `mask`."""
     if isinstance(answer, Tensor | np.ndarray):
         return answer.nbytes
     if isinstance(answer, Iterable) and not isinstance(answer, str | bytes):

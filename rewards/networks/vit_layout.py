@@ -23,7 +23,7 @@ HEAD_WIDTH = 64  # of attention, in all of them
 
 
 def vision_size(state: Mapping[str, Tensor], *, eps: float, act: str = "gelu") -> dict[str, Any]:
-    """Arguments of a BlipVisionConfig, told from shapes. Raises KeyError for another layout.
+    """Return arguments of a BlipVisionConfig, told from shapes. Raises KeyError for another layout.
 
     eps: of layer norms, which no shape tells.
     """
@@ -40,12 +40,12 @@ def vision_size(state: Mapping[str, Tensor], *, eps: float, act: str = "gelu") -
 
 
 def to_blip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same weights under the names of BlipVisionModel; unknown names stay as they are."""
+    """Return the weights under the names of BlipVisionModel; unknown names stay as they are."""
     return {_renamed(name): value for name, value in state.items()}
 
 
 def under(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """What begins with a prefix, without it."""
+    """Return the entries that begin with a prefix, without it."""
     return {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
 
 

@@ -150,7 +150,7 @@ def test_a_token_that_is_not_there_is_asked_for_and_what_was_begun_ends(made, mo
 
 def test_two_rewards_of_one_name_are_refused():
     strict = {"name": "geneval", "args": {"mode": "strict"}}
-    same = {"name": "geneval", "args": {"mode": "strict", "compat": "flow_grpo"}}
+    same = {"name": "geneval", "args": {"mode": "strict", "colors": "pixels"}}
     with pytest.raises(UserError, match="two rewards are called 'geneval_strict'"):
         build_rewards(config(strict, same))
     own = build_rewards(config(strict, same | {"label": "published"}))

@@ -69,18 +69,14 @@ def test_a_prompt_of_no_known_kind_is_missing_with_a_reason_and_costs_no_detecti
     scores, reasons = scripted()(WHITE, [""], [{"tag": "ocr", "ocr_text": "CAT"}])
     assert math.isnan(scores.item()) and Scripted.calls == calls
     assert "'ocr' is none of single_object" in reasons[0]
-    scores, reasons = scripted(compat="flow_grpo")(WHITE, [""], [{}])
-    assert scores.item() == -10 and not reasons
 
 
 def test_a_prompt_of_another_form_is_missing_with_a_reason_and_spoils_no_other():
     position = {"tag": "position", "include": ["cat"]}
     for wrong in ({"tag": "single_object"}, position, TWO | {"exclude": 3}):
-        for compat in (None, "flow_grpo"):
-            made = scripted(Mean(), compat=compat)
-            scores, reasons = made(WHITE.repeat(2, 1, 1, 1), ["", ""], [wrong, CAT])
-            assert scores[0].isnan() and scores[1] == 1, wrong
-            assert list(reasons) == [0] and "clude" in reasons[0], wrong
+        scores, reasons = scripted(Mean())(WHITE.repeat(2, 1, 1, 1), ["", ""], [wrong, CAT])
+        assert scores[0].isnan() and scores[1] == 1, wrong
+        assert list(reasons) == [0] and "clude" in reasons[0], wrong
 
 
 def test_null_for_a_colour_or_what_is_forbidden_means_none(monkeypatch):
@@ -156,11 +152,9 @@ def test_an_image_on_which_the_detector_fails_is_missing_in_every_mode_and_spoil
 
     images = torch.cat([WHITE, 0 * WHITE, WHITE])
     for mode in MODES:
-        for compat in (None, "flow_grpo"):
-            made = scripted(picky, mode=mode, compat=compat)
-            scores, reasons = made(images, [""] * 3, [CAT] * 3)
-            assert scores[0] == scores[2] == 1 and scores[1].isnan()
-            assert list(reasons) == [1] and "RuntimeError: too dark" in reasons[1]
+        scores, reasons = scripted(picky, mode=mode)(images, [""] * 3, [CAT] * 3)
+        assert scores[0] == scores[2] == 1 and scores[1].isnan()
+        assert list(reasons) == [1] and "RuntimeError: too dark" in reasons[1]
 
 
 def test_a_failing_namer_of_colours_spoils_only_prompts_with_colours():

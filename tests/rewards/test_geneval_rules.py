@@ -107,19 +107,6 @@ def test_official_looks_at_the_most_confident_object_alone():
     assert official(by_class([unsure], 0.3), COLORED, []) == 1
 
 
-def test_published_quirks_can_be_reproduced():
-    many = by_class([CAT] * 16, 0.3)
-    assert partial(many, ONE_CAT, published=True) == -14
-    assert partial(many, ONE_CAT) == 0
-    wrong_side = by_class([CAT, DOG], 0.3)
-    assert partial(wrong_side, RIGHT, published=True) == 0.75
-    assert partial(wrong_side, RIGHT) == pytest.approx(2 / 3)
-    both = [one("dog"), one("cat", color="red", position=["left of", 0])]
-    wrong_colour = by_class([BLUE_CAT, DOG], 0.3)
-    assert partial(wrong_colour, both, published=True) == pytest.approx(2 / 3)  # no relation term
-    assert partial(wrong_colour, both) == pytest.approx(2 / 4)
-
-
 def test_confidence_must_exceed_the_threshold_and_only_sixteen_boxes_count():
     assert by_class([thing("cat", score=0.3)], 0.3)["cat"] == []
     scores = [0.5 + i / 100 for i in range(20)]

@@ -208,7 +208,7 @@ class Server:
 
     @property
     def rest(self) -> float:
-        """Seconds until it may be asked."""
+        """Return seconds until it may be asked."""
         return max(0.0, self.rests_until - time.monotonic())
 
     def __str__(self) -> str:
@@ -224,7 +224,9 @@ class Server:
 
     @property
     def codec(self) -> Codec:
-        """The cheapest codec that it takes: pixels as they are on this machine, else small ones."""
+        """Return the cheapest codec that it takes: pixels as they are on this machine, else small
+        ones.
+        """
         wanted: Codec = "raw" if self.is_local else "webp-lossless"
         return wanted if self.info and wanted in self.info.codecs else "png"
 

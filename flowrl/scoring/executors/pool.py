@@ -294,7 +294,7 @@ def visible_name(gpu: int) -> str:
 
 
 def _names_gpu(value: Any) -> bool:
-    """Whether arguments hold a device with a number, as in {device: cuda:1}."""
+    """Return whether arguments hold a device with a number, as in {device: cuda:1}."""
     if isinstance(value, Mapping):
         return any(_names_gpu(inner) for inner in value.values())
     return isinstance(value, str) and re.fullmatch(r"cuda:\d+", value) is not None
