@@ -23,6 +23,7 @@ from flowrl.errors import DamagedFile, UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.utils.digests import check_seal, content_digest, digest, notes_of, seal, sealed_digest
 from flowrl.utils.files import foreign_entries, write_bytes, write_text
+from flowrl.utils.untrusted import read_json
 
 METADATA, SHARDS = "store.json", "shards"
 LATENTS, SCORES, ROWS = "x0", "scores", "rows"  # names in a shard's file
@@ -58,11 +59,11 @@ class DatasetMetadata:
             raise UserError(f"{folder} is no offline data set, it has no {METADATA}: make one with "
                             f"flowrl collect RECIPE -o {folder}")  # fmt: skip
         try:
-            content = json.loads(path.read_bytes())
+            content = read_json(path)
             if content.pop(DIGEST, None) != content_digest(content):
                 raise ValueError("its digest is of other content")
             return DatasetMetadata(**content)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, UserError) as error:
             raise DamagedFile(
                 f"{path} is damaged, or of another version ({error}): collect into another folder"
             ) from error

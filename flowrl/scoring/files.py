@@ -16,6 +16,7 @@ from flowrl.prompts.records import load_prompts
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import RewardSpec
 from flowrl.utils.images import to_tensor
+from flowrl.utils.untrusted import parse_json, read_text
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 METADATA, SAMPLES = "metadata.jsonl", "samples"  # of a prompt's folder in GenEval's layout
@@ -78,10 +79,7 @@ def _of_prompt(folder: Path) -> list[ImageFile]:
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a metadata file, each with where it stands."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read {path}: it is not UTF-8 text") from error
+    text = read_text(path)
     if path.suffix == ".csv":
         for number, row in enumerate(csv.DictReader(text.splitlines()), start=2):
             yield f"{path}, line {number}", {k: v for k, v in row.items() if k and v != ""}
@@ -90,10 +88,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if len(lines) > 1 and lines[0][1].strip() == "{":  # one object, written over several lines
         lines = [(1, text)]
     for number, line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not valid JSON ({error.msg})") from error
+        row = parse_json(line, f"{path}, line {number}")
         if not isinstance(row, dict):
             raise UserError(f"{path}, line {number}: expected an object, got {line[:40]}")
         yield f"{path}, line {number}", row

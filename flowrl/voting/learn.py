@@ -1,6 +1,5 @@
 """Draw candidates for a recipe, and train a LoRA on votes."""
 
-import json
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -18,6 +17,7 @@ from flowrl.evaluation.drawing import SETTINGS, DrawingOptions, draw_prompts
 from flowrl.export.summary import TrainedRun
 from flowrl.prompts.records import PromptSampler
 from flowrl.utils.distributed import Runtime
+from flowrl.utils.untrusted import read_json
 from flowrl.voting.ballot import ANSWERS, Ballot, Vote, write_pairs
 from flowrl.voting.candidates import Candidates, read_candidates
 from flowrl.voting.taste import image_features, learn_taste
@@ -93,7 +93,7 @@ def train_on_votes(config: Config, folder: Path, *, lora: str | None = None) -> 
         UserError: no vote prefers an image, or the LoRA of the candidates is not named.
     """
     drawn = folder / SETTINGS
-    if lora is None and drawn.is_file() and json.loads(drawn.read_text("utf-8")).get("lora"):
+    if lora is None and drawn.is_file() and read_json(drawn, inside=folder).get("lora"):
         raise UserError(
             f"The images in {folder} were drawn with a LoRA: name it with --lora, as before, so "
             "that training starts from it."

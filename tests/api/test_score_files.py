@@ -153,7 +153,7 @@ def test_a_folder_in_genevals_layout_says_its_prompts_and_its_grid_is_no_image(g
     with pytest.raises(UserError, match="says its prompts itself"):
         score([tmp_path], [BRIGHT], "a cat")
     (tmp_path / "00001" / "metadata.jsonl").write_text("{]")
-    with pytest.raises(UserError, match=r"00001/metadata.jsonl, line 1: not valid JSON"):
+    with pytest.raises(UserError, match=r"00001/metadata.jsonl, line 1 .*JSON"):
         score([tmp_path], [BRIGHT], None)
 
 
@@ -182,7 +182,7 @@ def test_a_text_that_only_looks_like_json_stays_a_text(grey, tmp_path):
     (image,) = labelled_images(tmp_path) or []
     assert image.metadata == {"note": "[v1] cat [final]", "list": [1, 2]}
     (tmp_path / "metadata.jsonl").write_bytes(b'{"file_name": "a.png", "prompt": "\xe9"}')
-    with pytest.raises(UserError, match=r"metadata.jsonl: it is not UTF-8 text"):
+    with pytest.raises(UserError, match=r"metadata.jsonl is not UTF-8"):
         labelled_images(tmp_path)
 
 

@@ -58,8 +58,8 @@ def test_a_request_is_met_by_all_that_it_asks_for_and_nothing_else():
     circle, square = ("circle", "red", ""), ("square", "blue", "small")
 
     def met(include: list[dict], *quarters) -> bool:
-        found = dict(zip_longest(QUARTERS, quarters))
-        return meets(list(found.values()), [], {"include": include})
+        image = dict(zip_longest(QUARTERS, quarters))
+        return meets(list(image.values()), [], {"include": include})
 
     a, b = {"class": "circle", "count": 1}, {"class": "square", "count": 1}
     assert met([a], circle) and not met([a]) and not met([a], circle, square)
@@ -75,5 +75,5 @@ def test_a_request_is_met_by_all_that_it_asks_for_and_nothing_else():
 
 
 def test_prompts_of_other_worlds_are_not_judged(judge):
-    found = judge(torch.zeros(2, 3, 64, 64), ["a cat", "TEN"], [{}, {"ocr_text": "TEN"}])
-    assert found.isnan().all()
+    scores = judge(torch.zeros(2, 3, 64, 64), ["a cat", "TEN"], [{}, {"ocr_text": "TEN"}])
+    assert scores.isnan().all()

@@ -41,3 +41,13 @@ def test_images_outside_of_the_folder_and_pipes_are_refused(tmp_path, name):
 def test_a_folder_without_two_images_of_a_prompt_is_refused(tmp_path, write_images):
     with pytest.raises(UserError, match="two images"):
         read_candidates(write_images(tmp_path, ["a cat", "a dog"], images=1))
+
+
+def test_labels_that_are_no_regular_file_or_too_deep_are_refused(tmp_path):
+    for name, make in (
+        ("pipe", os.mkfifo), ("deep", lambda path: path.write_text("[" * 100_000)),
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / "metadata.jsonl")
+        with pytest.raises(UserError):
+            read_candidates(tmp_path / name)
