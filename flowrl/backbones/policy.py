@@ -68,7 +68,7 @@ class Policy:
         self.use(POLICY)
 
     def _add(self, name: str, rank: int, alpha: float, targets: tuple[str, ...]) -> None:
-        from peft import LoraConfig
+        from peft import LoraConfig, inject_adapter_in_model
 
         if name in getattr(self.network, "peft_config", {}):
             raise UserError(
@@ -84,9 +84,12 @@ class Policy:
         try:
             with warnings.catch_warnings():  # several adapters are meant
                 warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-                # Of torchao's weights: that they cannot be merged into, which nobody asks.
+                # Of torchao's weights: that they cannot be merged into.
                 warnings.filterwarnings("ignore", message=".*without `get_apply_tensor_subclass`")
-                self.network.add_adapter(config, adapter_name=name)  # type: ignore[operator]
+                if hasattr(self.network, "add_adapter"):
+                    self.network.add_adapter(config, adapter_name=name)  # type: ignore[operator]
+                else:  # OmniGen's and PRX's networks
+                    inject_adapter_in_model(config, self.network, adapter_name=name)
         except ValueError as error:
             kind = type(self.network).__name__
             raise UserError(
