@@ -27,9 +27,7 @@ from flowrl.training.loop import Learner
 from flowrl.training.run import Run
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import write_bytes
 from flowrl.utils.images import to_pil
-from flowrl.utils.plots import draw_curves
 from flowrl.utils.templates import finite_or_none
 
 LOG = logging.getLogger(__name__)
@@ -264,8 +262,7 @@ def evaluate_strengths(
 def write_sweep(
     folder: Path, base: Evaluation, at_each: dict[float, Evaluation], *, title: str, caption: str
 ) -> Path:
-    """Write the gallery with a column for the base and each strength, and `sweep.png`, a chart of
-    each reward's change by strength; return the gallery's page."""
+    """Write the gallery with a column for the base and each strength; return its page."""
     columns = {f"RLG {strength:g}": evaluation for strength, evaluation in at_each.items()}
     page, _ = write_gallery(
         folder,
@@ -275,17 +272,6 @@ def write_sweep(
         caption=f"{caption}. {SWEEP_NOTE}",
         columns=("base", *columns),
     )
-    curves: dict[str, list[tuple[float, float]]] = {name: [] for name in base.names}
-    bands: dict[str, list[tuple[float, float]]] = {name: [] for name in base.names}
-    for strength in sorted(at_each):
-        for row in compare(base, at_each[strength]):
-            if row.name in curves:
-                curves[row.name].append((strength, row.change.mean))
-                bands[row.name].append((row.change.low, row.change.high))
-    chart = draw_curves(
-        curves, bands=bands, x_label="strength of RLG", y_label="change (95 % interval)"
-    )
-    write_bytes(folder / "sweep.png", chart)
     return page
 
 

@@ -59,20 +59,12 @@ def png_bytes(figure: "Figure") -> bytes:
     return buffer.getvalue()
 
 
-def draw_curves(
-    curves: Mapping[str, Points],
-    *,
-    bands: Mapping[str, Band] | None = None,
-    x_label: str = "iteration",
-    y_label: str = "score",
-    theme: Theme = LIGHT,
-) -> bytes:
+def draw_curves(curves: Mapping[str, Points], theme: Theme = LIGHT) -> bytes:
     """Draw each curve in a panel of its own, two panels a row; one without points stays empty.
 
     Args:
-        curves: values by the panel's title. Long curves are drawn thin below their running mean,
-            with a band of one standard deviation in its window.
-        bands: intervals around the values, drawn instead of the running mean.
+        curves: scores over iterations, by the panel's title. Long curves are drawn thin below their
+            running mean, with a band of one standard deviation in its window.
     """
     if not curves:
         raise ValueError("a chart needs at least one curve, got none")
@@ -81,15 +73,13 @@ def draw_curves(
     figure = new_figure(PANEL[0] * across, PANEL[1] * down, theme)
     panels = figure.subplots(down, across, squeeze=False).flatten()
     for axes, (name, points) in zip(panels, curves.items(), strict=False):
-        style_axes(axes, theme, title=name, x_label=x_label, y_label=y_label)
+        style_axes(axes, theme, title=name, x_label="iteration", y_label="score")
         if not points:
             axes.text(
                 0.5, 0.5, "no values", color=theme.soft, ha="center", transform=axes.transAxes
             )
-        elif bands is None:
-            _smoothed(axes, points, theme)
         else:
-            plot_line(axes, points, theme.lines[0], bands.get(name), marker="o")
+            _smoothed(axes, points, theme)
     for axes in panels[len(curves) :]:
         axes.set_axis_off()
     return png_bytes(figure)
