@@ -71,15 +71,15 @@ def prompts_to_encode(
                 break
         training = list(taken.values())
     training = _worded(training, config.prompts.retained is not None)
-    found = [(r.guidance_scale, prompt) for prompt in training]
+    guided = [(r.guidance_scale, prompt) for prompt in training]
     if r.store is not None:
-        found += [(r.learning_guidance_scale, prompt) for prompt in training]
-    return found + [(e.guidance_scale, prompt) for prompt in _worded(held_out, e.paraphrases)]
+        guided += [(r.learning_guidance_scale, prompt) for prompt in training]
+    return guided + [(e.guidance_scale, prompt) for prompt in _worded(held_out, e.paraphrases)]
 
 
 def _worded(prompts: Sequence[PromptRecord], paraphrases: bool) -> list[PromptRecord]:
-    others = [replace(p, wording=words) for p in prompts for words in p.paraphrases * paraphrases]
-    return [*prompts, *others]
+    worded = [replace(p, wording=words) for p in prompts for words in p.paraphrases * paraphrases]
+    return [*prompts, *worded]
 
 
 def stored_prompts(config: Config, specs: Sequence[RewardSpec]) -> list[tuple[float, PromptRecord]]:
@@ -170,12 +170,12 @@ class TextCaches:
     def count_on_disk(self, prompts: GuidedPrompts) -> int:
         """Return how many of these prompts are in memory.prompt_cache."""
         disks = {guided: self._disk(guided) for guided in (False, True)}
-        found = 0
+        default, count = self.config.rollout.negative_prompt, 0
         for guidance, prompt in prompts:
-            disk, own = disks[guidance > 1], prompt.negative
-            negative = self.config.rollout.negative_prompt if own is None else own
-            found += disk is not None and disk.has(prompt.read, negative)
-        return found
+            disk = disks[guidance > 1]
+            negative = default if prompt.negative is None else prompt.negative
+            count += disk is not None and disk.has(prompt.read, negative)
+        return count
 
     def commit(self) -> str | None:
         """Return the commit of the pipeline on the Hub whose encoders wrote what is on disk."""
@@ -194,8 +194,8 @@ class TextCaches:
         free, folder = self.config.memory.text_encoders == "free", self.config.memory.prompt_cache
         if folder is not None and runtime.is_main:
             remove_abandoned(Path(folder))
-        asked = [(self._caches[guidance > 1], prompt) for guidance, prompt in prompts]
-        texts = list({(cache, cache.key(p)): (cache, p) for cache, p in asked}.values())
+        wanted = [(self._caches[guidance > 1], prompt) for guidance, prompt in prompts]
+        texts = list({(cache, cache.key(p)): (cache, p) for cache, p in wanted}.values())
         # Dealt one by one, since what is missing often lies side by side.
         on_disk = all(cache.disk is not None for cache in self._caches.values())
         share = texts[runtime.rank :: runtime.world_size] if on_disk else texts
@@ -243,14 +243,14 @@ def _incomplete_batches(
 
     A text's last bits depend on its batch: a run that was killed encodes the same batches again.
     """
-    found = []
+    incomplete = []
     for cache in dict.fromkeys(cache for cache, _ in texts):
-        prompts = [prompt for other, prompt in texts if other is cache]
+        prompts = [prompt for its_cache, prompt in texts if its_cache is cache]
         for start in range(0, len(prompts), cache.batch_size):
             batch = prompts[start : start + cache.batch_size]
             if not all([cache.has(prompt, whole=whole) for prompt in batch]):
-                found += [(cache, prompt) for prompt in batch]
-    return found
+                incomplete += [(cache, prompt) for prompt in batch]
+    return incomplete
 
 
 def _encode(

@@ -90,13 +90,14 @@ def evaluate(
         raise UserError("Several LoRAs need a folder for images and scores: add -o leaderboard.")
     if output_dir is not None:
         from flowrl.evaluation.comparison import compare_loras
-        from flowrl.evaluation.leaderboard import ranking, write_leaderboard
+        from flowrl.evaluation.leaderboard import ranking, summary, write_leaderboard
 
         comparison = compare_loras(
             config, loras, output_dir, per_prompt=per_prompt, lora_alpha=lora_alpha
         )
         typer.echo(write_leaderboard(comparison, output_dir))
-        print_table(ranking(comparison), as_json=as_json)
+        rows = ranking(comparison) if as_json else summary(comparison)
+        print_table(rows, as_json=as_json)
         for line in (line for entry in comparison.entries for line in entry.missing):
             typer.echo(line, err=True)
         return

@@ -7,6 +7,7 @@ from PIL import Image
 
 from flowrl.evaluation.benchmark import Row, write_csv
 from flowrl.evaluation.comparison import (
+    BASE,
     DIVERSITY,
     OVERALL,
     SIGNIFICANT,
@@ -16,7 +17,7 @@ from flowrl.evaluation.comparison import (
 from flowrl.functional.contrasts import fewest_prompts
 from flowrl.utils.files import write_text
 from flowrl.utils.images import data_url
-from flowrl.utils.templates import render
+from flowrl.utils.templates import render, signed
 
 SHOWN = 12  # prompts whose images are on the page
 
@@ -51,6 +52,27 @@ def ranking(comparison: Comparison) -> list[Row]:
         | {_title(comparison, m): entry.mean(m) for m in entry.measures}
         for entry in comparison.entries
     ]
+
+
+def summary(comparison: Comparison) -> list[Row]:
+    """Return the ranking by the first measure with differences from the base, for a terminal."""
+    measure = next(iter(comparison.entries[0].measures))
+    from_base = {
+        pair.second: pair
+        for pair in comparison.pairs
+        if (pair.measure, pair.first) == (measure, BASE)
+    }
+    rows = []
+    for entry in comparison.entries:
+        row: Row = {"rank": rank(comparison, entry), "name": entry.name}
+        row |= {measure: entry.mean(measure), "change": "", "95 % interval": "", "p": ""}
+        if pair := from_base.get(entry.name):
+            change = pair.contrast
+            row["change"] = signed(change.mean)
+            row["95 % interval"] = f"{signed(change.low)} to {signed(change.high)}"
+            row["p"] = f"{pair.corrected:.3g}"
+        rows.append(row)
+    return rows
 
 
 def rank(comparison: Comparison, entry: Entry) -> int:

