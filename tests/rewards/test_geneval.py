@@ -79,17 +79,6 @@ def test_a_prompt_of_another_form_is_missing_with_a_reason_and_spoils_no_other()
         assert list(reasons) == [0] and "clude" in reasons[0], wrong
 
 
-def test_null_for_a_colour_or_what_is_forbidden_means_none(monkeypatch):
-    null = [{"class": "cat", "count": 1, "color": None, "position": None}]
-    wanted = {"tag": "single_object", "include": null, "exclude": None}
-    for mode in MODES:
-        made = scripted(Mean(), mode=mode, colors="scripted")
-        made._name_colors = lambda image, found: pytest.fail("no colour is asked for")
-        made._find.classes = ("cat",)
-        made.check("", wanted)
-        assert scores_of(made, WHITE, [wanted]).item() == 1
-
-
 def test_a_misspelled_tag_or_a_colour_that_nothing_can_tell_is_found_before_training():
     wrong = CAT | {"tag": "colours"}
     assert GenEval().applies("", wrong) and not GenEval().applies("", {"tag": "ocr"})
@@ -155,35 +144,6 @@ def test_an_image_on_which_the_detector_fails_is_missing_in_every_mode_and_spoil
         scores, reasons = scripted(picky, mode=mode)(images, [""] * 3, [CAT] * 3)
         assert scores[0] == scores[2] == 1 and scores[1].isnan()
         assert list(reasons) == [1] and "RuntimeError: too dark" in reasons[1]
-
-
-def test_a_failing_namer_of_colours_spoils_only_prompts_with_colours():
-    def broken(image, found):
-        raise RuntimeError("no colours today")
-
-    made = scripted(Mean(), colors="scripted")
-    made._name_colors = broken
-    scores, reasons = made(WHITE.repeat(2, 1, 1, 1), ["", ""], [CAT, colored("red")])
-    assert scores[0] == 1 and scores[1].isnan() and "no colours today" in reasons[1]
-
-
-def test_detectors_of_photographs_are_shown_one_and_those_that_find_nothing_are_noticed():
-    for detector in ("mask2former", "owlv2"):
-        for mode, boxes in [(mode, 1) for mode in MODES] + [("partial", 3)]:
-
-            def eye(images, *_, boxes=boxes):
-                seen = (image.std() > 0.05 * 255 for image in images)
-                return [[cat(0.9)] * boxes if found else [] for found in seen]
-
-            made = scripted(eye, mode=mode, detector=detector)
-            (item,) = made.fixtures()
-            assert item["better"].shape == item["worse"].shape and item["better"].shape[0] == 3
-            images = torch.stack([item["better"], item["worse"]])
-            assert images.dtype == torch.float32 and 0 <= images.min() and images.max() <= 1
-            seen, empty = scores_of(made, images, [item["metadata"]] * 2).tolist()
-            assert seen > empty == 0, (detector, mode)
-            blind = scripted(lambda images, *_: [[] for _ in images], mode=mode, detector=detector)
-            assert scores_of(blind, images, [item["metadata"]] * 2).tolist() == [0, 0]
 
 
 @pytest.mark.weights

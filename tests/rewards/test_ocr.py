@@ -184,11 +184,3 @@ def test_a_failing_engine_gives_nan_with_a_reason_and_an_empty_page_gives_zero()
     assert list(reasons) == [1] and "RuntimeError: out of order" in reasons[1]
     scores, reasons = made(0 * WHITE, [""], [{"ocr_text": "CAT"}])
     assert scores.isnan().all() and 0 in reasons
-
-
-def test_the_engine_reads_blue_green_red():
-    seen = []
-    made = OCR()
-    made._read = lambda image: seen.append(image[0, 0].tolist()) or []
-    made(torch.tensor([1.0, 0.4, 0.0]).view(1, 3, 1, 1).repeat(1, 1, 8, 8), ['"A"'], [{}])
-    assert seen == [[0, 102, 255]]

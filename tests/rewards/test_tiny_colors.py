@@ -4,7 +4,6 @@ import functools
 import random
 
 import numpy as np
-import pytest
 import torch
 from flowrl_rewards.tiny_colors import COLORS, PAPER, TinyColors, named_colors
 from hypothesis import given
@@ -30,11 +29,6 @@ def score(image: Tensor, prompt: str) -> float:
     return TinyColors()(image, [prompt], [{}]).item()
 
 
-def slope(image: Tensor, prompt: str) -> Tensor:
-    image = image.clone().requires_grad_()
-    return torch.autograd.grad(TinyColors()(image, [prompt], [{}]).sum(), image)[0]
-
-
 def test_colours_are_whole_words_outside_of_quotes():
     for prompt, names in [
         ("a Red circle and a blue square", ["red", "blue"]),
@@ -47,14 +41,6 @@ def test_colours_are_whole_words_outside_of_quotes():
     ]:
         assert named_colors(prompt) == names
         assert TinyColors().applies(prompt, {}) == bool(names)
-
-
-def test_a_prompt_without_a_colour_is_missing_and_leaves_the_others_alone():
-    image = painted(("red", 8)).repeat(3, 1, 1, 1).requires_grad_()
-    scores = TinyColors()(image, ["a red square", "a square", 'the word "RED"'], [{}] * 3)
-    assert scores.isnan().tolist() == [False, True, True]
-    gradient = torch.autograd.grad(scores[0], image)[0]
-    assert gradient.isfinite().all() and gradient[0].any() and not gradient[1:].any()
 
 
 @given(colors, colors)
@@ -85,17 +71,6 @@ def test_painting_the_background_does_not_pay(color):
     assert falling == sorted(falling, reverse=True)
     everywhere = torch.tensor(COLORS[color]).double()[None, :, None, None].expand(1, 3, 64, 64)
     assert score(everywhere / 255, prompt) < 0.01 < falling[0] - 0.9
-
-
-@given(colors, colors)
-def test_a_step_uphill_raises_the_score_of_any_object(asked, present):
-    prompt, image = f"a {asked} star", 0.8 * painted((present, 8)) + 0.1
-    gradient = slope(image, prompt)
-    inside = gradient[:, :, 10:28, 10:28].norm()
-    assert inside > 1e-4 * (asked != present)
-    step = image + 1e-3 * gradient / gradient.norm()
-    gained = score(step, prompt) - score(image, prompt)
-    assert gained == pytest.approx(1e-3 * gradient.norm().item(), rel=0.1)
 
 
 @functools.cache

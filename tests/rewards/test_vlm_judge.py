@@ -94,13 +94,6 @@ def test_a_text_is_read_by_the_rubrics_patterns_and_missing_without_a_score(rubr
     assert sent[0]["max_tokens"] == 99 and "logprobs" not in sent[0]
 
 
-def test_a_rubric_of_several_scores_names_each_and_leaves_out_what_does_not_apply():
-    scores, _, _ = judged(completion(ASPECTS.format(4, 2.5, "N/A")), "rational_rewards")
-    assert tuple(scores) == VLMJudge({"model": "m"}, "rational_rewards").components
-    assert scores["text_faithfulness"] == [1.0] * 2
-    assert all(map(math.isnan, scores["text_rendering"]))
-
-
 def test_viescore_asks_twice_and_takes_the_geometric_mean_of_the_worst():
     def script(body):
         follows = "a red square" in text_of(body)

@@ -4,14 +4,12 @@ import pytest
 import torch
 from chat_servers import completion, scripted, text_of
 from flowrl_rewards.vlm_questions import VLMQuestions, accepted
-from hypothesis import strategies as st
 
 ANSWERS = {
     "How many?": {"Two": 0.5, "2": 0.3, "three": 0.2},
     "Red?": {"Yes": 0.4, "No": 0.6},
     "Why?": {"the": 0.2, "a": 0.1},
 }
-atoms = st.lists(st.floats(0, 1), min_size=1, max_size=9)
 
 
 def script(body):

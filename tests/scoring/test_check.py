@@ -129,18 +129,6 @@ def test_groups_are_asked_for_whole_and_may_have_more_images_than_the_two_compar
         assert prompts == () or len(reward.asked) == 4
 
 
-def test_a_fixture_with_wrong_parts_is_a_sentence():
-    class Wrong(Redness):
-        def __init__(self, entry):
-            super().__init__()
-            self.fixtures = lambda: [entry]
-
-    whole = fixture("x", square("red", 8), square("blue", 8))
-    for entry in ({"says": "x"}, whole | {"better": torch.ones(3, 8, 9)}, whole | {"worse": "a"}):
-        (finding,) = check_reward(RewardSpec(name="wrong", reward=Wrong(entry))).results
-        assert finding.state == "problem" and "without the right parts" in finding.detail
-
-
 def raising(error: Exception):
     def reward(images, prompts, metadata):
         raise error

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from flowrl_rewards.detectors.mask2former import Mask2FormerDetector
-from flowrl_rewards.geneval import GenEval
 
 NAMES = ("cat", "mouse", "sofa")
 CLASSES = ("cat", "computer mouse", "couch")
@@ -130,15 +129,3 @@ def test_images_keep_their_proportions_as_published(folder):
         (found,) = find(np.full((1, height, width, 3), 200, np.uint8))
         assert shapes[-1] == expected
         assert found[0].box == (0, 0, width, height) and found[0].mask.shape == (height, width)
-
-
-def test_geneval_judges_with_it_and_with_the_colours_of_pixels(folder):
-    wanted = {"tag": "colors", "include": [{"class": "couch", "count": 1, "color": "red"}]}
-    args = {"model": folder, "classes": CLASSES, "device": "cpu", "shortest": 64, "longest": 128}
-    reward = GenEval(detector="mask2former", detector_args=args, colors="pixels", threshold=0.1)
-    reward.check("", wanted)
-    images = torch.from_numpy(random_images()).permute(0, 3, 1, 2) / 255
-    scores, reasons = reward(images, [""] * 3, [wanted] * 3)
-    assert not reasons and ((scores >= 0) & (scores <= 1)).all()
-    with pytest.raises(ValueError, match="use|ask others with args"):
-        GenEval(detector="mask2former", detector_args=args).check("", wanted)
