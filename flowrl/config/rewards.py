@@ -1,4 +1,4 @@
-"""The options of rewards: what is scored, what becomes of scores, and who computes them."""
+"""Options of rewards: what is scored, how scores are transformed, and where they are computed."""
 
 import functools
 from collections.abc import Callable
@@ -32,8 +32,8 @@ MICRO_BATCH = (
 
 class AffineOptions(Options):
     kind: Literal["affine"] = option("affine", "scale * score + shift.")
-    scale: Number = option(1.0, "What the score is multiplied by; not 0.", "1/26 for PickScore")
-    shift: Number = option(0.0, "What is added then.")
+    scale: Number = option(1.0, "Factor of the score; not 0.", "1/26 for PickScore")
+    shift: Number = option(0.0, "Added after scaling.")
 
     @model_validator(mode="after")
     def _check(self) -> "AffineOptions":
@@ -48,7 +48,7 @@ class AffineOptions(Options):
 
 
 class ClipOptions(Options):
-    kind: Literal["clip"] = option("clip", "The score, but no lower than low, nor above high.")
+    kind: Literal["clip"] = option("clip", "The score limited to [low, high].")
     low: Number | None = option(None, "The lower bound; null is none.")
     high: Number | None = option(None, "The upper bound; null is none.")
 
@@ -69,7 +69,7 @@ class ClipOptions(Options):
 class SigmoidOptions(Options):
     kind: Literal["sigmoid"] = option("sigmoid", "1 / (1 + exp(-(score - center) / scale)).")
     center: Number = option(0.0, "The score that becomes 1/2.")
-    scale: Positive = option(1.0, "How far from it a score becomes 0.73, or 0.27 below it.")
+    scale: Positive = option(1.0, "Distance from center at which it is 0.73 or 0.27.")
 
     def build(self) -> "Transform":
         from flowrl.scoring.combine import sigmoid
@@ -80,8 +80,8 @@ class SigmoidOptions(Options):
 class RankOptions(Options):
     kind: Literal["rank"] = option(
         "rank",
-        "The share of the prompt's other images with a lower score, equal ones counting half. It "
-        "has no gradient.",
+        "Share of the prompt's other images with a lower score, equal ones counting half. It has "
+        "no gradient.",
     )
 
     def build(self) -> "Transform":
@@ -97,12 +97,12 @@ class InlineOptions(Options):
     )
     background: Flag = option(
         False,
-        "In a thread, while further images are sampled; for rewards that wait for a network.",
+        "Compute in a thread while images are sampled; for rewards that wait for a network.",
     )
     offload: Flag = option(
         False,
-        "Keep its networks on the CPU while nothing is asked of it; scores stay the same. Not with "
-        "background, whose rewards work while images are sampled.",
+        "Keep its networks on the CPU between calls; scores stay the same. Not with background: "
+        "such rewards work while images are sampled.",
     )
 
     @model_validator(mode="after")
@@ -123,10 +123,10 @@ class InlineOptions(Options):
 
 
 class PoolOptions(Options):
-    kind: Literal["pool"] = option("pool", "In spawned processes, each with a copy of the reward.")
-    workers: Count = option(1, "How many processes, of one thread each.")
+    kind: Literal["pool"] = option("pool", "In separate processes, each with a copy of the reward.")
+    workers: Count = option(1, "Number of processes, with one thread each.")
     timeout: Positive = option(
-        60.0, "Seconds that one call may take; then its process is killed and replaced."
+        60.0, "Seconds for one call; after that its process is killed and replaced."
     )
     micro_batch: Count | None = option(8, MICRO_BATCH)
     max_tasks: Count | None = option(
@@ -135,8 +135,8 @@ class PoolOptions(Options):
     )
     gpus: list[Whole] | None = option(
         None,
-        "Numbers of the GPUs that the processes take in turn; null is the GPU of the training "
-        "process that asks them.",
+        "Numbers of the GPUs that the processes take in turn; null is the GPU of their training "
+        "process.",
     )
 
     def build(
@@ -151,14 +151,12 @@ class PoolOptions(Options):
 
 
 class HTTPOptions(Options):
-    kind: Literal["http"] = option("http", "On servers, which know the reward by its name.")
+    kind: Literal["http"] = option("http", "On HTTP servers that serve a reward of this name.")
     urls: list[Text] = option(..., "One or more servers that take turns, for example "
                               "[http://127.0.0.1:8400].")  # fmt: skip
-    timeout: Positive = option(
-        30.0, "Seconds without a byte, after which a request is tried again."
-    )
+    timeout: Positive = option(30.0, "Seconds without a byte, after which a request is retried.")
     deadline: Positive = option(
-        120.0, "Seconds for all tries together; images without an answer then have no score."
+        120.0, "Seconds for all retries; an image without an answer by then has no score."
     )
     micro_batch: Count | None = option(16, MICRO_BATCH)
     in_flight: Count = option(4, "Requests at the same time.")
@@ -189,7 +187,7 @@ class HTTPOptions(Options):
 
 
 class RewardOptions(Options):
-    """One thing that is scored."""
+    """One reward."""
 
     name: Text = option(
         ..., "A built-in reward such as geneval or ocr, or your own module:attribute."
@@ -201,43 +199,41 @@ class RewardOptions(Options):
     )
     component: Text | None = option(
         None,
-        "Which of its named scores, where it has several; null is its first. Entries with the same "
-        "name, args and executor ask the reward once for all.",
+        "One of its named scores; null is the first. Entries with the same name, args and executor "
+        "share one call of the reward.",
     )
-    weight: Number = option(
-        1.0, "Weight in the sum that is learned; negative means less is better."
-    )
+    weight: Number = option(1.0, "Weight in the trained sum; negative means less is better.")
     args: dict[str, Any] = option({}, "Arguments of the reward, for example {mode: strict}.")
     held_out: Flag = option(
         False,
-        "Only measure it, in rollouts and evaluation: a check on what the learned rewards miss.",
+        "Only measure it, as a check on the trained rewards.",
     )
     when: Literal["rollout", "evaluation", "both"] = option(
         "both",
-        "In which images it is asked of: evaluation spares a held-out judge the training images.",
+        "Which images it scores: evaluation leaves out the training images, for held-out judges.",
     )
     transform: Annotated[
         AffineOptions | ClipOptions | SigmoidOptions | RankOptions | None,
         Field(discriminator="kind"),
     ] = option(
         None,
-        "What becomes of scores before they are weighed; kind: affine, clip, sigmoid, rank; null "
-        "leaves them. Reports always show the scores themselves.",
+        "Transform of scores before they are weighted; kind: affine, clip, sigmoid, rank; null is "
+        "none. Reports show the scores before it.",
     )  # fmt: skip
     applies_to: dict[Text, list[Any]] = option(
         {},
-        "Only prompts whose metadata have one of these values under each key, for example {tag: "
-        "[ocr]}; the others' images are judged by the other rewards alone.",
+        "Score only prompts whose metadata have one of these values under each key, for example "
+        "{tag: [ocr]}.",
     )
     on_failure: Literal["mask", "raise"] | Number = option(
         "mask",
         "When a score is missing: mask leaves the image out (gdpo: this reward alone counts 0), "
-        "raise stops the run, and a number stands in for the score, before its transform. None of "
-        "them for rewards that are held out or have weight 0, whose scores may be missing.",
+        "raise stops the run, a number replaces the score, before its transform. Scores of rewards "
+        "that are held out or have weight 0 may be missing.",
     )
     executor: Annotated[
         InlineOptions | PoolOptions | HTTPOptions, Field(discriminator="kind")
-    ] = option(InlineOptions(), "Who computes it; kind: inline, pool, http.")  # fmt: skip
+    ] = option(InlineOptions(), "Where it is computed; kind: inline, pool, http.")  # fmt: skip
 
     @model_validator(mode="after")
     def _check(self) -> "RewardOptions":
@@ -246,7 +242,7 @@ class RewardOptions(Options):
                 raise ValueError(f"applies_to.{key} is an empty list, which no prompt matches")
         if self.when == "evaluation" and self.weight and not self.held_out:
             raise ValueError(
-                f"when is evaluation, but {self.name!r} is learned from in rollouts: set "
+                f"when is evaluation, but {self.name!r} is trained on in rollouts: set "
                 "held_out to true, or when to both"
             )
         if isinstance(self.executor, HTTPOptions) and self.args:
@@ -326,17 +322,16 @@ class RewardOptions(Options):
 
 
 class FailureOptions(Options):
-    """What happens when rewards cannot be computed."""
+    """When missing scores stop a run."""
 
     max_invalid_fraction: Annotated[NonNegative, Field(le=1)] = option(
         0.1,
-        "Images that lack a score of a trained reward are left out; above this share of an "
-        "iteration's training stops.",
+        "Largest share of an iteration's images that may lack a score of a trained reward; above "
+        "it the run stops.",
     )
     max_streak: Count | None = option(
         None,
-        "Stop after so many iterations in a row with at least one such image; null is never. 3 "
-        "is a strict choice for rewards that have no reason to fail; off by default, since one "
+        "Stop after so many iterations in a row with at least one such image; null is never: one "
         "unreadable answer of a judge among hundreds is normal.",
     )
 
@@ -347,7 +342,7 @@ class FailureOptions(Options):
 
 
 def check_rewards(rewards: list[RewardOptions]) -> None:
-    """Check that no reward occurs twice, and that there is one to learn from."""
+    """Check that no reward occurs twice, and that one is trained on."""
     for i, reward in enumerate(rewards):
         key = reward.name, reward.args, reward.label, reward.component
         earlier = [(o.name, o.args, o.label, o.component) for o in rewards[:i]]
@@ -358,6 +353,6 @@ def check_rewards(rewards: list[RewardOptions]) -> None:
             )
     if not any(reward.weight and not reward.held_out for reward in rewards):
         raise ValueError(
-            "rewards holds nothing to learn from, expected at least one reward with a weight "
+            "rewards has nothing to train on, expected at least one reward with a weight "
             "other than 0 that is not held_out, for example rewards=[{name: geneval}]"
         )

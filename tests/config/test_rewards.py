@@ -105,5 +105,5 @@ def test_wrong_options_of_rewards_are_named():
     check_rewards([Section(name="ocr"), Section(name="ocr", args={"mode": "strict"})])
     with pytest.raises(ValueError, match="rewards.1 is 'ocr' with the same args"):
         check_rewards([Section(name="ocr"), Section(name="ocr", weight=2.0)])
-    with pytest.raises(ValueError, match="nothing to learn from"):
+    with pytest.raises(ValueError, match="nothing to train on"):
         check_rewards([Section(name="ocr", held_out=True)])

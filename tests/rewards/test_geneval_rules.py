@@ -202,16 +202,3 @@ def test_a_prompt_that_could_never_be_met_is_refused_with_what_is_wrong():
     for include in (ONE_CAT, PAIR, TWO_CATS, LEFT, RIGHT, COLORED, ATTRIBUTES):
         for exclude in (NO_THIRD, None):  # these are in the benchmark's form
             check({"tag": "two_object", "include": include, "exclude": exclude})
-
-
-@given(st.lists(detections, max_size=20), prompts, st.randoms())
-def test_scores_do_not_depend_on_the_order_in_which_objects_were_found(found, include, rng):
-    """Of different scores: equal ones are a tie that the detector's order breaks."""
-    found = [
-        Detection(box=d.box, score=d.score + i / 1000, name=d.name, color=d.color)
-        for i, d in enumerate(found)
-    ]
-    shuffled = rng.sample(found, len(found))
-    one, other = by_class(found, 0.3), by_class(shuffled, 0.3)
-    assert official(one, include, NO_THIRD) == official(other, include, NO_THIRD)
-    assert partial(one, include) == partial(other, include)

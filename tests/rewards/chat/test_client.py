@@ -1,5 +1,3 @@
-import asyncio
-import sys
 
 import pytest
 import torch
@@ -89,23 +87,6 @@ def test_what_another_try_mends_is_tried_again_and_a_mistake_of_ours_is_not():
         assert len(server.asked) == 1
 
 
-def test_a_server_may_say_when_to_come_back_unless_it_is_after_the_deadline():
-    answers = [refusal(429, **{"Retry-After": "0.3"}), completion("now")]
-    with scripted(lambda body: answers.pop(0)) as server:
-        assert asyncio.run(_timed(server)) >= 0.3
-    with scripted(lambda body: refusal(429, **{"Retry-After": "3600"})) as server:
-        with no_longer_than(SLACK):
-            assert "429" in ask(server)[0].missing
-
-
-async def _timed(server: Scripted) -> float:
-    """Asked from inside a running event loop, as in a notebook."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    assert ask(server)[0].text == "now"
-    return loop.time() - began
-
-
 def test_replies_that_came_before_the_deadline_are_kept():
     def script(body):
         return server.hang if text_of(body) == "slow" else completion("here")
@@ -159,12 +140,3 @@ def test_the_key_comes_from_the_named_variable_only(monkeypatch):
         monkeypatch.delenv("JUDGE_KEY")
         with pytest.raises(ValueError, match="variable JUDGE_KEY holds no key"):
             ask(server, api_key_env="JUDGE_KEY")
-
-
-def test_settings_that_cannot_work_are_refused_and_a_missing_package_is_named(monkeypatch):
-    for args in ({"timeout": 0}, {"rounds": 0}, {"base_url": "localhost:8000"}):
-        with pytest.raises(ValueError):
-            Chat("m", **args)
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ImportError, match="pip install openai"):
-        ask("http://127.0.0.1:1/v1")
