@@ -149,8 +149,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def set_aside(run_dir: Path, step: int) -> Path | None:
     """Move what a run did after `step` below `set-aside/`, where it has later checkpoints.
 
-    Checkpoints and evaluations are moved, metrics and audits copied: the run
-    cuts its own. Returns the folder they lie in now, None where there was nothing.
+    Checkpoints and evaluations are moved, metrics and audits copied: the run cuts its own.
+    Returns the new folder, None where there was nothing to move.
     """
     later = [p for p in (run_dir / "checkpoints").glob("step-*") if (step_of(p) or 0) > step]
     later = [p for p in later if (p / STATE).exists()]

@@ -14,6 +14,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Column
 
 from flowrl.utils.templates import number
 
@@ -131,10 +132,11 @@ def clock(seconds: float) -> str:
 def _bar(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}", markup=False),
-        TextColumn("{task.fields[notes]}", markup=False),
+        # On a narrow terminal these are broken into lines, and nothing else is cut.
+        TextColumn("{task.fields[notes]}", markup=False, table_column=Column(overflow="fold")),
         console=console,
     )
