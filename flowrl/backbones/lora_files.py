@@ -145,7 +145,10 @@ def _shape(module: Any) -> tuple[int, int]:
 
 
 def _converted(lora: LoRA, pipeline: type) -> dict[str, Factors]:
-    """Return the layers as the converter of the pipeline class reads them; {} where it fails."""
+    """Return the layers as the converter of the pipeline class reads them.
+
+    {} where it fails or leaves outputs out, as some converters do with layers unknown to them.
+    """
     reader = getattr(pipeline, "lora_state_dict", None)
     if reader is None:
         return {}
@@ -160,9 +163,11 @@ def _converted(lora: LoRA, pipeline: type) -> dict[str, Factors]:
     try:
         tensors = reader(state)
         tensors = tensors[0] if isinstance(tensors, tuple) else tensors
-        return layers_of({plain_name(name): tensor for name, tensor in tensors.items()})
+        layers = layers_of({plain_name(name): tensor for name, tensor in tensors.items()})
     except Exception:  # each converter has its own, also AssertionError without a text
         return {}
+    outputs = [sum(len(up) for _, up in one.values()) for one in (layers_of(lora.state), layers)]
+    return layers if outputs[0] == outputs[1] else {}
 
 
 # --- load and merge -------------------------------------------------------------------------------

@@ -209,21 +209,22 @@ class Licence:
         return {key: value for key, value in entries.items() if value}
 
 
-# (how names begin, licence, file) as the cards of these repositories say. SANA's card has no
-# identifier and says "NSCL v2-custom" in its text.
+# (how names begin, licence, file) as the cards of these repositories say; without a file it is an
+# identifier of the Hub. SANA's card has no identifier and says "NSCL v2-custom" in its text.
 LICENCES = (
     ("stabilityai/stable-diffusion-3.5-", "stabilityai-ai-community", "LICENSE.md"),
     ("black-forest-labs/FLUX.1-dev", "flux-1-dev-non-commercial-license", "LICENSE.md"),
+    ("black-forest-labs/FLUX.1-schnell", "apache-2.0", ""),
     ("Efficient-Large-Model/Sana_", "nscl-v2-custom", "LICENSE.txt"),
 )
 
 
 def licence_of(base_model: str) -> Licence | None:
     """Return the licence of a pipeline by its name on the Hub, None for an unknown one."""
-    if base_model == "black-forest-labs/FLUX.1-schnell":
-        return Licence(id="apache-2.0")
     for start, name, file in LICENCES:
         if base_model.startswith(start):
+            if not file:
+                return Licence(id=name)
             link = f"https://huggingface.co/{base_model}/blob/main/{file}"
             return Licence(id="other", name=name, link=link)
     return None
