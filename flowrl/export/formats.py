@@ -55,8 +55,9 @@ def export_diffusers(
     """
     path = to if to.suffix == SUFFIX else to / FILE
     _check_free(path)
-    lora, prefix = open_lora(source, alpha=alpha), PREFIX
-    if base or recipe_of(source) or lora.make in ("kohya", "ComfyUI"):
+    lora = open_lora(source, alpha=alpha)
+    prefix = PREFIX if lora.prefix is None else lora.prefix
+    if base or lora.make in ("kohya", "ComfyUI"):
         kind, network = outline(*_check_base(base, revision, source))
         lora, prefix = fit_lora(lora, network, kind), file_prefix(kind)
     copied = lora.prefix == prefix
