@@ -220,10 +220,7 @@ def _geneval(
 
     folder = Path(drawing.model)
     if not folder.is_dir() or (folder / "model_index.json").is_file():
-        records = benchmarks.geneval_prompts(prompts)
-        texts = [(record.text, record.metadata) for record in records]
-        benchmarks.geneval_judge(judge, texts, str(prompts))  # before hours of sampling
-        folder = generate(records)
+        folder = generate(benchmarks.geneval_prompts(prompts, judge))
     elif prompts or drawing.lora:
         raise UserError(f"{folder} is a folder of images: leave --prompts and --lora out.")
     rows = benchmarks.judge_geneval(folder, judge)

@@ -36,11 +36,12 @@ def benchmark_prompts(name: str) -> list[PromptRecord]:
 # --- GenEval --------------------------------------------------------------------------------------
 
 
-def geneval_prompts(source: str | Path | None) -> list[PromptRecord]:
-    """Return prompts in GenEval's form.
+def geneval_prompts(
+    source: str | Path | None, args: Mapping[str, Any] | None = None
+) -> list[PromptRecord]:
+    """Return prompts in GenEval's form, which the judge with these arguments can judge.
 
-    Raises UserError for None, naming where the 553 published ones are, and for a prompt without
-    GenEval's metadata.
+    Raises UserError for None, naming where the 553 published ones are, and for other prompts.
     """
     if source is None:
         raise UserError(
@@ -48,13 +49,7 @@ def geneval_prompts(source: str | Path | None) -> list[PromptRecord]:
             "prompts of https://github.com/djghosh13/geneval"
         )
     records = load_prompts(source)
-    reward: Any = load_reward(GENEVAL, {"mode": "official"})
-    for record in records:
-        if not reward.applies(record.text, record.metadata) or "tag" not in record.metadata:
-            raise UserError(
-                f"{source}: the prompt {record.text!r} has no tag and include of GenEval, as in "
-                '{"tag": "single_object", "include": [{"class": "cat", "count": 1}], "prompt": ...}'
-            )
+    geneval_judge(args, [(record.text, record.metadata) for record in records], str(source))
     return records
 
 
@@ -65,11 +60,16 @@ def geneval_judge(
 
     prompts: texts and metadata of the images to judge.
 
-    Raises UserError, beginning with `where`, for prompts that its detector cannot judge.
+    Raises UserError, beginning with `where`, for prompts that it cannot judge.
     """
     options: Any = {k: v for k, v in (args or DETECTOR).items() if k != "mode"}
     reward: Any = load_reward(GENEVAL, options | {"mode": "official"})
-    for prompt, metadata in dict(prompts).items():
+    for prompt, metadata in prompts:
+        if not reward.applies(prompt, metadata) or "tag" not in metadata:
+            raise UserError(
+                f"{where}: the prompt {prompt!r} has no tag and include of GenEval, as in "
+                '{"tag": "single_object", "include": [{"class": "cat", "count": 1}], "prompt": ...}'
+            )
         try:
             reward.check(prompt, metadata)
         except ValueError as error:
@@ -109,7 +109,7 @@ def _judged(reward: Any, image: ImageFile) -> Row:
     try:
         with Image.open(image.path) as file:
             pixels = to_tensor([file.convert("RGB")])
-    except Exception as error:  # Pillow has no common class for what it finds in broken files
+    except Exception as error:  # Pillow has no common class for the errors of broken files
         verdict: Row = {"correct": None, "reason": f"cannot be read: {error}", "details": {}}
     else:
         (verdict,) = reward.verdicts(pixels, [image.metadata])
@@ -132,7 +132,7 @@ def write_results(rows: Sequence[Row], path: Path) -> Path:
 
 
 def geneval_table(rows: Sequence[Row]) -> list[Row]:
-    """Return the accuracy of each task, and their mean as published, from rows of results.jsonl.
+    """Return the accuracy of each task, and their mean as published.
 
     The mean is over tasks, not images. Images without a verdict are counted and left out.
     """
@@ -188,7 +188,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def kind_table(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """Return the mean scores of each kind of prompt, and of all; rows as `score_files` gives."""
+    """Return the mean scores of each kind of prompt, and of all; rows: of `score_files`."""
     kinds = {str(image.path): kind_of(image.metadata) for image in layout_images(folder)}
     by_kind: dict[str, list[Row]] = {}
     for row in rows:

@@ -129,6 +129,9 @@ def test_what_cannot_be_judged_is_missing_or_refused(tmp_path):
     (tmp_path / "00000" / "metadata.jsonl").write_text(json.dumps(other))
     with pytest.raises(UserError, match="does not know 'zebra'"):
         judge_geneval(tmp_path, TINY)
+    (tmp_path / "00000" / "metadata.jsonl").write_text('{"prompt": "a cat"}')
+    with pytest.raises(UserError, match="'a cat' has no tag"):
+        judge_geneval(tmp_path, TINY)
 
 
 def test_a_benchmark_of_any_prompts_has_means_by_kind(tmp_path, capsys):
@@ -149,15 +152,14 @@ def test_a_benchmark_of_any_prompts_has_means_by_kind(tmp_path, capsys):
 
 
 def test_prompts_without_genevals_metadata_are_refused(tmp_path):
-    row = {"tag": "single_object", "include": [{"class": "bench", "count": 1}]}
+    row = split_prompts("colors", "test")[0]
     path = tmp_path / "evaluation_metadata.jsonl"
-    path.write_text(json.dumps(row | {"prompt": "a photo of a bench"}) + "\n")
-    (record,) = geneval_prompts(path)
-    assert record.metadata == row
+    path.write_text(json.dumps(row) + "\n")
+    assert geneval_prompts(path, TINY)[0].text == row["prompt"]
     path.write_text(json.dumps({"prompt": "a photo of a bench"}) + "\n")
-    with pytest.raises(UserError, match="the prompt 'a photo of a bench' has no tag and include"):
-        geneval_prompts(path)
-    with pytest.raises(UserError, match="give GenEval's prompts with --prompts: evaluation_meta"):
+    with pytest.raises(UserError, match="'a photo of a bench' has no tag"):
+        geneval_prompts(path, TINY)
+    with pytest.raises(UserError, match="--prompts"):
         geneval_prompts(None)
 
 
