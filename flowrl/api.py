@@ -34,7 +34,7 @@ from flowrl.assembly.learner import (
     with_pipeline_name,
 )
 from flowrl.assembly.offline import dataset_metadata
-from flowrl.assembly.rollout import RolloutParts, build_preview_generator, plan_at, preview_layers
+from flowrl.assembly.rollout import RolloutParts, build_preview_generator, preview_layers
 from flowrl.assembly.start import begin_session, recipe_to_show, runtime_to_evaluate, start_on_all
 from flowrl.assembly.text import TextCaches, prompts_to_encode
 from flowrl.assembly.worker import build_pool
@@ -72,8 +72,8 @@ from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.backends import Resolved, capability_of, precision_name, resolve
 from flowrl.quantization.layer_rules import quantised_share
 from flowrl.sampling.rank_audit import audit_ranks
-from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
-from flowrl.sampling.source import Ahead, Sampler
+from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Sampler, Timer
+from flowrl.sampling.source import Ahead
 from flowrl.sampling.two_stage import score_candidates
 from flowrl.scoring.check import check_before_training
 from flowrl.scoring.files import (
@@ -606,7 +606,7 @@ class _ExactSamples:
 
 def _exact_samples(config: Config, learner: Learner, bar: Steps | None) -> _ExactSamples:
     sampler = _sampler(learner)
-    plan = plan_at(config.rollout.plan, config.run.seed, 0)
+    plan = config.rollout.plan(0, config.run.seed)
     plan = replace(plan, roots=_explore(config).candidates)
     request = sampler.request(0, plan)
     with torch.no_grad(), learner.runtime.autocast():
@@ -635,7 +635,7 @@ def _candidate_rows(
     share = quantised_share(choices) if choices else 0.0
     for config in configs:
         steps = _explore(config).num_inference_steps or config.rollout.num_inference_steps
-        plan = plan_at(config.rollout.candidates, config.run.seed, 0)
+        plan = config.rollout.candidates(0, config.run.seed)
         scores, seconds = _timed(
             replace(stage, num_inference_steps=steps),
             exact.request,

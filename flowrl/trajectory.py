@@ -77,6 +77,17 @@ class Tree:
         return replace(parts[0], **joined, forwards=sum(part.forwards for part in parts))
 
 
+def leaves_below(parent: Tensor, leaf: Tensor) -> Tensor:
+    """Mark for each node the leaves below it. (n, l) bool"""
+    below = torch.zeros(len(parent), len(leaf), dtype=torch.bool)
+    column, node = torch.arange(len(leaf)), leaf
+    while len(node):
+        below[node, column] = True
+        node = parent[node]
+        node, column = node[node >= 0], column[node >= 0]
+    return below
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explored:
     """The first of two stages: N candidates for each of all processes' P groups."""

@@ -15,7 +15,7 @@ from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.offline.format import DatasetMetadata, open_dataset
 from flowrl.offline.source import StoredGroups, check_dataset, filter_groups
-from flowrl.sampling.source import Sampler
+from flowrl.sampling.rollout import Sampler
 
 # Options under `rollout` that leave the images as they are.
 INDIFFERENT = {

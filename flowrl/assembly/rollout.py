@@ -13,7 +13,6 @@ from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.quantized_base import is_quantised
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config
-from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
 from flowrl.prompts.records import PromptRecord, PromptSampler
@@ -30,16 +29,16 @@ from flowrl.quantization.rollout_model import RolloutModel, prepare, write_preci
 from flowrl.sampling.rank_audit import RankAuditor
 from flowrl.sampling.rollout import (
     RolloutGenerator,
+    Sampler,
     policy_velocity,
     rollout_model_velocity,
     with_network,
 )
-from flowrl.sampling.source import Sampler
 from flowrl.sampling.two_stage import Explorer
 from flowrl.sampling.workers import RemoteGenerator, WorkerPool
 from flowrl.scoring.spec import RewardSpec
 from flowrl.trees.memory import check_memory, free_bytes
-from flowrl.trees.plan import PlanError, TreePlan
+from flowrl.trees.plan import TreePlan
 from flowrl.utils.distributed import Runtime
 
 WHERE = "rollout.explore"
@@ -96,7 +95,7 @@ def build_sampler(parts: RolloutParts, prompts: Sequence[PromptRecord]) -> Sampl
     generator = build_generator(parts)
     return Sampler(
         generator=generator,
-        plan=functools.partial(plan_at, config.rollout.plan, seed),
+        plan=functools.partial(config.rollout.plan, seed=seed),
         prompts=PromptSampler(
             prompts,
             config.rollout.prompts_per_iteration,
@@ -153,10 +152,11 @@ def build_explorer(parts: RolloutParts, exact: RolloutGenerator) -> Explorer | N
         return None
     resolved = resolve(e.precision, capability_of(parts.runtime.device), where=WHERE)
     preview_layers(parts, resolved)  # what cannot work fails before anything is sampled
-    plan = functools.partial(plan_at, parts.config.rollout.candidates, seed)
+    rollout = parts.config.rollout
+    plan = functools.partial(rollout.candidates, seed=seed)
 
     def exact_plan(iteration: int) -> TreePlan:
-        return replace(plan_at(parts.config.rollout.plan, seed, iteration), roots=e.candidates)
+        return replace(rollout.plan(iteration, seed), roots=e.candidates)
 
     auditor = RankAuditor(
         preview=functools.cache(functools.partial(_preview_generator, parts, exact, resolved)),
@@ -164,7 +164,7 @@ def build_explorer(parts: RolloutParts, exact: RolloutGenerator) -> Explorer | N
         exact=exact,
         plan=plan,
         exact_plan=exact_plan,
-        keep=lambda iteration: parts.config.rollout.plan(iteration, seed).roots,
+        keep=lambda iteration: rollout.plan(iteration, seed).roots,
         select=e.select,
         options=e.audit,
         folder=Path(parts.config.run.output_dir),
@@ -237,14 +237,6 @@ def preview_layers(
         four_over_six=e.four_over_six,
         where=WHERE,
     )
-
-
-def plan_at(plan: Callable[[int, int], TreePlan], seed: int, iteration: int) -> TreePlan:
-    """Return the plan of an iteration. Raises UserError for one that cannot be sampled."""
-    try:
-        return plan(iteration, seed)
-    except PlanError as error:
-        raise UserError(f"iteration {iteration} cannot be sampled: {error}") from error
 
 
 def check_rollout_memory(config: Config, backbone: Backbone, runtime: Runtime) -> None:

@@ -11,12 +11,12 @@ and clean latent at one point, hence networks that predict either are served ali
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from flowrl.backbones.policy import switched_off
 from flowrl.errors import UserError
 from flowrl.functional.sde import extrapolate
 
@@ -143,15 +143,3 @@ def _adapters(network: nn.Module) -> list[Any]:
 
     layers = (module for module in network.modules() if isinstance(module, BaseTunerLayer))
     return [layer for layer in layers if not layer.disable_adapters]
-
-
-@contextmanager
-def switched_off(layers: list[Any]) -> Iterator[None]:
-    """Switch adapters off inside the block. PEFT's own switch also rewrites `requires_grad`."""
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.base import Backbone
-from flowrl.backbones.guidance import switched_off
 from flowrl.backbones.quantized_base import check_mergeable
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
@@ -281,7 +280,9 @@ def merged_weight(layer: Any, weight: Tensor, adapter: str) -> Tensor:
 
     Raises UserError for a weight in 8 or 4 bits.
     """
-    check_mergeable(layer.get_base_layer().weight)
+    base = layer.get_base_layer().weight
+    if type(base.data) is not Tensor or not base.is_floating_point():
+        check_mergeable(base)
     with torch.autocast(weight.device.type, enabled=False):
         return weight.float() + layer.get_delta_weight(adapter)
 
@@ -301,3 +302,15 @@ def _named_parameters_of(network: nn.Module, adapter: str) -> Iterator[tuple[str
 
 def _parameters_of(network: nn.Module, adapter: str) -> list[nn.Parameter]:
     return [parameter for _, parameter in _named_parameters_of(network, adapter)]
+
+
+@contextlib.contextmanager
+def switched_off(layers: list[Any]) -> Iterator[None]:
+    """Switch adapters off inside the block. PEFT's own switch also rewrites `requires_grad`."""
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

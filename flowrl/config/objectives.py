@@ -235,12 +235,6 @@ class OldDecayOptions(Options):
         0.5, "Largest decay; 0 copies the policy after each iteration.", f"0.5 in {NFT}"
     )
 
-    def __call__(self, iteration: int) -> float:
-        """Return the decay at an iteration."""
-        if self.rate is None:
-            return self.limit if iteration >= self.start else 0.0
-        return min(max(iteration - self.start, 0) * self.rate, self.limit)
-
 
 class NFTOptions(ObjectiveOptions):
     component: ClassVar[str] = "flowrl.objectives.nft:NFT"

@@ -52,10 +52,13 @@ class TreeOptions(Options):
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
         """Return the preset's arguments: the options, with the steps of the window, if any."""
-        arguments = self.arguments()
+        arguments = self._fields()
         if "window" in arguments:
             arguments["window"] = arguments["window"].steps(iteration, steps, seed)
         return arguments
+
+    def _fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in type(self).model_fields if name != "kind"}
 
 
 class ODEOptions(TreeOptions):
@@ -197,7 +200,7 @@ class EGRPOOptions(SiblingOptions):
 def _fan_arguments(
     options: G2RPOOptions | EGRPOOptions, iteration: int, steps: int, seed: int
 ) -> dict[str, Any]:
-    arguments = options.arguments()
+    arguments = options._fields()
     at, draw = arguments["at"], arguments.pop("draw")
     among = presets.check_steps("at", range(steps // 2) if at is None else at, steps)
     if draw is not None and isinstance(options, EGRPOOptions):
@@ -217,7 +220,7 @@ class CustomTreeOptions(TreeOptions):
     args: dict[str, Any] = option({}, "Further arguments of the function, by name.")
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
-        return self.arguments() | {"iteration": iteration, "seed": seed}
+        return self._fields() | {"iteration": iteration, "seed": seed}
 
 
 Tree = Annotated[

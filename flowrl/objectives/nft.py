@@ -1,11 +1,12 @@
 """DiffusionNFT (2509.16117): towards good images, and away from bad ones, of an old policy."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flowrl.config.objectives import NFTOptions
+from flowrl.config.objectives import NFTOptions, OldDecayOptions
 from flowrl.functional.gaussian import velocity_kl
 from flowrl.functional.sde import x0_from_velocity
 from flowrl.objectives.advantage import ADVANTAGE_CLIP, clip_advantage, image_advantages
@@ -47,6 +48,13 @@ def reward_to_unit(advantage: Tensor) -> Tensor:
     return (clip_advantage(advantage) / ADVANTAGE_CLIP / 2 + 0.5).clamp(0, 1)
 
 
+def old_decay(iteration: int, options: OldDecayOptions) -> float:
+    """Return the decay of the old policy at an iteration: 0, then rising to its limit."""
+    if options.rate is None:
+        return options.limit if iteration >= options.start else 0.0
+    return min(max(iteration - options.start, 0) * options.rate, options.limit)
+
+
 @dataclass(frozen=True)
 class NFT:
     """Learn from images of the old policy, which also samples them.
@@ -58,7 +66,8 @@ class NFT:
 
     @property
     def needs(self) -> Needs:
-        old = OldPolicy(decay=self.options.old_decay, samples=True)
+        decay = functools.partial(old_decay, options=self.options.old_decay)
+        old = OldPolicy(decay=decay, samples=True)
         return Needs(states="endpoints", reference=self.options.kl_coef > 0, old=old)
 
     def prepare(self, rollout: Rollout) -> Endpoints:

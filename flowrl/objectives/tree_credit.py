@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.config.objectives import CreditOptions
 from flowrl.objectives.advantage import clip_advantage, exact_rewards, image_reward, z_scores
-from flowrl.trajectory import Rollout
+from flowrl.trajectory import Rollout, leaves_below
 
 EXTREMES = 2  # best and as many worst images of a prompt, with keep: extreme
 B2_THRESHOLD = 0.5  # advantage that B2-DiffuRL's code asks of a best child, and minus it of a worst
@@ -125,17 +125,6 @@ def node_values(rollout: Rollout, reward: Tensor, valid: Tensor, fusion: str) ->
     if fusion == "path":
         return fuse_path(below, reward, valid, rollout.log_prob)
     return fuse_uniform(below, reward, valid)
-
-
-def leaves_below(parent: Tensor, leaf: Tensor) -> Tensor:
-    """Mark for each node the leaves below it. (n, l) bool"""
-    below = torch.zeros(len(parent), len(leaf), dtype=torch.bool)
-    column, node = torch.arange(len(leaf)), leaf
-    while len(node):
-        below[node, column] = True
-        node = parent[node]
-        node, column = node[node >= 0], column[node >= 0]
-    return below
 
 
 def fuse_uniform(below: Tensor, reward: Tensor, valid: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from flowrl.errors import UserError
 from flowrl.functional.noise import keyed_uniform, noise_seed
 from flowrl.offline.format import DTYPES, OfflineDataset, StoredGroup
 from flowrl.prompts.records import PromptSampler
-from flowrl.sampling.rollout import Timer, occurrences
-from flowrl.sampling.source import learning_seed
+from flowrl.sampling.rollout import Timer, learning_seed, occurrences
 from flowrl.scoring.combine import combine, train_weights
 from flowrl.scoring.spec import RewardResult, RewardSpec, trained
 from flowrl.trajectory import Rollout, Tree

@@ -22,8 +22,7 @@ from flowrl.offline.format import (
     shard_file,
 )
 from flowrl.offline.pairs import Pair
-from flowrl.sampling.rollout import Timer, occurrences
-from flowrl.sampling.source import Sampler
+from flowrl.sampling.rollout import Sampler, Timer, occurrences
 from flowrl.trajectory import Rollout
 from flowrl.utils.files import locked_folder
 from flowrl.utils.images import to_tensor

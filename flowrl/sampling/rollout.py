@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,18 @@ from flowrl.errors import phase
 from flowrl.functional.batches import ALONE, Batches
 from flowrl.functional.noise import keyed_noise, noise_seed
 from flowrl.functional.sde import StepKernel
-from flowrl.prompts.records import PromptRecord, reworded
+from flowrl.prompts.records import PromptRecord, PromptSampler, reworded
 from flowrl.quantization.rollout_model import RolloutModel, within_limit
 from flowrl.sampling.sampler import Schedule, sample_tree
-from flowrl.scoring.combine import FailureLimit, combine
+from flowrl.scoring.combine import FailureLimit, combine, train_weights
 from flowrl.scoring.scorer import SamplerFailure, Scoring
 from flowrl.scoring.spec import RewardResult, RewardSpec
-from flowrl.trajectory import Conditioning, Tree
+from flowrl.trajectory import Conditioning, Explored, Rollout, Tree
 from flowrl.trees.plan import TreePlan, level_widths
 from flowrl.utils.distributed import Postponed, Runtime
+
+if TYPE_CHECKING:
+    from flowrl.sampling.two_stage import Explorer
 
 
 class Timer:
@@ -268,6 +272,68 @@ class RolloutGenerator:
         """Return the conditioning of the request's prompts, encoded together."""
         with self.runtime.autocast():
             return self.text_cache(local.prompts) if local.prompts else Conditioning(tensors={})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """Samples rollouts with the policy. All randomness is a function of seed and iteration."""
+
+    generator: RolloutGenerator  # of the images that are learned from
+    plan: Callable[[int], TreePlan]  # of an iteration
+    prompts: PromptSampler
+    seed: int
+    explorer: "Explorer | None" = None  # selects the trees among more candidates; None samples all
+    retained: int | None = None  # trees of a prompt that keep its own words, see `group_request`
+
+    def request(self, iteration: int, plan: TreePlan) -> RolloutRequest:
+        """Return all processes' trees of an iteration."""
+        prompts = self.prompts.at(iteration)
+        return group_request(
+            prompts, plan, seed=self.seed, iteration=iteration, retained=self.retained
+        )
+
+    def collect(self, iteration: int, timer: Timer) -> Rollout:
+        """Sample trees of the iteration's prompts, decode and score their images."""
+        plan, explored = self.plan(iteration), None
+        if self.explorer is None:
+            request = self.request(iteration, plan)
+        else:
+            candidates = self.request(iteration, self.explorer.plan(iteration))
+            request, explored = self.explorer.explore(iteration, candidates, plan.roots, timer)
+        samples = self.generator.sample(request, plan, timer)
+        return self.rollout(iteration, samples, timer, explored)
+
+    def rollout(
+        self, iteration: int, samples: Samples, timer: Timer, explored: Explored | None = None
+    ) -> Rollout:
+        """Return the rollout of an iteration's samples, with the scores of all processes."""
+        scores = self.generator.score(samples, timer)
+        tree = Tree.cat([tree for tree, _ in scores.images])
+        timer.seconds |= {f"time/reward/{n}": s for n, s in scores.result.seconds.items()}
+        return Rollout(
+            tree=tree,
+            cond=samples.cond,
+            prompts=tuple(p.text for p in samples.local.prompts),
+            metadata=tuple(p.metadata for p in samples.local.prompts),
+            images=torch.cat([images for _, images in scores.images]),
+            trees=samples.trees,
+            scores=scores.result.scores,
+            applicable=scores.result.applicable,
+            terms=scores.terms,
+            names=scores.result.names,
+            weights=torch.tensor(train_weights(self.generator.specs)),
+            reward=scores.reward,
+            valid=scores.valid,
+            group=scores.group,
+            log_prob=self.generator.runtime.gather(tree.log_prob),
+            seed=learning_seed(self.seed, iteration),
+            explored=explored,
+        )
+
+
+def learning_seed(seed: int, iteration: int) -> int:
+    """Return the seed of the randomness in learning from an iteration's rollout."""
+    return noise_seed(seed=seed, iteration=iteration, prompt="", root=0, step=0, role="learn")
 
 
 def sample_request(

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from flowrl.objectives.advantage import group_stats
-from flowrl.objectives.tree_credit import leaves_below
 from flowrl.sampling.rank_audit import regenerated_rank
-from flowrl.trajectory import Metrics, Rollout
+from flowrl.trajectory import Metrics, Rollout, leaves_below
 from flowrl.utils.distributed import Runtime
 
 COUNTS = {

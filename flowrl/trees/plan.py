@@ -17,12 +17,13 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Literal
 
+from flowrl.errors import UserError
 from flowrl.utils.fields import NonNegative, Options, option
 
 CouplingKind = Literal["independent", "shared", "simplex"]
 
 
-class PlanError(ValueError):
+class PlanError(UserError, ValueError):
     """A plan that cannot work: says why, with numbers, and names the nearest one that does."""
 
     def __init__(self, message: str, *, leaves: int | None = None):

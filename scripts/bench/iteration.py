@@ -25,8 +25,7 @@ from flowrl.planning.model_specs import ModelSpec, model_spec
 from flowrl.planning.plan import build_setup, count_work
 from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.backends import capability_of, precision_name, resolve
-from flowrl.sampling.rollout import Timer
-from flowrl.sampling.source import Sampler
+from flowrl.sampling.rollout import Sampler, Timer
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.utils.distributed import Runtime

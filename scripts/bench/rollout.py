@@ -11,8 +11,7 @@ from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.config import parse_config
 from flowrl.errors import UserError
 from flowrl.functional.batches import ALONE
-from flowrl.sampling.rollout import Timer, sample_request
-from flowrl.sampling.source import Sampler
+from flowrl.sampling.rollout import Sampler, Timer, sample_request
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Rollout, Transitions
 from flowrl.trees.plan import PlanCounts, count

@@ -28,6 +28,7 @@ from flowrl.quantization.rollout_model import RolloutModel, prepare, recompilati
 from flowrl.sampling.rollout import (
     RolloutGenerator,
     RolloutRequest,
+    Sampler,
     Timer,
     decode,
     policy_velocity,
@@ -36,7 +37,6 @@ from flowrl.sampling.rollout import (
     submit_images,
     with_network,
 )
-from flowrl.sampling.source import Sampler
 from flowrl.sampling.two_stage import Explorer, break_even_gain, two_stage_ratio
 from flowrl.scoring.combine import FailureLimit
 from flowrl.scoring.scorer import Scoring

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.objectives.tree_credit import fuse_local, fuse_path, fuse_uniform, leaves_below
+from flowrl.objectives.tree_credit import fuse_local, fuse_path, fuse_uniform
+from flowrl.trajectory import leaves_below
 from flowrl.trees.plan import Fan, NoiseCoupling, Step, TreePlan, shape_of
 
 F64 = torch.float64

@@ -3,7 +3,7 @@ import torch
 from torch.testing import assert_close
 
 from flowrl.config.objectives import OldDecayOptions
-from flowrl.objectives.nft import nft_loss, reward_to_unit
+from flowrl.objectives.nft import nft_loss, old_decay, reward_to_unit
 from flowrl.objectives.noising import noised, velocity_target
 
 F64, ROWS, MIX, A_MAX = torch.float64, 5, 0.4, 5.0
@@ -73,4 +73,4 @@ def test_the_old_policys_decay_rises_to_its_limit():
         ),
         (OldDecayOptions(rate=None, limit=0.9, start=5), {4: 0.0, 5: 0.9, 100: 0.9}),
     ]:
-        assert {i: options(i) for i in values} == pytest.approx(values, abs=1e-12)
+        assert {i: old_decay(i, options) for i in values} == pytest.approx(values, abs=1e-12)

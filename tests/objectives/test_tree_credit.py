@@ -27,12 +27,11 @@ from flowrl.objectives.tree_credit import (
     keep_extreme,
     keep_parent_top1,
     last_split,
-    leaves_below,
     population,
     tree_credit,
 )
 from flowrl.sampling.sampler import Schedule, sample_tree
-from flowrl.trajectory import Conditioning, Rollout
+from flowrl.trajectory import Conditioning, Rollout, leaves_below
 from flowrl.trees.plan import Fan, Step, TreePlan
 
 nan = math.nan

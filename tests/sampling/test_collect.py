@@ -8,8 +8,7 @@ from flowrl.assembly.learner import check_work_split
 from flowrl.backbones.policy import OLD, POLICY
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
-from flowrl.sampling.rollout import Timer
-from flowrl.sampling.source import learning_seed
+from flowrl.sampling.rollout import Timer, learning_seed
 from flowrl.scoring.executors.base import Answer
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec
