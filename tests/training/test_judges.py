@@ -134,7 +134,7 @@ def test_no_key_is_in_any_file_log_or_message_of_a_run_and_of_what_is_made_of_it
     config_for, load_tiny, tmp_path, caplog, capfd, monkeypatch
 ):
     caplog.set_level(logging.DEBUG)
-    monkeypatch.setattr("flowrl_rewards.chat.client.PAUSE", 0.01)
+    monkeypatch.setattr("flowrl_rewards.chat.client.PAUSE_S", 0.01)
     messages = []
     changes = {
         "evaluation": {"prompts": "tiny:geneval:test", "num_images": 4, "num_inference_steps": 2},
