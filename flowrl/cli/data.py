@@ -1,4 +1,4 @@
-"""`flowrl collect` and `flowrl prompts`: data to train on, images and prompts."""
+"""`flowrl collect` and `flowrl prompts`: make images and prompts to train on."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -65,9 +65,9 @@ def collect(
             "--groups 512, or with --pairs pairs.jsonl in place of --groups."
         )
     if (groups is None) == (pairs is None):
-        raise UserError("Give either --groups, how many to sample, or --pairs, a file of images.")
+        raise UserError("Give either --groups, a number of prompts to sample, or --pairs, a file of images.")
     if pairs is not None and lora is not None:
-        raise UserError("--lora samples images, and --pairs brings them: leave one out.")
+        raise UserError("--lora is for sampling, and --pairs samples nothing: leave one out.")
     # The objective that will learn from the images needs nothing of the rollout yet.
     changes = ["rollout.store=null", "objective={kind: sft}"]
     config = load_config(request.recipe, [*request.overrides, *changes])
@@ -90,48 +90,48 @@ def collect(
 
 
 def prompts(
-    kind: Annotated[Literal["geneval", "ocr"], typer.Argument(help="What they ask for.")],
+    kind: Annotated[Literal["geneval", "ocr"], typer.Argument(help="Objects and relations, or texts to render.")],
     output_dir: Annotated[
         Path, typer.Option("--output-dir", "-o", help="Folder for train.jsonl and test.jsonl.")
     ],
-    count: Annotated[int, typer.Option(min=0, help="Prompts to train on.")] = 1000,
-    held_out: Annotated[int, typer.Option(min=0, help="Prompts to evaluate on.")] = 200,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same sets.")] = 0,
+    count: Annotated[int, typer.Option(min=0, help="Number of training prompts.")] = 1000,
+    held_out: Annotated[int, typer.Option(min=0, help="Number of held-out prompts.")] = 200,
+    seed: Annotated[int, typer.Option(help="Seed: the same gives the same lists.")] = 0,
     ratio: Annotated[
-        str | None, typer.Option(metavar="N:N:...", help="Parts of the kinds, see above.")
+        str | None, typer.Option(metavar="N:N:...", help="Shares of the kinds, see above.")
     ] = None,
     classes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="geneval: names of objects, one a line.")
+        Path | None, typer.Option(metavar="FILE", help="geneval: names of objects, one per line.")
     ] = None,
     exclude: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="geneval: a .jsonl file whose requests neither list may have."
+            metavar="FILE", help="geneval: a .jsonl file whose requests are left out; may be repeated."
         ),
     ] = None,
     words: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="ocr: words, one a line.")
+        Path | None, typer.Option(metavar="FILE", help="ocr: words, one per line.")
     ] = None,
     templates: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="ocr: wordings with {}, one a line.")
+        Path | None, typer.Option(metavar="FILE", help="ocr: templates with {}, one per line.")
     ] = None,
     new_words: Annotated[
-        bool, typer.Option("--new-words", help="ocr: keep words for test.jsonl only.")
+        bool, typer.Option("--new-words", help="ocr: test.jsonl has words of its own.")
     ] = False,
 ) -> None:
-    """Write lists of prompts with what their rewards need, and a held-out list.
+    """Write a list of training prompts and a held-out one, with the metadata that rewards need.
 
     geneval: objects, their number, colours and places, for the reward geneval. --ratio is
     position:counting:color_attr:colors:two_object:single_object, 7:5:3:1:1:0 by default;
-    test.jsonl has as many of each kind. Default classes are COCO's. Where a kind has fewer requests
-    than prompts, requests repeat in other words, and then texts: of counting prompts there are the
-    fewest, 240 requests. --exclude evaluation_metadata.jsonl, GenEval's published test, keeps its
-    553 requests out, in whatever words; several files may be given.
+    test.jsonl has equally many of each kind. The default classes are COCO's. A kind with fewer
+    requests than prompts repeats requests in other words, then texts; counting has the fewest, 240
+    requests. --exclude evaluation_metadata.jsonl leaves out the 553 requests of GenEval's published
+    test, in any wording.
 
-    ocr: a text of one to four words to be written, for the reward ocr. --ratio is the parts of
-    texts with 1:2:3:4 words, 1:3:3:3 by default.
+    ocr: a text of one to four words to render, for the reward ocr. --ratio is the shares of texts
+    with 1:2:3:4 words, 1:3:3:3 by default.
 
-    No combination of objects, and no text, is in both lists, in whatever words.
+    No combination of objects, and no text, is in both lists, in any wording.
 
     Examples:
 
@@ -149,7 +149,7 @@ def prompts(
     from flowrl.prompts.overlap import requests_in
 
     if not count + held_out:
-        raise UserError("--count or --held-out must be above 0: there is nothing to write.")
+        raise UserError("--count and --held-out are both 0: nothing to write.")
     ours = (words, templates, new_words or None)
     wrong = ours if kind == "geneval" else (classes, exclude or None)
     if any(option is not None for option in wrong):
