@@ -65,7 +65,7 @@ def collect(
             "--groups 512, or with --pairs pairs.jsonl in place of --groups."
         )
     if (groups is None) == (pairs is None):
-        raise UserError("Give either --groups, a number of prompts to sample, or --pairs, a file of images.")
+        raise UserError("Give either --groups, a number of prompts, or --pairs, a file of images.")
     if pairs is not None and lora is not None:
         raise UserError("--lora is for sampling, and --pairs samples nothing: leave one out.")
     # The objective that will learn from the images needs nothing of the rollout yet.
@@ -90,7 +90,9 @@ def collect(
 
 
 def prompts(
-    kind: Annotated[Literal["geneval", "ocr"], typer.Argument(help="Objects and relations, or texts to render.")],
+    kind: Annotated[
+        Literal["geneval", "ocr"], typer.Argument(help="Objects and relations, or texts to render.")
+    ],
     output_dir: Annotated[
         Path, typer.Option("--output-dir", "-o", help="Folder for train.jsonl and test.jsonl.")
     ],
@@ -106,7 +108,7 @@ def prompts(
     exclude: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="geneval: a .jsonl file whose requests are left out; may be repeated."
+            metavar="FILE", help="geneval: leave out the requests of a .jsonl file; repeatable."
         ),
     ] = None,
     words: Annotated[

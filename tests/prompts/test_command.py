@@ -50,8 +50,8 @@ def test_what_cannot_be_is_a_sentence_and_writes_nothing(run, tmp_path):
     for words, says in [
         (["geneval", "--words", "w.txt"], "--words, --templates and --new-words are not for"),
         (["ocr", "--classes", "c.txt"], "--classes and --exclude are not for ocr"),
-        (["ocr", "--count", "0", "--held-out", "0"], "--count or --held-out"),
-        (["geneval", "--count", "0", "--held-out", "0"], "--count or --held-out"),
+        (["ocr", "--count", "0", "--held-out", "0"], "--count and --held-out"),
+        (["geneval", "--count", "0", "--held-out", "0"], "--count and --held-out"),
         (["ocr", "--ratio", "1:x"], "--ratio is '1:x', expected whole numbers"),
         (["geneval", "--ratio", "1:1"], "expected 6 numbers"),
         (["geneval", "--exclude", "none.jsonl"], "cannot read prompts none.jsonl"),
