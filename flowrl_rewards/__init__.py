@@ -5,33 +5,33 @@ A reward is any callable
     reward(images, prompts, metadata) -> scores
 
 with `images` a (B, 3, H, W) float tensor in [0, 1], `prompts` a list of B strings, `metadata` a
-list of B dicts, and `scores` a (B,) float32 tensor (or a list of B floats). A score that could
-not be made is NaN, never 0; to say why, return `(scores, reasons)` with reasons {row: text}.
-A reward that finds several things at once returns `{name: scores}` in place of scores, the first
-of which are its own; a recipe takes the others as `component: name`, and asks once for all.
-An exception becomes the reason of all scores of the call; one with the attribute `ends_run = True`
-ends the run, with a checkpoint, when the reward is trained. Optional attributes say more:
+list of B dicts, and `scores` a (B,) float32 tensor or a list of B floats. A score that could not
+be computed is NaN, never 0; to say why, return `(scores, reasons)` with reasons {row: text}. A
+reward with several scores returns `{name: scores}`, of which the first are its main scores; a
+recipe uses another one with `component: name`. An exception becomes the reason of all scores of
+the call; one with the attribute `ends_run = True` ends the run, with a checkpoint, when the reward
+is trained. Optional attributes:
 
     name               str, for reports
-    bounds             (lo, hi), either may be None
-    components         the names of its scores, when it has several
+    bounds             (low, high), either may be None
+    components         names of its scores, when it has several
     differentiable     True when gradients reach the images
-    required_metadata  keys a prompt's metadata must have; the reward does not apply to others
+    required_metadata  keys that a prompt's metadata must have; the reward does not apply to others
     applies            (prompt, metadata) -> bool, when keys alone cannot tell
     check              (prompt, metadata), raises ValueError for a prompt that it applies to and
-                       cannot judge; asked of every prompt before anything is sampled
-    scope              "sample", or "group" when all images of one prompt are scored together
-    requests_per_image how many questions it sends to the model of a server, for `flowrl plan`;
-                       None when prompts decide, `requests_per_group(count)` for whole groups
-    version            everything that changes the numbers, in one string
+                       cannot score; called for every prompt before sampling begins
+    scope              "sample", or "group" when all images of a prompt are scored together
+    requests_per_image requests to the model of a server, for `flowrl plan`; None when they depend
+                       on the prompt, `requests_per_group(count)` for whole groups
+    version            one string for everything that changes the scores
     deterministic      False when the same images may get other scores
     fixtures           () -> images of known order (`flowrl_rewards.fixtures.fixture`), on which
                        `flowrl reward-check` and every run try it
 
-The files lie in the folder `rewards` of a clone, import nothing from `flowrl` and each other by
+The files are in the folder `rewards` of a clone, import nothing from `flowrl` and each other by
 relative names: copy the folder, or write your own anywhere and name it as
-`my_package.my_module:MyReward`. They are imported as `flowrl_rewards`, from a clone as when they
-are installed, so that `rewards` stays free for modules and folders of yours.
+`my_package.my_module:MyReward`. They are imported as `flowrl_rewards`, from a clone or installed,
+so that the name `rewards` stays free for your own modules.
 """
 
 from pathlib import Path

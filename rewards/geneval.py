@@ -303,6 +303,9 @@ class GenEval:
         return cat_or_nothing(2 if self.modes[0] == "partial" else 1)
 
 
+# --- helpers --------------------------------------------------------------------------------------
+
+
 def _telling(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments that change the numbers."""
     return {key: value for key, value in args.items() if key not in ("device", "batch")}

@@ -202,6 +202,9 @@ def _engine_version() -> str:
         return "rapidocr"
 
 
+# --- the engine -----------------------------------------------------------------------------------
+
+
 def rapidocr_reader(confidence: float = CONFIDENCE) -> Reader:
     """Return RapidOCR on one thread; images down to 64x64 pixels need no enlarging.
 

@@ -203,6 +203,9 @@ def check_reward(
         return RewardCheck(results=(failure_result(spec.name, error),))
 
 
+# --- images to try --------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """Images of one prompt; with `says`, the first must score above the second."""
@@ -270,6 +273,9 @@ def _trial(name: str, entry: Mapping[str, Any]) -> Trial:
     return Trial(images=images, prompt=prompt, metadata=dict(metadata), says=says)
 
 
+# --- scores of every image, twice -----------------------------------------------------------------
+
+
 @dataclass(slots=True, kw_only=True)
 class _Round:
     """One score of every image."""
@@ -325,6 +331,9 @@ def _ask(executor: Executor, trials: list[Trial], rows: Sequence[Row]) -> tuple[
     began = time.perf_counter()
     answer = executor.submit(images, prompts, metadata).result()
     return answer, time.perf_counter() - began
+
+
+# --- judging the scores ---------------------------------------------------------------------------
 
 
 def _problems(
@@ -446,6 +455,9 @@ def _passed(spec: RewardSpec, trials: list[Trial], first: _Round, again: _Round)
     detail = f"all images got the same score, {finite[0]:.4g}: {detail}"
     remedy = "Is its model there, does it read the images? A method fixtures() would show it."
     return _result(spec.name, detail, remedy, state="warning")
+
+
+# --- what is missing ------------------------------------------------------------------------------
 
 
 def failure_result(name: str, error: Exception) -> CheckResult:

@@ -122,6 +122,9 @@ def train_weights(specs: Sequence[RewardSpec]) -> list[float]:
     return [0.0 if spec.held_out else spec.weight for spec in specs]
 
 
+# --- missing scores -------------------------------------------------------------------------------
+
+
 def check_invalid(
     valid: Tensor, *, max_invalid_fraction: float, errors: Mapping[str, str] | None = None
 ) -> None:
@@ -164,6 +167,9 @@ class FailureLimit:
 def _reasons(errors: Mapping[str, str] | None) -> str:
     reasons = "; ".join(f"{name}: {text}" for name, text in (errors or {}).items())
     return reasons or "the rewards gave no finite numbers"
+
+
+# --- GDPO: z-scores in a group --------------------------------------------------------------------
 
 
 def share_weights(applicable: Tensor, weights: Tensor) -> Tensor:
@@ -221,6 +227,9 @@ def _range(scores: Tensor, present: Tensor, number: Tensor, groups: int) -> Tens
         for start, how in ((-torch.inf, "amax"), (torch.inf, "amin"))
     ]
     return ends[0] - ends[1]
+
+
+# --- transforms -----------------------------------------------------------------------------------
 
 
 def affine(scores: Tensor, group: Tensor, *, scale: float = 1.0, shift: float = 0.0) -> Tensor:

@@ -162,6 +162,9 @@ class RewardResult:
         )
 
 
+# --- loading --------------------------------------------------------------------------------------
+
+
 class ArgumentsRefused(UserError):
     """A reward does not take its arguments, or lacks some; the cause is what it raised."""
 
@@ -217,6 +220,9 @@ def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     plain = type(error) is LookupError and text
     return text if plain else ": ".join(filter(None, (type(error).__name__, text)))
+
+
+# --- do rewards and prompts fit? ------------------------------------------------------------------
 
 
 def check_prompts(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:

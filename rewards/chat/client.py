@@ -40,6 +40,9 @@ FEW_CUTS = 4  # answers cut before any other was complete: then max_tokens is to
 T = TypeVar("T")
 
 
+# --- the model ------------------------------------------------------------------------------------
+
+
 class Chat:
     """A model on one or several OpenAI-compatible servers.
 
@@ -143,6 +146,9 @@ class Chat:
         if not os.environ.get(self.api_key_env):
             raise ValueError(f"the environment variable {self.api_key_env} holds no key: set it")
         return os.environ[self.api_key_env]
+
+
+# --- servers and retries --------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
@@ -351,6 +357,9 @@ class _Batch:
         if failed.kind == "quota" and not self.stopped:
             self.stopped = f"the judge {chat.model} at {server.url} {failed.words}"
         return failed
+
+
+# --- connections ----------------------------------------------------------------------------------
 
 
 async def _limit_body(response: Any) -> None:

@@ -20,6 +20,9 @@ LONGEST_REST_S = 120.0  # whatever Retry-After a server sends
 T = TypeVar("T")
 
 
+# --- requests -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """One request: images (PNG files), then a text."""
@@ -82,6 +85,9 @@ def request(
     extra = {name: value for name, value in extra.items() if name not in left_out}
     arguments = {name: value for name, value in arguments.items() if name not in left_out}
     return arguments | ({"extra_body": extra} if extra else {})
+
+
+# --- answers --------------------------------------------------------------------------------------
 
 
 class Unusable(ValueError):
@@ -148,6 +154,9 @@ def _quote(answer: Any) -> str:
         answer = answer.get("message", answer) if isinstance(answer, Mapping) else answer
     text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
     return " ".join(text.split())[:MESSAGE] or "nothing"
+
+
+# --- failures -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +269,9 @@ def _retry_after(text: str | None) -> float | None:
         with contextlib.suppress(ValueError, TypeError, OverflowError):
             seconds = parsedate_to_datetime(text).timestamp() - time.time()
     return None if math.isnan(seconds) else min(max(0.0, seconds), LONGEST_REST_S)
+
+
+# --- scores ---------------------------------------------------------------------------------------
 
 
 def redacted(text: str, secret: str) -> str:

@@ -65,6 +65,9 @@ class Executor(Protocol):
         ...
 
 
+# --- answers --------------------------------------------------------------------------------------
+
+
 def failed(count: int, reason: str, seconds: float = 0.0) -> Answer:
     """Return an answer without scores for `count` images, all for one reason."""
     return Answer(
@@ -150,6 +153,9 @@ def _read_scores(
     }
     why |= {row: str(reasons[row]) for row in range(count) if row in reasons}
     return scores.index_fill(0, torch.tensor(sorted(why), dtype=torch.long), math.nan), why
+
+
+# --- calls in this process ------------------------------------------------------------------------
 
 
 def ask(

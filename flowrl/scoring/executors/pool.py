@@ -160,6 +160,9 @@ class PoolExecutor:
                 self._rests_until = time.monotonic() + REST
 
 
+# --- submissions and their parts ------------------------------------------------------------------
+
+
 @dataclass(slots=True, kw_only=True)
 class _Submission:
     """The answers to one `submit`, whose parts are answered in any order, by any process."""
@@ -189,6 +192,9 @@ class _Part:
     submission: _Submission
     index: int
     arguments: tuple[np.ndarray, list[str], list[dict]]  # (b, 3, H, W) uint8, prompts, metadata
+
+
+# --- one process ----------------------------------------------------------------------------------
 
 
 class Died(Exception):
