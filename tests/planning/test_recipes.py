@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flowrl.backbones.families import family_of
 from flowrl.config import Config
 from flowrl.config import load_config as load
 from flowrl.config.arguments import sort_arguments
@@ -48,7 +49,6 @@ def test_the_head_of_a_recipe_tells_what_it_is_and_how_to_run_it():
         config = load_config(name)
         size = spec_name(config.pipeline.path)
         assert size is not None and re.fullmatch(rf"{re.escape(size)}-{kind(config)}-\d+gb", name)
-        assert config.pipeline.backbone == MODEL_SPECS[size].family
     for name in REAL:
         text = head(name)
         ((gpus, memory),) = re.findall(
@@ -96,8 +96,11 @@ def test_settings_of_a_recipe_fit_its_objective():
     # (2604.06916), which feeds 1 to FLUX's input too.
     for name in [name for name in REAL if kind(load_config(name)) in UNGUIDED]:
         config = load_config(name)
-        assert config.rollout.guidance_scale == config.evaluation.guidance_scale == 1
-        assert config.rollout.training_guidance_scale in (None, 1)
+        size = spec_name(config.pipeline.path)
+        off = family_of(MODEL_SPECS[str(size)].pipeline).unguided
+        off = 1.0 if off is None else off
+        assert config.rollout.guidance_scale == config.evaluation.guidance_scale == off
+        assert config.rollout.training_guidance_scale in (None, off)
     for name in [name for name in REAL if "-fast" not in name]:
         config = load_config(name)
         if config.objective.kind != "grpo":
