@@ -17,6 +17,7 @@ from flowrl.cli import (
     evaluation,
     export,
     info,
+    init,
     plan,
     recipes,
     rewards,
@@ -41,7 +42,7 @@ app = typer.Typer(
 )
 app.command(context_settings=train.RECIPE_COMMAND)(train.train)
 app.command()(recipes.recipes)
-app.command()(recipes.init)
+app.command()(init.init)
 app.command()(runs.runs)
 app.command(context_settings=train.RECIPE_COMMAND)(data.collect)
 app.command()(sample.sample)

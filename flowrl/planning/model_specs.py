@@ -82,6 +82,13 @@ class ModelSpec:
         return SHORT_NAMES.get(self.pipeline, self.pipeline)
 
     @property
+    def weights(self) -> int:
+        """Return the bytes of the transformer and the text encoders in 16 bits."""
+        network = build_network(self.transformer, self.config, torch.bfloat16)
+        texts = sum(encoder.nbytes(torch.bfloat16) for encoder in self.text_encoders)
+        return texts + sum(2 * p.numel() for p in network.parameters())
+
+    @property
     def channels(self) -> int:
         """Return the channels of a latent of the autoencoder."""
         config = self.autoencoder_config
@@ -211,6 +218,30 @@ def local_folder(path: str, revision: str | None = None) -> Path | None:
         return None
     cached = try_to_load_from_cache(path, "model_index.json", revision=revision)
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def pipeline_class(path: str, revision: str | None = None) -> str:
+    """Return a pipeline's class: of a published checkpoint, a folder, or model_index.json of the
+    Hub, which is downloaded where it must be.
+
+    Raises:
+        UserError: No such folder or repository, or the Hub cannot be reached.
+    """
+    if (name := spec_name(path)) is not None:
+        return MODEL_SPECS[name].pipeline
+    if (folder := local_folder(path, revision)) is not None:
+        return read_index(folder)["_class_name"]
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        index = hf_hub_download(path, "model_index.json", revision=revision)
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise UserError(
+            f"{path} is no folder with a model_index.json, and the Hub does not give one "
+            f"({type(error).__name__}): check the name, log in where it is gated, or download it"
+        ) from error
+    return read_index(Path(index).parent)["_class_name"]
 
 
 def read_index(folder: Path) -> dict[str, Any]:

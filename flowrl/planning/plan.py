@@ -221,12 +221,12 @@ UNITS = {"M": 10**6, "G": 10**9, "T": 10**12, "MI": 2**20, "GI": 2**30, "TI": 2*
 
 
 def parse_memory(text: str) -> int:
-    """Return the bytes of "24GB", "80G" (10^9 bytes) or "24GiB" (2^30).
+    """Return the bytes of "24GB", "24" (10^9 bytes each) or "24GiB" (2^30).
 
     GPUs sold with 24 GB have some more than 24 * 10^9 bytes, of which their driver keeps a part.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = match[2].upper().removesuffix("B") if match else ""
+    unit = (match[2].upper().removesuffix("B") or "G") if match else ""
     if match is None or unit not in UNITS or not float(match[1]):
         raise UserError(f"--memory is {text!r}, expected a size such as 24GB, 80G or 24GiB")
     return int(float(match[1]) * UNITS[unit])

@@ -1,0 +1,246 @@
+"""`flowrl init`: write a recipe for a pipeline, prompts and rewards of your own."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from flowrl.cli.recipes import CARD
+from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from flowrl.config import Config
+
+RECIPE = """\
+# {what}
+#
+#   flowrl plan {file}                # does it fit, and how much work is it
+#   flowrl train {file} --dry-run     # the whole recipe in small, in a minute
+#   flowrl train {file}
+#
+# Every other option is the parent's: flowrl train {file} --print-config shows them all,
+# and flowrl explain KEY says what one means.
+extends: {parent}
+
+pipeline:
+  path: {model} # a folder, or a name on the Hub
+
+prompts:
+  train: {prompts} # one prompt a line, or .jsonl with metadata for the rewards
+  balance: null # or a key of the metadata whose values are sampled equally often
+  allow_overlap: false
+  held_out: 0.1 # of the prompts, never trained on: base and LoRA are compared on them
+
+evaluation:
+  prompts: null # or a file of your own in place of held_out
+  balance: null
+  quality: null
+
+rewards: # what is learned; add {{name: ..., held_out: true}} for what is only measured
+{rewards}
+
+run:
+  output_dir: runs/{name}
+"""
+
+T = TypeVar("T")
+# What a pipeline class is by a word of its name, where flowrl cannot train it.
+REFUSED = {
+    "Kontext|Edit|Img2Img|Inpaint|Fill|Redux|Control|Upscale": "edits images",
+    "Video|LTX|Mochi|CogVideo|Allegro|Latte|AnimateDiff|I2V|Wan|SkyReels": "makes videos",
+    "Cosmos": "has a schedule that is no straight line from noise to image",
+    "Sprint|LCM|LatentConsistency": "samples in a few steps by another rule than a flow",
+    "Audio|Music|AceStep": "makes sound",
+    "StableDiffusionXL|StableDiffusionPipeline|PixArt|Kolors|HunyuanDiT|Kandinsky3": (
+        "removes noise, where flowrl trains pipelines that sample a flow"
+    ),
+}
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="The recipe to write.")] = Path("recipe.yaml"),
+    model: Annotated[
+        str | None, typer.Option(help="A diffusers pipeline: a folder or a Hub name.")
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="One prompt a line, or .jsonl.")
+    ] = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="Built-in name or module:attribute; may be repeated.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="24GB", help="Of the GPU; 0 for a CPU.")
+    ] = None,
+) -> None:
+    """Ask for model, prompts, reward and GPU memory; write a commented recipe, and plan it.
+
+    What is given on the command line is not asked. An existing file is not overwritten.
+
+    Examples:
+
+      flowrl init
+
+      flowrl init mine.yaml --model tiny-sd3 --prompts prompts.txt --reward brightness --memory 0
+    """
+    from flowrl.utils.files import write_text
+
+    if file.exists():
+        raise UserError(f"{file} is there already: name another file, as in flowrl init mine.yaml.")
+    name, kind = _answer(model, "Which pipeline", "tiny-sd3", lambda text: (text, class_of(text)))
+    source = _answer(prompts, "File with your prompts, one a line", "prompts.txt", _check_prompts)
+    likely = "brightness" if name.startswith("tiny-") else "pickscore"
+    question = "Reward: a name of docs/rewards.md, or module:attribute"
+    first = _answer((reward or [None])[0], question, likely, _check_reward)
+    rewards = [first, *map(_check_reward, (reward or [])[1:])]
+    size, parent = _answer(
+        memory, "Memory of the GPU, such as 24GB (0 for none)", "0",
+        lambda text: (text.strip(), parent_of(kind, _bytes(text), name)),
+    )  # fmt: skip
+    text = recipe_text(file, parent, name, source, rewards)
+    config = _check(text, file)
+    write_text(file, text)
+    typer.echo(f"{file} is written: {parent} with your own pipeline, prompts and rewards.\n")
+    _show_plan(config, _bytes(size), f"flowrl plan {file} --memory {size}")
+    typer.echo(f"next  flowrl train {file} --dry-run\n      flowrl train {file}")
+
+
+def _answer(value: str | None, question: str, likely: str, check: Callable[[str], T]) -> T:
+    """Check an option, or ask until an answer passes its check; earlier answers stay."""
+    if value is not None:
+        return check(value)
+    while True:
+        try:
+            return check(str(typer.prompt(question, default=likely)).strip())
+        except UserError as error:
+            typer.echo(f"{error}\n", err=True)
+
+
+def _bytes(memory: str) -> int:
+    from flowrl.planning.plan import parse_memory
+
+    return 0 if memory.strip() == "0" else parse_memory(memory)
+
+
+def class_of(model: str) -> str:
+    """Return a pipeline's class by its model_index.json. Raises UserError if it cannot train."""
+    from flowrl.planning.model_specs import pipeline_class
+
+    kind = pipeline_class(model)
+    for words, what in REFUSED.items():
+        if re.search(words, kind):
+            raise UserError(
+                f"{model} is a {kind}, which {what}: flowrl trains text-to-image pipelines that "
+                "sample a flow, such as black-forest-labs/FLUX.2-klein-base-4B."
+            )
+    return kind
+
+
+def parent_of(kind: str, memory: int, model: str) -> str:
+    """Return the preset to start from: of the same class, DiffusionNFT first, the largest GPU.
+
+    memory: bytes of the GPU, 0 for a CPU. Raises UserError where no preset of the class fits.
+    """
+    from flowrl.config import load_config
+    from flowrl.config.load import preset_names
+    from flowrl.planning.model_specs import pipeline_class, spec_for, spec_name
+
+    presets = {name: load_config(name).pipeline.path for name in preset_names()}
+    if not memory:
+        if spec_name(model) is not None or spec_for(model).weights > 2 * 10**9:
+            raise UserError(f"{model} needs a GPU: name its memory with --memory 24GB.")
+        quick = [name for name in presets if re.fullmatch(r"quickstart(-flux|-sana)?", name)]
+        same = [name for name in quick if pipeline_class(presets[name]) == kind]
+        return (same or ["quickstart"])[0]  # which has nothing of a class but its small sizes
+    sizes = {name: int(m[1]) * 10**9 for name in presets if (m := CARD.search(name))}
+    same = [name for name in sizes if pipeline_class(presets[name]) == kind]
+    same = [n for n in same if spec_name(presets[n]) == spec_name(model)] or same
+    if not same:
+        raise UserError(
+            f"No recipe is for a {kind} yet: copy one for a model of a similar size (flowrl "
+            f"recipes), set pipeline.path to {model}, and see flowrl plan."
+        )
+    if not (fitting := [name for name in same if sizes[name] <= memory]):
+        least = min(sizes[name] for name in same)
+        raise UserError(
+            f"No recipe for {model} fits {memory / 1e9:.0f} GB, the smallest is for "
+            f"{least / 1e9:.0f}: take a smaller pipeline, or write a recipe and see flowrl plan."
+        )
+    return max(fitting, key=lambda name: ("-nft-" in name, sizes[name], name))
+
+
+def recipe_text(file: Path, parent: str, model: str, prompts: str, rewards: Sequence[str]) -> str:
+    """Return a commented recipe."""
+    from flowrl.config.yaml12 import dump_yaml
+
+    def scalar(text: str) -> str:
+        return dump_yaml([text]).removeprefix("- ").strip()
+
+    return RECIPE.format(
+        what=f"{model}, aligned to {', '.join(rewards)}.",
+        file=file,
+        parent=parent,
+        model=scalar(model),
+        prompts=scalar(prompts),
+        rewards="\n".join(f"  - {{name: {json.dumps(name)}}}" for name in rewards),
+        name=scalar(file.stem),
+    )
+
+
+def _check(text: str, file: Path) -> "Config":
+    """Read the recipe as `flowrl train` will."""
+    import tempfile
+
+    from flowrl.config import load_config
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / file.name
+        path.write_text(text, encoding="utf-8")
+        return load_config(path)
+
+
+def _check_reward(name: str) -> str:
+    from flowrl.scoring.spec import load_reward
+
+    load_reward(name)
+    return name
+
+
+def _check_prompts(source: str) -> str:
+    """Read the first prompt; data sets of the Hub are not looked up."""
+    from flowrl.prompts.records import load_prompts
+    from flowrl.prompts.sources import HUB
+
+    if not source.startswith(HUB):
+        load_prompts(source, limit=1)
+    return source
+
+
+def _show_plan(config: "Config", memory: int, planning: str) -> None:
+    """Print whether a recipe fits, and the work of an iteration.
+
+    memory: bytes of the GPU, 0 for a CPU. planning: the command that says what to change.
+    """
+    import psutil
+
+    from flowrl.planning.plan import make_plan
+
+    of = "a GPU" if memory else "this machine's memory"
+    available = memory or psutil.virtual_memory().total
+    plan = make_plan(config)  # without the memory: the search for what to change takes its time
+    if plan.peak is None:
+        typer.echo(f"Whether it fits is not known: {plan.unknown}.")
+    else:
+        fits = plan.peak.total <= available
+        size = f"{of} of {available / 1e9:.1f} GB, with {plan.peak.total / 1e9:.1f} at its peak"
+        how = "" if fits else f": {planning} says what to change"
+        typer.echo(f"It {'fits' if fits else 'does not fit'} {size}{how}.")
+    work = plan.work.first
+    typer.echo(
+        f"An iteration draws {work.images + work.candidates:,} images by "
+        f"{work.previews + work.sampling:,} forwards of the network, and learns by at most "
+        f"{work.training:,} more with gradients, in {work.updates:,} "
+        f"{'update' if work.updates == 1 else 'updates'}.\n"
+    )

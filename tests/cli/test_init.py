@@ -1,0 +1,115 @@
+"""`flowrl init` writes a recipe of the pipeline's own class, or says why not."""
+
+import json
+
+import diffusers
+import pytest
+from typer.testing import CliRunner
+
+from flowrl.backbones.small import small_folder
+from flowrl.cli import app, init, main
+from flowrl.config import load_config
+from flowrl.planning.plan import make_plan
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["init", *words])
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, " ".join(err.split())
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
+    return ["--prompts", str(tmp_path / "prompts.txt"), "--reward", "brightness"]
+
+
+def test_answers_become_a_recipe_that_is_not_overwritten(tmp_path, capsys, prompts):
+    file = tmp_path / "mine.yaml"
+    code, out, _ = run(capsys, str(file), "--model", "tiny-sana", *prompts, "--memory=0")
+    assert code == 0 and f"flowrl train {file} --dry-run" in out
+    config = load_config(file)
+    assert config.pipeline.path == "tiny-sana"
+    assert config.prompts.held_out == 0.1 and config.evaluation.prompts is None
+    assert [reward.name for reward in config.rewards] == ["brightness"]
+    before = file.read_bytes()
+    code, _, err = run(capsys, str(file), "--model", "tiny-sana", *prompts, "--memory=0")
+    assert code == 1 and str(file) in err and file.read_bytes() == before
+
+
+# (model, memory, the parent's checkpoint)
+PARENTS = [
+    ("black-forest-labs/FLUX.1-dev", "24", "flux.1-dev-nft-24gb"),
+    ("stabilityai/stable-diffusion-3.5-medium", "80GB", "sd3.5-medium-nft-80gb"),
+    ("stabilityai/stable-diffusion-3.5-large", "48GB", "sd3.5-large-grpo-fast-48gb"),
+    ("black-forest-labs/FLUX.2-klein-4B", "24GB", "flux.2-klein-4b-nft-24gb"),
+    ("black-forest-labs/FLUX.2-klein-base-9B", "48", "flux.2-klein-9b-nft-48gb"),
+    ("Qwen/Qwen-Image", "48GB", "qwen-image-nft-48gb"),
+    ("Tongyi-MAI/Z-Image", "24GiB", "z-image-nft-24gb"),
+    ("krea/Krea-2-Raw", "48GB", "krea-2-nft-48gb"),
+]
+
+
+@pytest.mark.parametrize(("model", "memory", "parent"), PARENTS)
+def test_the_parent_is_of_the_same_checkpoint_and_fits_the_gpu(model, memory, parent):
+    kind = init.class_of(model)
+    assert init.parent_of(kind, init._bytes(memory), model) == parent
+
+
+def test_a_small_folder_of_any_class_is_trained_on_a_cpu(tmp_path, capsys, prompts):
+    folder = small_folder(diffusers.Flux2KleinPipeline, tmp_path / "klein")
+    file = tmp_path / "mine.yaml"
+    code, out, _ = run(capsys, str(file), "--model", str(folder), *prompts, "--memory=0")
+    assert code == 0, out
+    assert load_config(file).pipeline.path == str(folder)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["FluxKontextPipeline", "QwenImageEditPipeline", "SanaSprintPipeline", "LTXPipeline",
+     "StableDiffusion3Img2ImgPipeline", "StableDiffusionXLPipeline", "ChromaPipeline"],
+)  # fmt: skip
+def test_classes_without_a_recipe_are_refused_by_name(kind, tmp_path, capsys, prompts):
+    """Editing, video and few-step classes, and classes that have no recipe for a GPU."""
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind}))
+    file = tmp_path / "mine.yaml"
+    code, _, err = run(capsys, str(file), "--model", str(tmp_path), *prompts, "--memory=24GB")
+    assert code == 1 and kind in err and not file.exists()
+
+
+def test_a_wrong_option_writes_nothing(tmp_path, capsys, prompts):
+    file = tmp_path / "mine.yaml"
+    for words, named in (
+        (["--model", "tiny-sd3", "--prompts", "none.txt", "--memory=0"], "none.txt"),
+        (["--model", "me/strange", "--memory=0"], "me/strange"),
+        (["--model", "tiny-sd3", "--reward", "pikscore", "--memory=0"], "pickscore"),
+        (["--model", "black-forest-labs/FLUX.1-dev", "--memory=0"], "--memory"),
+        (["--model", "black-forest-labs/FLUX.1-dev", "--memory=4GB"], "4 GB"),
+    ):
+        code, _, err = run(capsys, str(file), *prompts, *words)
+        assert code == 1 and named in err, err
+    assert not file.exists()
+
+
+def test_a_refused_answer_is_asked_again_and_the_others_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text("a red circle\na blue square\n")
+    answers = ["tiny-sd3", "none.txt", "mine.txt", "pikscore", "brightness", "much", "0"]
+    done = CliRunner().invoke(app, ["init"], input="\n".join(answers) + "\n")
+    assert done.exit_code == 0, done.output
+    assert load_config("recipe.yaml").prompts.train == "mine.txt"
+
+
+def test_it_says_whether_the_gpu_holds_it_and_the_work_of_an_iteration(
+    tmp_path, capsys, monkeypatch, prompts
+):
+    model = ["--model", "stabilityai/stable-diffusion-3.5-medium", "--memory", "24GB"]
+    file = tmp_path / "mine.yaml"
+    code, out, _ = run(capsys, str(file), *model, *prompts)
+    assert code == 0 and "It fits a GPU of 24.0 GB, with " in out
+    work = make_plan(load_config(file)).work.first
+    assert f"{work.images:,} images" in out and f"{work.sampling:,} forwards" in out
+    monkeypatch.setattr(init, "parent_of", lambda *_: "sd3.5-medium-nft-80gb")
+    code, out, _ = run(capsys, str(tmp_path / "large.yaml"), *model, *prompts)
+    assert code == 0 and "It does not fit" in out and "--memory 24GB" in out
