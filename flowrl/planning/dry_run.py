@@ -1,7 +1,7 @@
-"""A recipe rehearsed on the tiny pipeline of its family: everything small, nothing real to load.
+"""Run a recipe on a small random pipeline of its own class: nothing real is loaded.
 
-Tree, objective, kernel, credit, exploring and the rewards' names, weights and transforms are the
-recipe's own, and so are prompts where they can be read. Every replacement is listed.
+Tree, objective, kernel, credit, exploration and the rewards' names, weights and transforms are
+those of the recipe, and so are prompts where they can be read. Every replacement is listed.
 """
 
 import json
@@ -17,9 +17,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flowrl.backbones.loading import pipeline_path
+from flowrl.backbones.small import small_folder
 from flowrl.config import Config, parse_config
 from flowrl.config.rewards import HTTPOptions, RewardOptions
 from flowrl.errors import UserError
+from flowrl.planning.model_specs import pipeline_class
 from flowrl.prompts.overlap import check_overlap
 from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
 from flowrl.prompts.sources import HUB, TINY
@@ -28,7 +30,12 @@ from flowrl.trees.plan import PlanError, count
 from flowrl.utils.files import write_text
 from flowrl.utils.imports import load_callable
 
-FAMILIES = {"sd3": "tiny-sd3", "flux": "tiny-flux", "sana": "tiny-sana"}
+TINY_PIPELINES = {
+    "StableDiffusion3Pipeline": "tiny-sd3",
+    "FluxPipeline": "tiny-flux",
+    "SanaPipeline": "tiny-sana",
+}
+SIDE = 64  # pixels of an image of other classes' small pipelines
 ITERATIONS, PROMPTS, ROWS, RANK, TOKENS, IMAGES = 2, 2, 16, 4, 16, 4
 FORWARDS = 24  # of a prompt, above which a rehearsal takes fewer steps
 STEPS = 6  # then, or as few more as the tree has to have
@@ -97,12 +104,18 @@ def _as_text(value: Any) -> str:
 
 
 def _shrink_pipeline(draft: _Draft, config: Config, folder: Path) -> None:
-    backbone, precision = config.pipeline.backbone, config.pipeline.precision
-    if backbone not in FAMILIES:
-        draft.put("pipeline.backbone", "sd3", "sd3: there is no tiny pipeline of the family")
-    draft.put("pipeline.path", FAMILIES.get(backbone, "tiny-sd3"))
-    for name in ("revision", "attention", "height", "width"):
+    precision = config.pipeline.precision
+    kind = pipeline_class(config.pipeline.path, config.pipeline.revision)
+    tiny = TINY_PIPELINES.get(kind)
+    if tiny is None:
+        made = small_folder(diffusers_class(kind), folder / "pipeline")
+        draft.put("pipeline.path", str(made), f"a small random {kind}")
+    else:
+        draft.put("pipeline.path", tiny)
+    for name in ("revision", "attention"):
         draft.put(f"pipeline.{name}", None)
+    for name in ("height", "width"):
+        draft.put(f"pipeline.{name}", SIDE if tiny is None else None)
     draft.put("pipeline.device", "cpu")
     draft.put("pipeline.dtype", "fp32")
     draft.lower("pipeline.max_sequence_length", TOKENS)
@@ -114,6 +127,19 @@ def _shrink_pipeline(draft: _Draft, config: Config, folder: Path) -> None:
     draft.put("memory.base_bits", None)
     if config.memory.prompt_cache is not None:
         draft.put("memory.prompt_cache", str(folder / "prompt-cache"), "a temporary folder")
+
+
+def diffusers_class(name: str) -> type:
+    """Return a pipeline class of the installed diffusers. Raises UserError if it has none."""
+    import diffusers
+
+    kind = getattr(diffusers, name, None)
+    if kind is None:
+        raise UserError(
+            f"diffusers {diffusers.__version__} has no {name}: install a newer one, without which "
+            "--dry-run cannot build a small pipeline of this class"
+        )
+    return kind
 
 
 def _shrink_rollout(draft: _Draft, config: Config) -> None:

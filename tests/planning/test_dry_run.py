@@ -11,6 +11,7 @@ from flowrl.cli import main
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.planning.dry_run import KEY, StandIn, rehearse
+from flowrl.planning.model_specs import pipeline_class
 
 LARGE = {
     "pipeline": {"path": "black-forest-labs/FLUX.1-dev", "backbone": "flux", "dtype": "bf16"}
@@ -132,9 +133,6 @@ def test_what_a_tiny_network_lacks_is_left_out_and_told(tmp_path):
     assert {"lora.dual_attention", "lora.targets"} <= {key for key, _, _ in made.replaced}
     known = rehearse(large(lora={"targets": ["proj_mlp", "nothing"]}), tmp_path).config
     assert known.lora.targets == ["proj_mlp", "nothing"]
-    made = rehearse(large(pipeline={"backbone": "mine:Backbone"}), tmp_path)
-    assert made.config.pipeline.path == "tiny-sd3"
-    assert any("no tiny pipeline of the family" in here for _, _, here in made.replaced)
 
 
 def test_a_stand_in_scores_the_same_images_alike_and_lets_gradients_through():
@@ -159,3 +157,27 @@ def test_the_command_says_what_it_replaced_and_leaves_nothing(capsys, monkeypatc
     with pytest.raises(SystemExit) as caught:  # it is not resumed
         main(["train", "quickstart", "--dry-run", "--resume", "latest"])
     assert caught.value.code == 1 and "--resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("black-forest-labs/FLUX.2-klein-base-9B", "Flux2KleinPipeline"),
+        ("Qwen/Qwen-Image", "QwenImagePipeline"),
+        ("krea/Krea-2-Raw", "Krea2Pipeline"),
+    ],
+)
+def test_a_dry_run_builds_the_recipe_s_own_class(path, kind, tmp_path):
+    small = rehearse(large(pipeline={"path": path}), tmp_path).config
+    assert pipeline_class(small.pipeline.path) == kind
+    assert (small.pipeline.height, small.pipeline.width) == (64, 64)
+
+
+def test_a_class_that_cannot_be_built_is_named(tmp_path):
+    with pytest.raises(UserError, match="me/strange"):
+        rehearse(large(pipeline={"path": "me/strange"}), tmp_path / "a")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "SomebodysPipeline"}))
+    with pytest.raises(UserError, match="SomebodysPipeline"):
+        rehearse(large(pipeline={"path": str(folder)}), tmp_path / "b")

@@ -41,7 +41,8 @@ def run(capsys, monkeypatch):
 
 
 def test_memory_and_rewards_are_counted_as_they_are_written():
-    for text, size in [("24GB", 24e9), ("80G", 80e9), ("24GiB", 24 * 2**30), (" 141 gb ", 141e9), ("24", 24e9)]:
+    sizes = {"24GB": 24e9, "80G": 80e9, "24GiB": 24 * 2**30, " 141 gb ": 141e9, "24": 24e9}
+    for text, size in sizes.items():
         assert parse_memory(text) == size
     for text in ["", "GB", "much", "24XB", "-3GB", "0GB"]:
         with pytest.raises(UserError, match="expected a size such as 24GB"):
