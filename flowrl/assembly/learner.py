@@ -68,7 +68,7 @@ class ProvidedObjects:
 def build_learner(
     config: Config,
     runtime: Runtime,
-    given: ProvidedObjects,
+    provided: ProvidedObjects,
     caches: TextCaches | None = None,
     needed: GuidedPrompts | None = None,
     pool: WorkerPool | None = None,
@@ -81,14 +81,14 @@ def build_learner(
     """
     # The LoRA is read before anything is loaded.
     p, r, start = config.pipeline, config.rollout, starting_lora(config, runtime)
-    specs = build_rewards(config, given.rewards, gpu=runtime.gpu)
-    prompts = _split_prompts(config, given)[0]
+    specs = build_rewards(config, provided.rewards, gpu=runtime.gpu)
+    prompts = _split_prompts(config, provided)[0]
     objective = config.objective.build(r.kernel)
     needs = objective.needs
-    held_out = evaluation_prompts(config, given)
+    held_out = evaluation_prompts(config, provided)
     check_parts(config, runtime, needs, specs, prompts, held_out)
-    caches = caches or TextCaches(config, given.pipeline)
-    needed = all_prompts_to_encode(config, given) if needed is None else needed
+    caches = caches or TextCaches(config, provided.pipeline)
+    needed = all_prompts_to_encode(config, provided) if needed is None else needed
     stored = stored_prompts(config, specs)
     check_overlap([p for _, p in stored], held_out, allowed=config.prompts.allow_overlap)
     pipeline = _pipeline_after_texts(config, runtime, caches, [*needed, *stored], needs)
@@ -168,17 +168,17 @@ def check_unseen(config: Config, held_out: Sequence[PromptRecord]) -> None:
 
 
 def build_rewards(
-    config: Config, given: Mapping[str, Reward] | None = None, *, gpu: int | None = None
+    config: Config, provided: Mapping[str, Reward] | None = None, *, gpu: int | None = None
 ) -> list[RewardSpec]:
-    """Return the rewards in `given`, by name, or those of the recipe.
+    """Return the rewards in `provided`, by name, or those of the recipe.
 
     gpu: number of this process's GPU, on which the threads and processes of rewards work, too.
     Raises UserError when one cannot be made, or when two have one name.
     """
-    if given:
+    if provided:
         return [
             RewardSpec(name=name, reward=reward, executor=InlineExecutor(reward, name))
-            for name, reward in given.items()
+            for name, reward in provided.items()
         ]
     specs: list[RewardSpec] = []
     try:
@@ -311,15 +311,15 @@ def build_evaluator(
     config: Config,
     pipeline: Any,
     specs: Sequence[RewardSpec],
-    given: ProvidedObjects,
+    provided: ProvidedObjects,
     caches: TextCaches | None = None,
 ) -> Evaluator | None:
     """Return the evaluator; None without held-out prompts."""
     e = config.evaluation
-    prompts = evaluation_prompts(config, given)
+    prompts = evaluation_prompts(config, provided)
     if not prompts:
         return None
-    caches = caches or TextCaches(config, given.pipeline)
+    caches = caches or TextCaches(config, provided.pipeline)
     backbone = build_backbone(evaluated_pipeline(config), pipeline, guidance=e.guidance_scale)
     first, *at_steps = (
         Schedule(sigmas=backbone.sigmas(steps), kernel=KERNELS["flow_sde"], noise_level=0.0)
@@ -465,7 +465,7 @@ def with_pipeline_name(config: Config, pipeline: Any) -> Config:
     """Return the recipe with the name of a pipeline that was provided, if any."""
     if pipeline is None:
         return config
-    name = pipeline.config.get("_name_or_path") or "the pipeline that was given"
+    name = pipeline.config.get("_name_or_path") or "the pipeline that was provided"
     section = config.pipeline.model_copy(update={"path": name})
     return config.model_copy(update={"pipeline": section})
 
@@ -477,53 +477,55 @@ def build_prompts(
     if texts is None:
         return load_prompts(source, split=split)
     for number, text in enumerate(texts):
-        check_row({"prompt": text}, f"prompt {number} of those given")
+        check_row({"prompt": text}, f"prompt {number} of those provided")
     return [PromptRecord(uid=f"{i}:{text}", text=text) for i, text in enumerate(texts)]
 
 
-def training_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
+def training_prompts(config: Config, provided: ProvidedObjects) -> list[PromptRecord]:
     """Return the prompts that training samples from: none where it only reads a data set."""
-    return _split_prompts(config, given)[0] if config.rollout.store is None else []
+    return _split_prompts(config, provided)[0] if config.rollout.store is None else []
 
 
-def evaluation_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
+def evaluation_prompts(config: Config, provided: ProvidedObjects) -> list[PromptRecord]:
     """Return the held-out prompts: none where configuration and caller name none."""
-    source, texts = config.evaluation.prompts, given.evaluation_prompts
+    source, texts = config.evaluation.prompts, provided.evaluation_prompts
     if source is None and texts is None:
-        kept = config.prompts.held_out is not None
-        return _split_prompts(config, given)[1] if kept else []
+        splits = config.prompts.held_out is not None
+        return _split_prompts(config, provided)[1] if splits else []
     return build_prompts(source or "", texts, split="test")
 
 
 def _split_prompts(
-    config: Config, given: ProvidedObjects
+    config: Config, provided: ProvidedObjects
 ) -> tuple[list[PromptRecord], list[PromptRecord]]:
     """Return the prompts of prompts.train: those to train on, and those kept out of it."""
-    prompts = build_prompts(config.prompts.train, given.prompts)
-    share, texts = config.prompts.held_out, given.evaluation_prompts
+    prompts = build_prompts(config.prompts.train, provided.prompts)
+    share, texts = config.prompts.held_out, provided.evaluation_prompts
     if share is None or config.evaluation.prompts is not None or texts is not None:
         return prompts, []
     return hold_out(prompts, share)
 
 
-def all_prompts_to_encode(config: Config, given: ProvidedObjects, first: int = 0) -> GuidedPrompts:
+def all_prompts_to_encode(
+    config: Config, provided: ProvidedObjects, first: int = 0
+) -> GuidedPrompts:
     """Return what training from iteration `first` on and evaluation encode.
 
     Without what is read from an offline data set; nothing where the text encoders stay.
     """
     if config.memory.text_encoders == "keep":
         return []
-    held_out = _evaluated(config, evaluation_prompts(config, given))
-    return prompts_to_encode(config, training_prompts(config, given), held_out, first)
+    held_out = _evaluated(config, evaluation_prompts(config, provided))
+    return prompts_to_encode(config, training_prompts(config, provided), held_out, first)
 
 
 def prompts_of_iterations(
-    config: Config, given: ProvidedObjects, last: int, first: int = 0
+    config: Config, provided: ProvidedObjects, last: int, first: int = 0
 ) -> GuidedPrompts:
     """Return what some iterations of training encode, from `first` to before `last`."""
     run = config.run.model_copy(update={"iterations": last})
     config = config.model_copy(update={"run": run})
-    return prompts_to_encode(config, training_prompts(config, given), (), first)
+    return prompts_to_encode(config, training_prompts(config, provided), (), first)
 
 
 def fill_prompt_cache(config: Config, runtime: Runtime) -> dict[str, int]:

@@ -221,8 +221,8 @@ class RolloutOptions(Options):
     @property
     def learning_guidance_scale(self) -> float:
         """The guidance of training."""
-        own = self.training_guidance_scale
-        return self.guidance_scale if own is None else own
+        scale = self.training_guidance_scale
+        return self.guidance_scale if scale is None else scale
 
     def turns(self) -> Iterator[int]:
         """Yield the iterations at which trees change by the clock, endless repetitions left out.

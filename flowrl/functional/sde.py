@@ -113,9 +113,9 @@ def overshoot_step(
     spare = torch.minimum(g**2 / 2 * (sigma - sigma_next), sigma_next)
     below = sigma_next - spare
     lost = spare / (1 - below)
-    there, _ = ode_step(x, v, sigma, below, g)
+    denoised, _ = ode_step(x, v, sigma, below, g)
     std = (lost * (sigma_next + (1 - lost) * below)).sqrt()
-    return lift(1 - lost, x) * there, std.expand(len(x))
+    return lift(1 - lost, x) * denoised, std.expand(len(x))
 
 
 def renoise_step(

@@ -125,9 +125,9 @@ def without_siblings(rollout: Rollout) -> Tensor:
 def tied(rollout: Rollout) -> Tensor:
     """Mark images with a reward of prompts whose rewards are all equal, or only one. (G,) bool"""
     valid = rollout.valid.cpu()
-    found = torch.zeros_like(valid)
-    found[valid] = undecided(rollout.reward.cpu()[valid].double(), rollout.group.cpu()[valid])
-    return found
+    equal = torch.zeros_like(valid)
+    equal[valid] = undecided(rollout.reward.cpu()[valid].double(), rollout.group.cpu()[valid])
+    return equal
 
 
 def _left_out(rollout: Rollout, keep: Tensor) -> dict[str, float]:
@@ -170,10 +170,10 @@ class Trajectories:
         tree = rollout.tree
         _check_chains(tree)
         valid = rollout.valid.cpu()
-        own = rollout.trees.cpu()
-        rows = valid[own].nonzero().squeeze(1)
-        rows = rows[rollout.group.cpu()[own[rows]].argsort(stable=True)]
-        image, device = own[rows], tree.x.device
+        local = rollout.trees.cpu()
+        rows = valid[local].nonzero().squeeze(1)
+        rows = rows[rollout.group.cpu()[local[rows]].argsort(stable=True)]
+        image, device = local[rows], tree.x.device
         return Trajectories(
             x=tree.x[rows.to(device)],
             sigmas=tree.sigmas,

@@ -154,8 +154,8 @@ def _lack(format: Format, capability: Capability) -> str:
 
 
 def _alternatives(capability: Capability, format: Format) -> str:
-    others = [f for f in native_formats(capability) if f != format]
-    names = " or ".join([*others, "auto"])
+    remaining = [f for f in native_formats(capability) if f != format]
+    names = " or ".join([*remaining, "auto"])
     return f"{names}, or nvfp4-emulated, which has nvfp4's numbers but is not faster than bf16"
 
 

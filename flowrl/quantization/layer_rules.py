@@ -97,10 +97,10 @@ def _why_none(
     """Return how many layers stay exact for which reason, and what to change."""
     by_name = [c for c in choices if c.reason.startswith(NAMED)]
     by_size = [c for c in choices if c.reason.startswith(SMALL)]
-    others = len(choices) - len(by_name) - len(by_size)
-    found = (
+    rest = len(choices) - len(by_name) - len(by_size)
+    counts = (
         f"of {len(choices)} layers {len(by_name)} are kept by name ({keep}), {len(by_size)} by "
-        f"size ({min_dim}: no side above {least}) and {others} as no kernel takes them"
+        f"size ({min_dim}: no side above {least}) and {rest} as no kernel takes them"
     )
 
     def widest(some: Sequence[LayerChoice]) -> int:
@@ -108,12 +108,12 @@ def _why_none(
 
     small, named = widest(by_size), widest(by_name)
     if small:
-        return f"{found}; their longest side is {small}: set {min_dim} below that"
+        return f"{counts}; their longest side is {small}: set {min_dim} below that"
     if named > least:
-        return f"{found}: keep fewer names"
+        return f"{counts}: keep fewer names"
     if named:
-        return f"{found}; keep fewer names and set {min_dim} below {named}"
-    return f"{found}: use bf16, which quantises nothing"
+        return f"{counts}; keep fewer names and set {min_dim} below {named}"
+    return f"{counts}: use bf16, which quantises nothing"
 
 
 def matrices(network: nn.Module) -> Iterator[tuple[str, Matrix]]:
@@ -148,13 +148,13 @@ def is_pointwise(layer: nn.Module) -> bool:
 
 
 def _compiled(keep: Sequence[str], option: str) -> list[re.Pattern[str]]:
-    found = []
+    patterns = []
     for text in keep:
         try:
-            found.append(re.compile(text))
+            patterns.append(re.compile(text))
         except re.error as error:
             raise UserError(f"{option}: {text!r} is no regular expression: {error}") from error
-    return found
+    return patterns
 
 
 def _kept_as_kind(layer: Matrix, rules: LayerRules) -> str | None:

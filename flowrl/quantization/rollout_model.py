@@ -104,8 +104,10 @@ class RolloutModel:
     def nbytes(self) -> int:
         """Return the size of what this copy holds beside the policy's own tensors."""
         shared = {t.untyped_storage().data_ptr() for t in _tensors(self.policy.network)}
-        own = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in _tensors(self.network)}
-        return sum(storage.nbytes() for start, storage in own.items() if start not in shared)
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage() for t in _tensors(self.network)
+        }
+        return sum(storage.nbytes() for start, storage in storages.items() if start not in shared)
 
     @torch.no_grad()
     def _layer(self, name: str, lora: Any | None, backend: Backend | None) -> nn.Module:
@@ -116,8 +118,8 @@ class RolloutModel:
         check_mergeable(base.weight)  # nor packed, or put beside an adapter of its own
         merged = merged_weight(lora, weight, POLICY) if lora and self.lora == "merge" else None
         if backend is None and merged is not None:
-            own: Any = self.network.get_submodule(name)
-            layer = _exact(name, own.get_base_layer(), merged)
+            adapted: Any = self.network.get_submodule(name)
+            layer = _exact(name, adapted.get_base_layer(), merged)
         else:
             layer = RolloutLinear(
                 weight if merged is None else merged,

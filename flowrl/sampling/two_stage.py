@@ -73,9 +73,9 @@ def fill_selection(proxy: Tensor, keep: int, select: SelectRule, rng: torch.Gene
 
     Where fewer have a proxy score, the first of those without one are added.
     """
-    known = select_candidates(proxy, keep, select, rng)
-    unknown = (~proxy.isfinite()).nonzero().squeeze(1)
-    return torch.cat([known, unknown[: keep - len(known)]]).sort().values
+    chosen = select_candidates(proxy, keep, select, rng)
+    unscored = (~proxy.isfinite()).nonzero().squeeze(1)
+    return torch.cat([chosen, unscored[: keep - len(chosen)]]).sort().values
 
 
 def select_candidates(proxy: Tensor, keep: int, select: SelectRule, rng: torch.Generator) -> Tensor:
@@ -101,18 +101,18 @@ def select_candidates(proxy: Tensor, keep: int, select: SelectRule, rng: torch.G
     ranked = finite[proxy[finite].argsort(descending=True, stable=True)]
     if select == "best_worst":
         best, worst = best_and_worst(len(ranked), keep)
-        found = torch.cat([ranked[best], ranked[worst]])
+        chosen = torch.cat([ranked[best], ranked[worst]])
     elif select == "mean_deviation":
         score = proxy[finite].double()
         order = (score - score.mean()).abs().argsort(descending=True, stable=True)
-        found = finite[order[:keep]]
+        chosen = finite[order[:keep]]
     else:
         extremes = select == "extremes_random"
         ends = ranked[[0, -1]][:keep] if extremes else ranked[:0]
-        others = (ranked[1:-1] if extremes else ranked).sort().values  # whatever their scores
-        random = torch.randperm(len(others), generator=rng)[: keep - len(ends)]
-        found = torch.cat([ends, others[random]])
-    return found.sort().values
+        middle = (ranked[1:-1] if extremes else ranked).sort().values  # whatever their scores
+        random = torch.randperm(len(middle), generator=rng)[: keep - len(ends)]
+        chosen = torch.cat([ends, middle[random]])
+    return chosen.sort().values
 
 
 def best_and_worst(count: int, keep: int) -> tuple[slice, slice]:

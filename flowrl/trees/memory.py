@@ -17,16 +17,16 @@ def rollout_bytes(plan: TreePlan, prompts: int, latent: int, itemsize: int) -> i
     latent: elements of one.
     """
     c = count(plan).times(prompts)
-    kept = 2 * c.nodes * itemsize
+    stored = 2 * c.nodes * itemsize
     learned = c.trained_edges * (8 + itemsize) + c.train_forwards * itemsize
-    return latent * (kept + learned + STEP_COPIES * c.peak_frontier * 4)
+    return latent * (stored + learned + STEP_COPIES * c.peak_frontier * 4)
 
 
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that new tensors can have on a device, None where it is unknown."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     if device.type == "cpu":
         import psutil
 

@@ -19,11 +19,11 @@ def table(plan: TreePlan, prompts: int = 1) -> list[dict[str, object]]:
     add up to those of `count`: a node's one velocity counts where it is used first, so the first
     fan in the last step of a trunk has the trunk's, and fans have those of their tails.
     """
-    width, trees, known = widths(plan), plan.roots * prompts, set()
+    width, trees, computed = widths(plan), plan.roots * prompts, set()
 
     def forwards(moves: list[Move]) -> int:
-        new = {move.source for move in moves} - known
-        known.update(new)
+        new = {move.source for move in moves} - computed
+        computed.update(new)
         return trees * sum(width[source] for source in new)
 
     trunk = [move for move in plan.moves if move.fan < 0]
@@ -94,18 +94,18 @@ def draw(plan: TreePlan, max_leaves: int = 32) -> str:
     The text ends with what the lines mean, and what is not drawn.
     """
     shape = shape_of(plan)
-    found = layout(shape)
-    steps, shown = len(plan.steps), min(len(found.leaves), max_leaves)
+    placed = layout(shape)
+    steps, shown = len(plan.steps), min(len(placed.leaves), max_leaves)
     canvas = [[" "] * (steps * CELL) for _ in range(shown)]
     used = set()
     for node in range(len(shape.parent)):
-        children = found.children[node]
+        children = placed.children[node]
         used.update(line_of(plan, shape, child) for child in children)
-        _draw_children(canvas, plan, shape, found, node)
+        _draw_children(canvas, plan, shape, placed, node)
     lines = [_header(steps), *("".join(row).rstrip() for row in canvas), ""]
     lines += [", ".join(f"{sign} {MEANING[sign]}" for sign in MEANING if sign in used)]
-    if shown < len(found.leaves):
-        lines += [f"The first {shown} of {len(found.leaves)} leaves are drawn."]
+    if shown < len(placed.leaves):
+        lines += [f"The first {shown} of {len(placed.leaves)} leaves are drawn."]
     if plan.roots > 1:
         start = "one noise" if plan.same_noise else "noises of their own"
         lines += [f"One of {plan.roots} trees alike, which start from {start}."]
@@ -118,14 +118,14 @@ def _header(steps: int) -> str:
 
 
 def _draw_children(
-    canvas: list[list[str]], plan: TreePlan, shape: Shape, found: Layout, node: int
+    canvas: list[list[str]], plan: TreePlan, shape: Shape, placed: Layout, node: int
 ) -> None:
-    children = found.children[node]
+    children = placed.children[node]
     heavy = any(line_of(plan, shape, child) != PLAIN for child in children)
     first, inner, last, between = SPLIT[heavy]
     column = shape.step[node] * CELL
     for i, child in enumerate(children):
-        row = found.row[child]
+        row = placed.row[child]
         if row >= len(canvas):
             break
         line = line_of(plan, shape, child)
@@ -136,7 +136,7 @@ def _draw_children(
         elif len(children) > 1:
             canvas[row][column] = "┰" if heavy and line == PLAIN else first
     if len(children) > 1:
-        for row in range(found.row[children[0]] + 1, min(found.row[children[-1]], len(canvas))):
+        for row in range(placed.row[children[0]] + 1, min(placed.row[children[-1]], len(canvas))):
             if canvas[row][column] == " ":
                 canvas[row][column] = between
 
@@ -183,10 +183,10 @@ def draw_tree(plan: TreePlan) -> bytes:
 def node_rows(plan: TreePlan, shape: Shape) -> dict[int, float]:
     """Return the row of each node: leaves 0, 1, ..., a parent half way between its children, a
     trunk straight along its fans."""
-    found = layout(shape)
-    rows = {leaf: float(i) for i, leaf in enumerate(found.leaves)}
+    placed = layout(shape)
+    rows = {leaf: float(i) for i, leaf in enumerate(placed.leaves)}
     for node in reversed(range(len(shape.parent))):
-        children = [rows[child] for child in found.children[node]]
+        children = [rows[child] for child in placed.children[node]]
         if children:
             last = children[0] if plan.fans else children[-1]
             rows[node] = (children[0] + last) / 2

@@ -54,7 +54,7 @@ SCORED = {
     "lair": ({"kind": "lair"}, ODE),
     "sft": ({"kind": "sft"}, ODE),
     "rwr": ({"kind": "rwr"}, ODE),
-    "awm": ({"kind": "awm", "old_kl_coef": 0.1, "noising": {"count": 2}}, ODE),
+    "awm": ({"kind": "awm", "noising": {"count": 2}}, ODE),
     "all_adapters": (NFT | {"kl_coef": 0.1}, ODE),
     "bf16": (NFT | {"kl_coef": 0.1}, ODE),
 }
@@ -62,7 +62,7 @@ FOLLOWED = {  # along the reward's gradient
     "refl": {},
     "draft": {"steps": 2, "kl_coef": 0.1},
     "draft_lv": {},
-    "align_prop": {"truncation": {"kind": "uniform"}},
+    "align_prop": {"truncation": "uniform"},
     "srpo": {"hinge": 1.0},
     "leap_align": {},
     "flowbp_sparse": {"steps": 2},
