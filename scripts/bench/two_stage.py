@@ -37,13 +37,14 @@ from flowrl.sampling.rollout import (
     submit_images,
     with_network,
 )
-from flowrl.sampling.two_stage import Explorer, break_even_gain, two_stage_ratio
+from flowrl.sampling.two_stage import Explorer
 from flowrl.scoring.combine import FailureLimit
 from flowrl.scoring.scorer import Scoring
 from flowrl.scoring.spec import RewardSpec, load_reward
 from flowrl.trees import presets
 from flowrl.trees.plan import TreePlan
 from flowrl.utils.distributed import Runtime
+from scripts.bench.cost import break_even_gain, two_stage_ratio
 from scripts.bench.random_model import RandomBackbone, move
 from scripts.bench.rollout import bench_learner, sampler
 from scripts.bench.timing import (

@@ -9,7 +9,7 @@ import pytest
 
 from flowrl.backbones.loading import pipeline_path
 from flowrl.planning.duration import RATES
-from flowrl.sampling.two_stage import break_even_gain, two_stage_ratio
+from scripts.bench.cost import break_even_gain, two_stage_ratio
 from scripts.compare.data import read_rows
 from scripts.compare.page import load_page
 from scripts.compare.report import Results, scores_table

@@ -23,6 +23,8 @@ from gaussian_flow import (
     order,
     uniform_sigmas,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from flowrl.functional.gaussian import log_prob, log_ratio
@@ -30,9 +32,13 @@ from flowrl.functional.sde import (
     KERNELS,
     cps_noise,
     cps_step,
+    extrapolate,
+    lift,
+    noise_from_velocity,
     overshoot_step,
     renoise_noise,
     renoise_step,
+    x0_from_velocity,
 )
 
 
@@ -260,3 +266,61 @@ def test_rows_may_be_renoised_one_by_one():
     assert torch.equal(std, torch.tensor([0.3, 0.0, 0.3]))
     assert_close(mean[0], 0.7 * (x[0] - 0.6 * v[0]))
     assert mean.dtype == std.dtype == torch.float32
+
+
+sigmas = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=4).map(
+    lambda values: torch.tensor(values, dtype=F64)
+)
+
+
+@given(sigma=sigmas, seed=st.integers(0, 2**31))
+def test_velocity_gives_back_the_latent_and_the_noise_it_was_made_of(sigma, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x0, noise = torch.randn(2, len(sigma), 3, 2, 2, dtype=F64, generator=generator)
+    x, v = (1 - lift(sigma, x0)) * x0 + lift(sigma, x0) * noise, noise - x0
+    torch.testing.assert_close(x0_from_velocity(x, v, sigma), x0, rtol=0, atol=1e-12)
+    torch.testing.assert_close(noise_from_velocity(x, v, sigma), noise, rtol=0, atol=1e-12)
+
+
+def test_one_sigma_for_all_rows_may_have_no_axis():
+    x, v = torch.randn(2, 3, 4, 5, 6)
+    for convert in (x0_from_velocity, noise_from_velocity):
+        rows = convert(x, v, torch.full((3,), 0.3))
+        assert torch.equal(convert(x, v, torch.tensor(0.3)), rows)
+
+
+def test_lifting_keeps_the_dtype_of_half_precision_latents():
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    assert (lift(torch.tensor(0.5), x) * x).dtype == torch.bfloat16
+
+
+GENERATOR, SIZES = torch.Generator().manual_seed(0), torch.logspace(-6, 3, 99)
+
+
+def test_for_a_linear_reward_the_field_is_that_of_the_tilt_at_the_weight():
+    """The reference N(0, 1), tilted to N(shift, 1)."""
+    shift, x = 0.8, torch.linspace(-3, 3, 7, dtype=F64)
+    for strength in (-1.5, 0.0, 0.3, 1.0, 3.0):
+        for sigma in torch.linspace(0, 1, 5, dtype=F64):
+            base, aligned, exact = (
+                GaussianFlow(mean, 1.0).velocity(x, sigma)
+                for mean in (0.0, shift, strength * shift)
+            )
+            field = extrapolate(base, aligned, strength)
+            torch.testing.assert_close(field, exact, rtol=0, atol=1e-13)
+
+
+def test_at_0_and_1_every_bit_is_the_bases_and_the_aligned_ones():
+    for dtype in [torch.float64, torch.float32, torch.bfloat16, torch.float16]:
+        v_ref, v = (torch.randn(2, 4, 99, generator=GENERATOR) * SIZES).to(dtype)
+        assert torch.equal(extrapolate(v_ref, v, 0), v_ref)
+        assert torch.equal(extrapolate(v_ref, v, 1), v)
+
+
+def test_half_precision_is_rounded_once():
+    for dtype in [torch.bfloat16, torch.float16]:
+        for strength in [-1.0, 0.5, 1.5, 3.0]:
+            v_ref, v = torch.randn(2, 1000, generator=GENERATOR).to(dtype)
+            exact = v_ref.double() + strength * (v.double() - v_ref.double())
+            error = (extrapolate(v_ref, v, strength).double() - exact).abs()
+            assert (error <= 0.501 * torch.finfo(dtype).eps * exact.abs() + 1e-6).all()

@@ -10,7 +10,7 @@ import torch
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import MODEL_SPECS
 from flowrl.sampling.rollout import Timer
-from flowrl.sampling.two_stage import two_stage_ratio
+from scripts.bench.cost import two_stage_ratio
 from scripts.bench.timing import (
     TimedTurn,
     TimedTurns,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.sampling.two_stage import break_even_gain, two_stage_ratio
+from scripts.bench.cost import break_even_gain, two_stage_ratio
 
 SOL_RL = {"candidates": 96, "keep": 24, "preview_steps": 6, "steps": 10}
 
