@@ -5,15 +5,23 @@ useful: `align` a pipeline, prompts and rewards, `collect` and `audit` a pipelin
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
+from flowrl.assembly.auditing import (
+    audit_configs,
+    candidate_rows,
+    compare_ranks,
+    exact_samples,
+    explore_options,
+    rollout_parts,
+    sampler_of,
+)
 from flowrl.assembly.backbone import with_pipeline_family
 from flowrl.assembly.learner import (
     PRECISION,
@@ -34,7 +42,7 @@ from flowrl.assembly.learner import (
     with_pipeline_name,
 )
 from flowrl.assembly.offline import dataset_metadata
-from flowrl.assembly.rollout import RolloutParts, build_preview_generator, preview_layers
+from flowrl.assembly.rollout import preview_layers
 from flowrl.assembly.start import begin_session, recipe_to_show, runtime_to_evaluate, start_on_all
 from flowrl.assembly.text import TextCaches, prompts_to_encode
 from flowrl.assembly.worker import build_pool
@@ -42,9 +50,7 @@ from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import fit_lora, load_lora, network_of
 from flowrl.backbones.lora_formats import lora_of_main, open_lora
 from flowrl.config import Config, load_config
-from flowrl.config.load import load_recipe
 from flowrl.config.rewards import RewardOptions
-from flowrl.config.rollout import ExploreOptions
 from flowrl.errors import UserError, phase
 from flowrl.evaluation.drawing import DrawingOptions
 from flowrl.export import formats
@@ -69,12 +75,7 @@ from flowrl.offline.format import (
 from flowrl.offline.pairs import pairs_digest, read_pairs
 from flowrl.offline.writer import REWARD, SHARD, write_groups, write_pairs
 from flowrl.prompts.records import PromptRecord
-from flowrl.quantization.backends import Resolved, capability_of, precision_name, resolve
-from flowrl.quantization.layer_rules import quantised_share
-from flowrl.sampling.rank_audit import audit_ranks
-from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Sampler, Timer
-from flowrl.sampling.source import Ahead
-from flowrl.sampling.two_stage import score_candidates
+from flowrl.quantization.backends import capability_of, resolve
 from flowrl.scoring.check import check_before_training
 from flowrl.scoring.files import (
     ScoredFiles,
@@ -87,7 +88,6 @@ from flowrl.training.evaluate import compare, table
 from flowrl.training.loop import Learner, train
 from flowrl.training.resume import AUTO, Facts, Start
 from flowrl.trajectory import Rollout
-from flowrl.trees.plan import TreePlan, count
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import locked_folder, unused, write_bytes
 from flowrl.utils.images import png
@@ -382,7 +382,7 @@ def collect(
     needed = prompts_to_encode(config, training_prompts(config, provided), ())
     pool = build_pool(config, runtime, provided)
     learner = build_learner(config, runtime, provided, texts, needed, pool)
-    sampler = _sampler(learner)
+    sampler = sampler_of(learner)
     done = len(set(finished_shards(folder)) & set(range(shards)))
     steps = Steps("collecting", shards, start=done) if runtime.is_main else None
 
@@ -544,7 +544,7 @@ def audit(
         configs = [with_lora(config, lora) for config in configs]
     config = configs[0]
     runtime = training_runtime(config)
-    names = precisions or (_explore(config).precision,)
+    names = precisions or (explore_options(config).precision,)
     resolved = [resolve(name, capability_of(runtime.device)) for name in dict.fromkeys(names)]
     provided = ProvidedObjects(pipeline=pipeline, rewards=rewards)
     needed = prompts_of_iterations(config, provided, 1)
@@ -554,135 +554,20 @@ def audit(
     bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
     with closing(learner.specs), bar or nullcontext():
         for one in resolved:
-            preview_layers(_drawing(config, learner), one)  # refuses what cannot work
+            preview_layers(rollout_parts(config, learner), one)  # refuses what cannot work
         with runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, provided))
-        exact = _exact_samples(config, learner, bar)
+        exact = exact_samples(config, learner, bar)
         rows = [
-            row for one in resolved for row in _candidate_rows(configs, learner, exact, one, bar)
+            row for one in resolved for row in candidate_rows(configs, learner, exact, one, bar)
         ]
     steps_of_exact = config.rollout.num_inference_steps
     rows.append(
         {"steps": steps_of_exact, "precision": "exact", "quantised": 0.0}
-        | _compared(config, exact.scores, exact.scores)
+        | compare_ranks(config, exact.scores, exact.scores)
         | {"seconds_per_image": exact.seconds, "ratio_to_exact": 1.0}
     )
     return rows if runtime.is_main else []
-
-
-def audit_configs(
-    recipe: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    prompts: int,
-    candidates: int | None = None,
-    steps: Sequence[int] = (),
-) -> list[Config]:
-    """Return the recipe as it explores, once for each number of a candidate's steps."""
-    # Nothing is learned here, so the objective may ask nothing of the rollout.
-    changes = ["rollout.store=null", "objective={kind: sft}", "optim.updates_per_rollout=1"]
-    changes += [f"rollout.prompts_per_iteration={prompts}", "rollout.explore={audit: {every: 0}}"]
-    if candidates is not None:
-        changes.append(f"rollout.explore.candidates={candidates}")
-    changes = [*overrides, *changes]
-    option = "num_inference_steps"
-    if not steps and option not in load_recipe(recipe, changes)["rollout"]["explore"]:
-        whole = load_config(recipe, [*changes, f"rollout.explore.{option}=null"]).rollout
-        default = ExploreOptions.model_fields[option].default
-        most = whole.num_inference_steps
-        steps = [max(2, most - 1)] if most < default else []
-    kinds = [[f"rollout.explore.{option}={number}"] for number in dict.fromkeys(steps)] or [[]]
-    return [load_config(recipe, [*changes, *kind]) for kind in kinds]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ExactSamples:
-    """All candidates, generated and scored like the images that are learned from."""
-
-    request: RolloutRequest
-    scores: Tensor  # (P, N)
-    seconds: float  # per image
-
-
-def _exact_samples(config: Config, learner: Learner, bar: Steps | None) -> _ExactSamples:
-    sampler = _sampler(learner)
-    plan = config.rollout.plan(0, config.run.seed)
-    plan = replace(plan, roots=_explore(config).candidates)
-    request = sampler.request(0, plan)
-    with torch.no_grad(), learner.runtime.autocast():
-        sampler.generator.text_cache(
-            request.prompts
-        )  # once for all rows: none of them is charged for it
-    # Held-out rewards decide nothing here.
-    stage = replace(sampler.generator, specs=[spec for spec in learner.specs if spec.trained])
-    scores, seconds = _timed(stage, request, plan, compiled=config.rollout.compile)
-    if bar is not None:
-        bar.advance({"seconds per image": seconds})
-    return _ExactSamples(request=request, scores=scores, seconds=seconds)
-
-
-def _candidate_rows(
-    configs: Sequence[Config],
-    learner: Learner,
-    exact: _ExactSamples,
-    resolved: Resolved,
-    bar: Steps | None,
-) -> Iterator[Row]:
-    """Generate the candidates in one precision with each number of steps, and compare."""
-    drawing = _drawing(configs[0], learner)
-    choices, backend = preview_layers(drawing, resolved)
-    stage = build_preview_generator(drawing, _sampler(learner).generator, choices, backend)
-    share = quantised_share(choices) if choices else 0.0
-    for config in configs:
-        steps = _explore(config).num_inference_steps or config.rollout.num_inference_steps
-        plan = config.rollout.candidates(0, config.run.seed)
-        scores, seconds = _timed(
-            replace(stage, num_inference_steps=steps),
-            exact.request,
-            plan,
-            compiled=config.rollout.compile,
-        )
-        compared = _compared(config, scores, exact.scores)
-        if bar is not None:
-            bar.advance({"rho": compared["rho"]})
-        yield (
-            {"steps": steps, "precision": precision_name(resolved), "quantised": share}
-            | compared
-            | {"seconds_per_image": seconds, "ratio_to_exact": seconds / exact.seconds}
-        )
-
-
-def _compared(config: Config, proxy: Tensor, true: Tensor) -> Row:
-    keep = config.rollout.plan(0, config.run.seed).roots
-    return asdict(audit_ranks(proxy, true, keep, _explore(config).select))
-
-
-def _timed(
-    stage: RolloutGenerator, request: RolloutRequest, plan: TreePlan, *, compiled: bool
-) -> tuple[Tensor, float]:
-    """Return scores (P, N), and the seconds an image took to generate, decode and score."""
-    if compiled:
-        score_candidates(stage, request, plan, Timer())  # the first call compiles
-    timer = Timer()
-    scores = score_candidates(stage, request, plan, timer)
-    return scores, sum(timer.seconds.values()) / (scores.shape[0] * count(plan).leaves)
-
-
-def _drawing(config: Config, learner: Learner) -> RolloutParts:
-    return RolloutParts(
-        config=config,
-        runtime=learner.runtime,
-        specs=learner.specs,
-        policy=learner.policy,
-        backbone=_sampler(learner).generator.backbone,
-        text_cache=_sampler(learner).generator.text_cache,
-        needs=learner.objective.needs,
-    )
-
-
-def _explore(config: Config) -> ExploreOptions:
-    assert config.rollout.explore is not None  # see `audit_configs`
-    return config.rollout.explore
 
 
 # --- flowrl export -----------------------------------------------------------------------------
@@ -737,9 +622,3 @@ def _changed(config: Config, section: str, **options: Any) -> Config:
     """Return the configuration with some options of one section changed, unchecked."""
     changed = getattr(config, section).model_copy(update=options)
     return config.model_copy(update={section: changed})
-
-
-def _sampler(learner: Learner) -> Sampler:
-    source = learner.source.sampler if isinstance(learner.source, Ahead) else learner.source
-    assert isinstance(source, Sampler)  # the recipe reads no offline data set
-    return source

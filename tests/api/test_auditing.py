@@ -6,7 +6,8 @@ import pytest
 import torch
 import typer
 
-from flowrl.api import audit, audit_configs
+from flowrl.api import audit
+from flowrl.assembly.auditing import audit_configs
 from flowrl.backbones.lora_files import save_lora
 from flowrl.cli import report_errors
 from flowrl.cli.audit import audit as audit_command

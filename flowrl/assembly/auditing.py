@@ -1,0 +1,150 @@
+"""Audit the candidates of a recipe that explores: sample and score them exactly and as previews."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.assembly.rollout import RolloutParts, build_preview_generator, preview_layers
+from flowrl.config import Config, load_config
+from flowrl.config.load import load_recipe
+from flowrl.config.rollout import ExploreOptions
+from flowrl.quantization.backends import Resolved, precision_name
+from flowrl.quantization.layer_rules import quantised_share
+from flowrl.sampling.rank_audit import audit_ranks
+from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Sampler, Timer
+from flowrl.sampling.source import Ahead
+from flowrl.sampling.two_stage import score_candidates
+from flowrl.training.loop import Learner
+from flowrl.trees.plan import TreePlan, count
+from flowrl.utils.progress import Steps
+
+Row = dict[str, Any]
+
+
+def audit_configs(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    prompts: int,
+    candidates: int | None = None,
+    steps: Sequence[int] = (),
+) -> list[Config]:
+    """Return the recipe as it explores, once for each number of a candidate's steps."""
+    # Nothing is learned here, so the objective may ask nothing of the rollout.
+    changes = ["rollout.store=null", "objective={kind: sft}", "optim.updates_per_rollout=1"]
+    changes += [f"rollout.prompts_per_iteration={prompts}", "rollout.explore={audit: {every: 0}}"]
+    if candidates is not None:
+        changes.append(f"rollout.explore.candidates={candidates}")
+    changes = [*overrides, *changes]
+    option = "num_inference_steps"
+    if not steps and option not in load_recipe(recipe, changes)["rollout"]["explore"]:
+        whole = load_config(recipe, [*changes, f"rollout.explore.{option}=null"]).rollout
+        default = ExploreOptions.model_fields[option].default
+        most = whole.num_inference_steps
+        steps = [max(2, most - 1)] if most < default else []
+    kinds = [[f"rollout.explore.{option}={number}"] for number in dict.fromkeys(steps)] or [[]]
+    return [load_config(recipe, [*changes, *kind]) for kind in kinds]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactSamples:
+    """All candidates, generated and scored like the images that are learned from."""
+
+    request: RolloutRequest
+    scores: Tensor  # (P, N)
+    seconds: float  # per image
+
+
+def exact_samples(config: Config, learner: Learner, bar: Steps | None) -> ExactSamples:
+    """Generate and score all candidates of the first iteration exactly."""
+    sampler = sampler_of(learner)
+    plan = config.rollout.plan(0, config.run.seed)
+    plan = replace(plan, roots=explore_options(config).candidates)
+    request = sampler.request(0, plan)
+    with torch.no_grad(), learner.runtime.autocast():
+        # Once for all rows: none of them is charged for it.
+        sampler.generator.text_cache(request.prompts)
+    # Held-out rewards decide nothing here.
+    stage = replace(sampler.generator, specs=[spec for spec in learner.specs if spec.trained])
+    scores, seconds = _timed(stage, request, plan, compiled=config.rollout.compile)
+    if bar is not None:
+        bar.advance({"seconds per image": seconds})
+    return ExactSamples(request=request, scores=scores, seconds=seconds)
+
+
+def candidate_rows(
+    configs: Sequence[Config],
+    learner: Learner,
+    exact: ExactSamples,
+    resolved: Resolved,
+    bar: Steps | None,
+) -> Iterator[Row]:
+    """Generate the candidates in one precision with each number of steps, and compare."""
+    drawing = rollout_parts(configs[0], learner)
+    choices, backend = preview_layers(drawing, resolved)
+    stage = build_preview_generator(drawing, sampler_of(learner).generator, choices, backend)
+    share = quantised_share(choices) if choices else 0.0
+    for config in configs:
+        steps = explore_options(config).num_inference_steps or config.rollout.num_inference_steps
+        plan = config.rollout.candidates(0, config.run.seed)
+        scores, seconds = _timed(
+            replace(stage, num_inference_steps=steps),
+            exact.request,
+            plan,
+            compiled=config.rollout.compile,
+        )
+        compared = compare_ranks(config, scores, exact.scores)
+        if bar is not None:
+            bar.advance({"rho": compared["rho"]})
+        yield (
+            {"steps": steps, "precision": precision_name(resolved), "quantised": share}
+            | compared
+            | {"seconds_per_image": seconds, "ratio_to_exact": seconds / exact.seconds}
+        )
+
+
+def compare_ranks(config: Config, proxy: Tensor, true: Tensor) -> Row:
+    """Return the measures of candidates' scores (P, N) against exact ones; see `audit_ranks`."""
+    keep = config.rollout.plan(0, config.run.seed).roots
+    return asdict(audit_ranks(proxy, true, keep, explore_options(config).select))
+
+
+def _timed(
+    stage: RolloutGenerator, request: RolloutRequest, plan: TreePlan, *, compiled: bool
+) -> tuple[Tensor, float]:
+    """Return scores (P, N), and the seconds an image took to generate, decode and score."""
+    if compiled:
+        score_candidates(stage, request, plan, Timer())  # the first call compiles
+    timer = Timer()
+    scores = score_candidates(stage, request, plan, timer)
+    return scores, sum(timer.seconds.values()) / (scores.shape[0] * count(plan).leaves)
+
+
+def rollout_parts(config: Config, learner: Learner) -> RolloutParts:
+    """Return what generators of a learner share, for a recipe that explores."""
+    return RolloutParts(
+        config=config,
+        runtime=learner.runtime,
+        specs=learner.specs,
+        policy=learner.policy,
+        backbone=sampler_of(learner).generator.backbone,
+        text_cache=sampler_of(learner).generator.text_cache,
+        needs=learner.objective.needs,
+    )
+
+
+def explore_options(config: Config) -> ExploreOptions:
+    """Return rollout.explore of a recipe from `audit_configs`."""
+    assert config.rollout.explore is not None  # see `audit_configs`
+    return config.rollout.explore
+
+
+def sampler_of(learner: Learner) -> Sampler:
+    """Return the sampler of a learner that generates its own rollouts."""
+    source = learner.source.sampler if isinstance(learner.source, Ahead) else learner.source
+    assert isinstance(source, Sampler)  # the recipe reads no offline data set
+    return source
