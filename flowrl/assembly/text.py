@@ -44,7 +44,7 @@ from flowrl.utils.progress import Steps
 
 LOG = logging.getLogger(__name__)
 ROWS = 64  # texts that are encoded at once, at most
-# Tokens of the same before the transformer is there, where small cards have memory for no more.
+# Tokens encoded at once before the transformer is loaded: small cards have memory for no more.
 TOKENS_FIRST = 4096
 GuidedPrompts = Sequence[tuple[float, PromptRecord]]  # each with the guidance scale of its images
 
@@ -96,7 +96,7 @@ def stored_prompts(config: Config, specs: Sequence[RewardSpec]) -> list[tuple[fl
 
 
 def rows_first(tokens: int) -> int:
-    """Return how many texts of so many tokens are encoded at once before the transformer comes."""
+    """Return how many texts of so many tokens are encoded at once before the network is there."""
     return max(1, min(ROWS, TOKENS_FIRST // tokens))
 
 
@@ -308,6 +308,6 @@ def _make_room(
             "memory.text_encoders to offload"
         )
     LOG.warning(
-        "%s: those beyond %d are encoded on the CPU when they are asked for, which is slow; set "
+        "%s: those beyond %d are encoded on the CPU when they are needed, which is slow; set "
         "memory.prompt_cache to a folder", lacking, CAPACITY,
     )  # fmt: skip

@@ -122,7 +122,7 @@ def draw_prompts(
 
     `00000/metadata.jsonl` is the prompt's row, `00000/samples/0000.png` has the seed `seed`, the
     next image the next one. The caller holds the folder's lock, see `locked_folder`. Raises
-    UserError for a folder that was drawn in another way.
+    UserError for a folder with other settings.
 
     Args:
         distinct_noise: number the seeds through all prompts. Otherwise they restart at each prompt,
@@ -134,8 +134,8 @@ def draw_prompts(
     saved = folder / SETTINGS
     if saved.is_file() and saved.read_text("utf-8") != text:
         raise UserError(
-            f"{folder} was drawn with another pipeline, LoRA, prompts or settings, see {saved}: "
-            "give another folder, or remove it"
+            f"the images in {folder} have another pipeline, LoRA, prompts or settings, see "
+            f"{saved}: give another folder, or remove it"
         )
     if not saved.is_file() and foreign_entries(folder, "images"):
         raise UserError(f"{folder} holds other files: give -o a new folder")

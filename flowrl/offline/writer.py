@@ -46,7 +46,7 @@ def write_groups(
             create_dataset(folder, metadata)
         runtime.wait()
         missing = sorted(set(range(shards)) - set(finished_shards(folder)))
-        runtime.wait()  # nobody writes before all have looked
+        runtime.wait()  # the main process writes after all have looked
         for shard in missing:
             rollout = sampler.collect(shard, Timer())
             x0 = rollout.tree.leaves()

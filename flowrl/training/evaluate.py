@@ -1,4 +1,4 @@
-"""Evaluation: score images of the same held-out prompts and noise before and after training."""
+"""Score images of the same held-out prompts and noise before, during and after training."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

@@ -61,7 +61,7 @@ def test_the_drawn_layout_is_genevals_and_goes_on_where_it_ended(drawn):
     prompts = load_prompts(folder.parent / "rows.jsonl")
     draw_prompts(options.build(), prompts, folder, per_prompt=2, seed=0)
     assert first.read_bytes() == before and kept.stat().st_mtime_ns == stamp
-    with pytest.raises(UserError, match="was drawn with another pipeline, LoRA, prompts or sett"):
+    with pytest.raises(UserError, match="drawn.json"):
         draw_prompts(options.build(), prompts, folder, per_prompt=2, seed=1)
 
 
