@@ -76,15 +76,15 @@ def plan(
     with without_garbage_collection():
         request = recipe_request(words, "flowrl plan quickstart")
         sharded = [] if shard is None else [f"runtime.shard={shard}"]
-        config, found, rewards = _planned(
+        config, planned, rewards = _planned(
             request.recipe, [*request.overrides, *sharded], gpus, memory, measure
         )
         if as_json:
-            whole = _as_json(config, found, price) | _rewards_json(rewards, price_per_call)
+            whole = _as_json(config, planned, price) | _rewards_json(rewards, price_per_call)
             print(json.dumps(whole))
         else:
-            _show(config, found, rewards, price, price_per_call)
-    if found.fits is False:
+            _show(config, planned, rewards, price, price_per_call)
+    if planned.fits is False:
         raise typer.Exit(1)
 
 
@@ -95,74 +95,74 @@ def _planned(
     from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
     from flowrl.planning.reward_work import reward_work
 
-    given = None if memory is None else parse_memory(memory)
+    size = None if memory is None else parse_memory(memory)
     config = load_config(recipe, overrides)
-    of_gpu = memory_class(Path(recipe).name) if given is None else given
-    found = make_plan(config, gpus=gpus or gpus_of(recipe), memory=of_gpu, measure=measure)
-    return config, found, reward_work(config, found.work)
+    of_gpu = memory_class(Path(recipe).name) if size is None else size
+    planned = make_plan(config, gpus=gpus or gpus_of(recipe), memory=of_gpu, measure=measure)
+    return config, planned, reward_work(config, planned.work)
 
 
 def _show(
     config: "Config",
-    found: "Plan",
+    planned: "Plan",
     rewards: "list[RewardWork]",
     price: float | None,
     price_per_call: float | None,
 ) -> None:
-    _show_shares(found)
-    print_table(_work_rows(config, found))
+    _show_shares(planned)
+    print_table(_work_rows(config, planned))
     typer.echo("\nForwards of one image; those of training are the most there can be.\n")
     _show_rewards(rewards, price_per_call)
-    _show_memory(found)
-    if found.duration is not None:
-        typer.echo(_time(config, found.duration, price))
-    for note in found.notes:
+    _show_memory(planned)
+    if planned.duration is not None:
+        typer.echo(_time(config, planned.duration, price))
+    for note in planned.notes:
         typer.echo(note)
 
 
-def _show_shares(found: "Plan") -> None:
-    geometry, load = found.geometry, found.geometry.load
+def _show_shares(planned: "Plan") -> None:
+    geometry, load = planned.geometry, planned.geometry.load
     typer.echo(
         f"{load.prompts} prompts with {load.roots * load.leaves} images each, in {load.updates} "
         f"{'update' if load.updates == 1 else 'updates'}, on {geometry.gpus} "
         f"{'GPU' if geometry.gpus == 1 else 'GPUs'}\n"
     )
-    print_table(_share_rows(found))
+    print_table(_share_rows(planned))
     typer.echo(
-        f"\nAn update learns from {_range(geometry.update_rows)} {_rows(found)}, whatever the "
+        f"\nAn update learns from {_range(geometry.update_rows)} {_rows(planned)}, whatever the "
         "number of GPUs."
     )
     if not geometry.even:
-        typer.echo(_uneven(found))
+        typer.echo(_uneven(planned))
     if geometry.padding:
-        typer.echo(_padded(found))
+        typer.echo(_padded(planned))
     typer.echo("")
 
 
-def _share_rows(found: "Plan") -> list[dict[str, Any]]:
+def _share_rows(planned: "Plan") -> list[dict[str, Any]]:
     """Return one row for all GPUs with the same share."""
     kinds: dict[tuple, list[int]] = {}
-    for number, share in enumerate(found.geometry.shares):
+    for number, share in enumerate(planned.geometry.shares):
         row = {
             "prompts": share.prompts,
             **({"candidates": share.candidates} if share.candidates else {}),
             "trees": share.trees,
             "images": share.images,
-            f"{_rows(found)} an update": _range(share.rows),
+            f"{_rows(planned)} an update": _range(share.rows),
             "micro-batches": _range(share.micro_batches),
         }
         kinds.setdefault(tuple(row.items()), []).append(number)
     return [{"GPU": _numbers(at)} | dict(row) for row, at in kinds.items()]
 
 
-def _rows(found: "Plan") -> str:
-    return "nodes" if found.transitions else "images"
+def _rows(planned: "Plan") -> str:
+    return "nodes" if planned.transitions else "images"
 
 
-def _uneven(found: "Plan") -> str:
+def _uneven(planned: "Plan") -> str:
     from flowrl.assembly.work_split import nearest_gpus, nearest_prompts
 
-    geometry = found.geometry
+    geometry = planned.geometry
     busy = ", ".join(f"{share:.0%} of {phase}" for phase, share in geometry.busy.items())
     gpus = " or ".join(map(str, nearest_gpus(geometry.load, geometry.gpus)))
     prompts = " or ".join(map(str, nearest_prompts(geometry.load, geometry.gpus)))
@@ -172,10 +172,10 @@ def _uneven(found: "Plan") -> str:
     )
 
 
-def _padded(found: "Plan") -> str:
+def _padded(planned: "Plan") -> str:
     from flowrl.assembly.work_split import nearest_batches
 
-    geometry = found.geometry
+    geometry = planned.geometry
     sizes = " or ".join(map(str, nearest_batches(geometry.load, geometry.gpus)))
     return (
         f"Calls of the network with a full batch make up {geometry.padding:.1%} of sampling; none "
@@ -183,10 +183,10 @@ def _padded(found: "Plan") -> str:
     )
 
 
-def _work_rows(config: "Config", found: "Plan") -> list[dict[str, Any]]:
+def _work_rows(config: "Config", planned: "Plan") -> list[dict[str, Any]]:
     from dataclasses import asdict
 
-    work = found.work
+    work = planned.work
     columns = {
         "an iteration": asdict(work.first),
         f"{config.run.iterations} iterations": asdict(work.total),
@@ -250,37 +250,37 @@ def _rewards_json(rewards: "list[RewardWork]", price: float | None) -> dict[str,
     return {"rewards": [asdict(reward) for reward in rewards], "cost_of_judges": cost}
 
 
-def _show_memory(found: "Plan") -> None:
-    if found.peak is None:
-        typer.echo(f"Memory: {found.unknown}.")
+def _show_memory(planned: "Plan") -> None:
+    if planned.peak is None:
+        typer.echo(f"Memory: {planned.unknown}.")
         return
-    names = dict.fromkeys(name for phase in found.phases for name in phase.parts)
-    shown = [n for n in names if any(phase.parts.get(n, 0) for phase in found.phases)]
+    names = dict.fromkeys(name for phase in planned.phases for name in phase.parts)
+    shown = [n for n in names if any(phase.parts.get(n, 0) for phase in planned.phases)]
     rows = [
-        {"GB on a GPU": name} | {p.phase: _gb(p.parts.get(name, 0)) for p in found.phases}
+        {"GB on a GPU": name} | {p.phase: _gb(p.parts.get(name, 0)) for p in planned.phases}
         for name in shown
     ]
-    total = {"GB on a GPU": "total"} | {p.phase: _gb(p.total) for p in found.phases}
+    total = {"GB on a GPU": "total"} | {p.phase: _gb(p.total) for p in planned.phases}
     print_table([*rows, total])
-    typer.echo(f"\nThe peak is {_gb(found.peak.total)} GB, in {found.peak.phase}.")
-    parts = ", ".join(f"{_gb(size)} for {name}" for name, size in found.host.items() if size)
-    whole = _gb(sum(found.host.values()))
+    typer.echo(f"\nThe peak is {_gb(planned.peak.total)} GB, in {planned.peak.phase}.")
+    parts = ", ".join(f"{_gb(size)} for {name}" for name, size in planned.host.items() if size)
+    whole = _gb(sum(planned.host.values()))
     typer.echo(f"The machine's own memory, for all GPUs: at most {whole} GB: {parts}.")
-    if found.memory is not None:
-        _show_verdict(found)
+    if planned.memory is not None:
+        _show_verdict(planned)
 
 
-def _show_verdict(found: "Plan") -> None:
-    if found.fits:
-        typer.echo(f"It fits a GPU of {_gb(found.memory)} GB.")
+def _show_verdict(planned: "Plan") -> None:
+    if planned.fits:
+        typer.echo(f"It fits a GPU of {_gb(planned.memory)} GB.")
         return
-    assert found.peak is not None
-    typer.echo(f"It does not fit a GPU of {_gb(found.memory)} GB.")
-    typer.echo(f"Changes that lower {found.peak.phase}, from what costs least:\n")
-    for line in found.advice:
+    assert planned.peak is not None
+    typer.echo(f"It does not fit a GPU of {_gb(planned.memory)} GB.")
+    typer.echo(f"Changes that lower {planned.peak.phase}, from what costs least:\n")
+    for line in planned.advice:
         typer.echo(f"  {line}")
-    rest = [phase.total for phase in found.phases if phase.phase != "encode"]
-    if found.peak.phase == "encode" and rest and max(rest) <= (found.memory or 0):
+    rest = [phase.total for phase in planned.phases if phase.phase != "encode"]
+    if planned.peak.phase == "encode" and rest and max(rest) <= (planned.memory or 0):
         typer.echo(
             f"\nEverything but encoding fits, with {_gb(max(rest))} GB: encode on the CPU or on "
             "another machine, with\nflowrl train RECIPE --encode-only memory.prompt_cache=PATH "
@@ -289,23 +289,23 @@ def _show_verdict(found: "Plan") -> None:
         )
 
 
-def _time(config: "Config", found: "Duration", price: float | None) -> str:
+def _time(config: "Config", duration: "Duration", price: float | None) -> str:
     work = (
-        f"An iteration takes {found.iteration:.3g} operations, the run {found.run:.3g}, without "
-        "text encoders and rewards."
+        f"An iteration takes {duration.iteration:.3g} operations, the run {duration.run:.3g}, "
+        "without text encoders and rewards."
     )
-    if found.seconds is None or found.hours is None or found.rate is None:
+    if duration.seconds is None or duration.hours is None or duration.rate is None:
         return (
             f"{work} How long that takes is not known: no card like this machine's has been "
             "measured by python -m scripts.bench certify; --measure takes this machine's."
         )
-    cost = found.cost(price) if price is not None else None
+    cost = duration.cost(price) if price is not None else None
     paid = "" if cost is None else f", {cost:.2f} at {price:g} for a GPU and an hour"
     return (
-        f"{work} At {found.rate / 1e12:.3g} * 10^12 a second ({found.rate_of}): "
-        f"{found.seconds:.3g} s an iteration, {found.hours:.3g} hours for "
-        f"{config.run.iterations} iterations on {found.gpus} "
-        f"{'GPU' if found.gpus == 1 else 'GPUs'}{paid}."
+        f"{work} At {duration.rate / 1e12:.3g} * 10^12 a second ({duration.rate_of}): "
+        f"{duration.seconds:.3g} s an iteration, {duration.hours:.3g} hours for "
+        f"{config.run.iterations} iterations on {duration.gpus} "
+        f"{'GPU' if duration.gpus == 1 else 'GPUs'}{paid}."
     )
 
 
@@ -329,15 +329,15 @@ def _range(values: tuple[int, ...]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _as_json(config: "Config", found: "Plan", price: float | None) -> dict[str, Any]:
+def _as_json(config: "Config", planned: "Plan", price: float | None) -> dict[str, Any]:
     from dataclasses import asdict
 
-    time = found.duration
+    time = planned.duration
     hours = {} if time is None else asdict(time) | {"seconds": time.seconds, "hours": time.hours}
     if time is not None and price is not None:
         hours["cost"] = time.cost(price)
 
-    geometry, work, peak = found.geometry, found.work, found.peak
+    geometry, work, peak = planned.geometry, planned.work, planned.peak
     return {
         "gpus": geometry.gpus,
         "shares": [asdict(share) for share in geometry.shares],
@@ -346,14 +346,14 @@ def _as_json(config: "Config", found: "Plan", price: float | None) -> dict[str, 
         "iteration": asdict(work.first),
         "run": asdict(work.total) | {"iterations": config.run.iterations},
         "evaluation": {"forwards": work.evaluation, "times": work.evaluations},
-        "phases": {p.phase: dict(p.parts) | {"total": p.total} for p in found.phases},
+        "phases": {p.phase: dict(p.parts) | {"total": p.total} for p in planned.phases},
         "peak": None if peak is None else {"phase": peak.phase, "bytes": peak.total},
-        "memory": found.memory,
-        "host": sum(found.host.values()) or None,
-        "host_parts": found.host,
-        "fits": found.fits,
-        "advice": found.advice,
+        "memory": planned.memory,
+        "host": sum(planned.host.values()) or None,
+        "host_parts": planned.host,
+        "fits": planned.fits,
+        "advice": planned.advice,
         "time": hours or None,
-        "unknown": found.unknown or None,
-        "notes": found.notes,
+        "unknown": planned.unknown or None,
+        "notes": planned.notes,
     }

@@ -55,9 +55,7 @@ def vote(  # noqa: PLR0913  # an argument for each option
     ] = False,
     export: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the votes as pairs: .jsonl for flowrl, .json for HPDv3."
-        ),
+        typer.Option(help="Write the votes as pairs: .jsonl for flowrl, .json for HPDv3."),
     ] = None,
     host: Host = "127.0.0.1",
     allow_host: AllowedHosts = None,

@@ -85,8 +85,8 @@ def type_text(annotation: Any) -> str:
 def _limits(metadata: Sequence[Any]) -> str:
     """Return bounds in words: [Gt(0), Lt(1)] -> ", above 0, below 1"."""
     words = {"gt": "above", "ge": "from", "lt": "below", "le": "up to"}
-    found = [(word, getattr(m, name, None)) for m in metadata for name, word in words.items()]
-    return "".join(f", {word} {limit}" for word, limit in found if limit is not None)
+    bounds = [(word, getattr(m, name, None)) for m in metadata for name, word in words.items()]
+    return "".join(f", {word} {limit}" for word, limit in bounds if limit is not None)
 
 
 def resolve(model: type[Options], loc: Sequence[int | str]) -> tuple[list[str], list[str]]:
@@ -96,11 +96,11 @@ def resolve(model: type[Options], loc: Sequence[int | str]) -> tuple[list[str], 
     """
     path: list[str] = []
     here: list[type[Options]] = [model]
-    known = _keys(here)
+    candidates = _keys(here)
     for part in loc:
         section = here[0] if len(here) == 1 else None
         if section and part in section.model_fields:
-            known = _keys(here)
+            candidates = _keys(here)
             path.append(str(part))
             here = sections_in(section.model_fields[str(part)].annotation)
         elif tagged := [s for s in here if len(here) > 1 and _kind(s) == part]:
@@ -108,9 +108,9 @@ def resolve(model: type[Options], loc: Sequence[int | str]) -> tuple[list[str], 
         elif isinstance(part, int):
             path.append(str(part))
         elif here:
-            known = _keys(here)
+            candidates = _keys(here)
             path.append(part)
-    return path, known
+    return path, candidates
 
 
 def _keys(sections: list[type[Options]]) -> list[str]:
@@ -141,21 +141,21 @@ _WORDS = {
 def format_errors(model: type[Options], error: ValidationError) -> str:
     """Return one sentence for each wrong option, in the order of the file."""
     problems: dict[str, list[Any]] = {}
-    known: dict[str, list[str]] = {}
+    candidates: dict[str, list[str]] = {}
     for detail in error.errors():
         parts, beside = resolve(model, detail["loc"])
         path = ".".join(parts)
         problems.setdefault(path, []).append(detail)
-        known[path] = beside
+        candidates[path] = beside
     more = len(problems) - MAX_ERRORS
     problems = dict(islice(problems.items(), MAX_ERRORS))
     suggested = {
-        _nearest(model, path, known[path])
+        _nearest(model, path, candidates[path])
         for path, details in problems.items()
         if details[0]["type"] == "extra_forbidden"
     }
     sentences = [
-        _sentence(model, path, details, known[path])
+        _sentence(model, path, details, candidates[path])
         for path, details in problems.items()
         # A misspelt required key is both unknown and missing; the first says it all.
         if not (details[0]["type"] == "missing" and path in suggested)
@@ -165,10 +165,10 @@ def format_errors(model: type[Options], error: ValidationError) -> str:
     return "\n".join(sentences)
 
 
-def _sentence(model: type[Options], path: str, details: list[Any], known: list[str]) -> str:
+def _sentence(model: type[Options], path: str, details: list[Any], candidates: list[str]) -> str:
     detail, name = details[0], name_of(path)
     if detail["type"] == "extra_forbidden":
-        return _unknown(model, path, detail, known)
+        return _unknown(model, path, detail, candidates)
     if detail["type"] == "missing":
         meaning = next((o.meaning for o in walk(model) if o.path == path), "")
         return f"Option {name} is missing" + (f": {meaning}" if meaning else ".")
@@ -182,7 +182,7 @@ def _sentence(model: type[Options], path: str, details: list[Any], known: list[s
     return f"Option {name} is {show(detail['input'])}: expected {wanted}{switch}."
 
 
-def _unknown(model: type[Options], path: str, detail: Any, known: list[str]) -> str:
+def _unknown(model: type[Options], path: str, detail: Any, candidates: list[str]) -> str:
     name, parent = name_of(path), path.rpartition(".")[0]
     if "." in str(detail["loc"][-1]):
         return f"Unknown option {name}: dots join keys on the command line, a file nests them."
@@ -194,9 +194,9 @@ def _unknown(model: type[Options], path: str, detail: Any, known: list[str]) -> 
             f"Option {name} belongs to {where} {', '.join(kinds)}, but here {where} is "
             f"{detail['loc'][-2]}: leave it out, or set {where} as well."
         )
-    near = _nearest(model, path, known)
+    near = _nearest(model, path, candidates)
     hint = f"; did you mean {near}?" if near else "."
-    return f"Unknown option {name}: {parent or 'the top level'} has {', '.join(known)}{hint}"
+    return f"Unknown option {name}: {parent or 'the top level'} has {', '.join(candidates)}{hint}"
 
 
 def _switch(model: type[Options], path: str, value: Any) -> str:
@@ -240,11 +240,11 @@ def _expected(detail: Any) -> str:
     return f"a number {text}" if text.startswith(("greater", "less")) else text
 
 
-def _nearest(model: type[Options], path: str, known: list[str]) -> str:
+def _nearest(model: type[Options], path: str, candidates: list[str]) -> str:
     """Return the likeliest key: a neighbour of a similar name, else that name elsewhere."""
     parent, _, key = path.rpartition(".")
     key = key[:100]
-    near = difflib.get_close_matches(key, known, 1, 0.6)
+    near = difflib.get_close_matches(key, candidates, 1, 0.6)
     if near:
         return f"{parent}.{near[0]}" if parent else near[0]
     everywhere = {option.path.rpartition(".")[2]: option.path for option in walk(model)}

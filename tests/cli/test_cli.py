@@ -35,7 +35,7 @@ def built(monkeypatch):
 
     def align(config, *, resume, accept_changes):
         calls.extend([config, resume, accept_changes])
-        return SimpleNamespace(comparisons=[], lora=None, gallery=None, card=None)
+        return SimpleNamespace(comparisons=[], lora=None, gallery=None, card=None, stopped="")
 
     def record(*args, **kwargs):
         calls.append((args, kwargs))
