@@ -334,7 +334,7 @@ def check_objective(section: Mapping[str, Any], tree: str = "ode") -> None:
     _check_slope(learner, rollout, first)
     if needs.states != "path":
         _check_direction(learner, rollout, tree)
-    if not (needs.whole_update or needs.update_mean):
+    if not needs.update_mean:
         _check_groups(learner, rollout)
     _check_missing(learner, rollout)
 

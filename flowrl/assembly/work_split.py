@@ -37,7 +37,6 @@ class IterationWork:
     group_rows: int | None = None  # at most, of a prompt; None is no bound
     row_forwards: int = 1
     together: Literal["image", "group", "update"] = "image"  # whose rows share a micro-batch
-    alone: bool = False  # one process learns from all of an update
     micro_batch: int  # forwards, at most
     updates: int = 1  # optimiser steps
     judge: str = "the objective"  # what compares images, for messages
@@ -119,11 +118,6 @@ def check_split(load: IterationWork, gpus: int) -> None:
     """Raise UserError unless each of `gpus` processes gets work in every iteration."""
     if gpus < 1:
         raise UserError(f"got {gpus} GPUs, expected at least 1")
-    if load.alone and gpus > 1:
-        raise UserError(
-            f"{load.judge} compares all images of an update with their mean, which {gpus} "
-            "processes do not share: start one process, or take another objective"
-        )
     if units(load) >= gpus:
         return
     least = gpus if load.whole_prompts else -(-gpus // load.roots)
@@ -147,7 +141,7 @@ def units(load: IterationWork) -> int:
 
 def nearest_gpus(load: IterationWork, gpus: int) -> tuple[int, ...]:
     """Return the numbers of GPUs nearest to `gpus`, below and above, with an even split."""
-    last = 1 if load.alone else units(load)
+    last = units(load)
     good = [n for n in range(1, last + 1) if _is_even(load, n)]
     below, above = [n for n in good if n <= gpus], [n for n in good if n > gpus]
     return (*below[-1:], *above[:1])
@@ -184,8 +178,6 @@ def nearest_prompts(load: IterationWork, gpus: int) -> tuple[int, ...]:
 
     Those that need no padding are preferred, where there are some.
     """
-    if load.alone and gpus > 1:
-        return ()
     full = _nearest_prompts(load, gpus, lambda split: split.even and not split.padding)
     return full or _nearest_prompts(load, gpus, lambda split: split.even)
 
@@ -281,7 +273,7 @@ def iteration_work(
     tree, explored = count(plan), None if candidates is None else count(candidates)
     transitions = needs.states == "transitions"
     together = "group" if needs.complete_groups else "image"
-    together = "update" if needs.whole_update or needs.update_mean else together
+    together = "update" if needs.update_mean else together
     return IterationWork(
         prompts=r.prompts_per_iteration,
         roots=plan.roots,
@@ -298,11 +290,10 @@ def iteration_work(
         group_rows=2 if objective.kind == "dpo" else None,  # the best and the worst
         row_forwards=1 if transitions else row_forwards(objective, r.num_inference_steps),
         together=together if needs.states == "endpoints" else "image",
-        alone=needs.whole_update,
         micro_batch=u.micro_batch,
         updates=u.updates_per_rollout,
         judge=f"objective.kind {objective.kind}"
-        if needs.complete_groups or needs.whole_update
+        if needs.complete_groups
         else "a reward",
     )
 

@@ -69,8 +69,7 @@ class Needs:
     old: OldPolicy | None = None  # calls the lagging policy
     reward_grad: bool = False  # calls `Models.reward_gradient`
     complete_groups: bool = False  # compares images of a group: each group lies on one process
-    whole_update: bool = False  # compares all images of an update: needs a single process
-    update_mean: bool = False  # compares them with `Models.update_mean` alone, called once a loss
+    update_mean: bool = False  # calls `Models.update_mean` once, of all images of an update
 
 
 class Batch(Parts, Protocol):
@@ -101,7 +100,7 @@ class Objective(Protocol):
         """Return the mean loss over the rows of `batch` (0-d, with graph) and row means to log.
 
         Random numbers must be a function of the batch's seed and its rows' numbers, as in
-        `Noising`, so that they depend neither on micro-batches nor on processes.
+        `noise_images`, so that they depend neither on micro-batches nor on processes.
         """
         ...
 
@@ -121,7 +120,7 @@ def with_random_rewards(rollout: Rollout) -> Rollout:
 
 
 def check_objective(objective: Any, name: str) -> None:
-    """Raise UserError for an object that is no `Objective`, or one of the old signature of `loss`.
+    """Raise UserError for an object that is no `Objective`.
 
     name: what made it, as the user wrote it.
     """
@@ -132,9 +131,9 @@ def check_objective(objective: Any, name: str) -> None:
             "`needs` (a flowrl.objectives.base.Needs), `prepare` and `loss`"
         )
     parameters = inspect.signature(objective.loss).parameters
-    if len(parameters) != 2 or "policy" in parameters:
+    if len(parameters) != 2:
         raise UserError(
-            f"the `loss` of {name} takes ({', '.join(parameters)}), which is not today's "
-            "signature: write loss(self, models, batch), and models.policy, models.reference, "
-            "models.old and models.reward_gradient for what were arguments of their own"
+            f"the `loss` of {name} takes ({', '.join(parameters)}): write loss(self, models, "
+            "batch), which calls models.policy, models.reference, models.old and "
+            "models.reward_gradient"
         )

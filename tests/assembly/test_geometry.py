@@ -180,13 +180,6 @@ def test_shares_that_cannot_be_dealt_are_refused():
     ):
         check_split(whole, 9)
     check_split(BASE, 9)
-    update = replace(BASE, together="update", alone=True, judge="an objective")
-    check_split(update, 1)
-    with pytest.raises(
-        UserError, match="an objective compares all .* 2 processes do not share: start one"
-    ):
-        check_split(update, 2)
-    assert nearest_gpus(update, 8) == (1,) and nearest_prompts(update, 8) == ()
     with pytest.raises(UserError, match="nearest rollout.prompts_per_iteration that works is 6"):
         split_work(replace(BASE, prompts=7, updates=3), 1)
     with pytest.raises(UserError, match="got 0 GPUs"):

@@ -128,7 +128,6 @@ def test_groups_that_are_compared_need_a_prompt_for_each_process(tiny_config):
     for needs, specs, told in (
         ({"complete_groups": True}, [], "2 processes take whole prompts"),
         ({}, compares, "whose images a reward compares"),
-        ({"whole_update": True}, [], "start one process"),
     ):
         with pytest.raises(UserError, match=told):
             check_work_split(config, Two(), Needs(states="endpoints", **needs), specs)  # type: ignore[arg-type]
