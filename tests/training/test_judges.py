@@ -112,7 +112,7 @@ def test_a_run_that_its_judge_ends_resumes_to_the_weights_of_another_and_pays_fo
     asked = len(server.asked)
     config = config_for("whole", server, staleness)
     assert asked == CHECKED + total_requests(reward_work(config, count_work(config)))
-    budgets, said = {}, "quota is used up, which no waiting mends"
+    budgets, said = {}, "quota is used up"
     if limit == "quota":
         judge.left = asked - 6  # two iterations of four images are missing then, or most of them
     else:
