@@ -194,11 +194,11 @@ class Server:
 
     def note_failure(self, error: Again) -> None:
         """Let it rest: as long as it says, else half as long as it has been failing."""
-        now = time.monotonic()
-        self.info, self.trouble = None, str(error)
-        if error.retry_after is not None:
+        now, self.trouble = time.monotonic(), str(error)
+        if error.retry_after is not None:  # it is busy, not broken
             rest = min(error.retry_after, LONGEST_RETRY_AFTER_S)
         else:
+            self.info = None
             self.failing_since = self.failing_since or now
             rest = min((now - self.failing_since) / 2, LONGEST_REST_S) * random.uniform(1, 1.2)
         self.rests_until = now + max(rest, FIRST_REST_S)
