@@ -86,6 +86,12 @@ def train(
             "Without a GPU, N processes share the CPU.",
         ),
     ] = None,
+    yes: Annotated[
+        bool,
+        typer.Option(
+            "--yes", help="Train without a GPU, or with little memory, where that takes long."
+        ),
+    ] = False,
 ) -> None:
     """Align a pipeline to a reward.
 
@@ -132,6 +138,10 @@ def train(
         folder = config.memory.prompt_cache
         print_table([row | {"folder": folder} for row in encode(config)])
         return
+    if os.environ.get("RANK", "0") == "0":
+        from flowrl.planning.machine import check_machine
+
+        check_machine(config, insist=yes)
     if gpus is not None and _started(gpus, config, words or [], resume, accept_changes):
         return
     from flowrl.api import align, table
@@ -173,7 +183,7 @@ def _started(
     typer.echo(f"Starting {count} processes, {'which share the CPU' if cpu else 'a GPU each'}.")
     command = [sys.executable, "-m", "flowrl", "train", *words]
     command += [] if resume is None else ["--resume", resume]
-    command += ["--accept-changes"] * accept_changes
+    command += ["--accept-changes"] * accept_changes + ["--yes"]  # checked by this process
     if code := run_processes(command, count, cpu=cpu):
         raise typer.Exit(code)
     return True

@@ -1,0 +1,84 @@
+"""Check that this machine can run a recipe, before anything is downloaded or loaded."""
+
+import importlib.util
+
+import torch
+
+from flowrl.backbones.loading import DTYPES
+from flowrl.config import Config
+from flowrl.config.rewards import HTTPOptions
+from flowrl.errors import UserError
+from flowrl.planning.model_specs import ModelSpec, build_network, spec_for
+from flowrl.scoring.spec import load_reward
+
+REAL = 2 * 10**9  # bytes of weights from which a pipeline needs a GPU
+
+
+def check_machine(config: Config, *, insist: bool = False) -> None:
+    """Check packages, the GPU and the machine's memory.
+
+    Args:
+        insist: Train without a GPU, and with too little memory.
+
+    Raises:
+        UserError: A tracker, a package, a GPU or memory is missing.
+    """
+    check_packages(config)
+    if insist:
+        return
+    try:
+        spec = spec_for(config.pipeline.path, config.pipeline.revision)
+    except UserError:  # not downloaded yet, and none of the published ones
+        return
+    if spec.weights < REAL:
+        return
+    check_memory(config, spec)
+    check_gpu(config)
+
+
+def check_packages(config: Config) -> None:
+    """Check the packages of trackers, of the frozen weights' bits and of rewards."""
+    library = config.memory.base_library if config.memory.base_bits else None
+    wanted = {name: f"run.trackers has {name}" for name in config.run.trackers}
+    if library is not None:
+        wanted[library] = f"memory.base_library is {library}"
+    for name, why in wanted.items():
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"{why}, which is not installed: pip install {name}")
+    for entry in config.rewards:
+        if ":" not in entry.name and not isinstance(entry.executor, HTTPOptions):
+            load_reward(entry.name, entry.args)  # names the package; weights load when first used
+
+
+def check_memory(config: Config, spec: ModelSpec) -> None:
+    """Check that the machine's memory holds the transformer, which is read before it is moved."""
+    import psutil
+
+    network = build_network(spec.transformer, spec.config, DTYPES[config.pipeline.dtype])
+    size = sum(p.numel() * p.element_size() for p in network.parameters())
+    total = psutil.virtual_memory().total
+    if size > total:
+        raise UserError(
+            f"the transformer of {config.pipeline.path} has {size / 1e9:.0f} GB in "
+            f"{config.pipeline.dtype}, and this machine's memory {total / 1e9:.0f} GB: use a "
+            "smaller checkpoint or another machine, or insist with --yes"
+        )
+
+
+def check_gpu(config: Config) -> None:
+    """Check that a real checkpoint has a GPU; the error says how long a CPU would take."""
+    if torch.cuda.is_available() or config.pipeline.device not in (None, "auto", "cpu"):
+        return
+    from flowrl.planning.plan import make_plan  # not needed by runs that pass
+
+    hours = ""
+    duration = make_plan(config, measure=True).duration
+    if duration is not None and duration.seconds is not None and duration.hours is not None:
+        hours = (
+            f", where an iteration takes at least {duration.seconds / 3600:,.1f} hours and the run "
+            f"{duration.hours:,.0f}"
+        )
+    raise UserError(
+        f"{config.pipeline.path} would run on this machine's CPU{hours}: use a machine with a GPU, "
+        "rehearse with --dry-run, or insist with --yes"
+    )

@@ -1,0 +1,75 @@
+"""What a machine lacks is named before anything is downloaded or loaded."""
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from flowrl.cli import main
+from flowrl.config import load_config
+from flowrl.errors import UserError
+from flowrl.planning import machine
+from flowrl.planning.machine import check_machine
+
+REAL = "flux.2-klein-4b-nft-24gb"
+
+
+def set_memory(monkeypatch, size: int) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=size))
+
+
+@pytest.fixture(autouse=True)
+def cpu_with_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    set_memory(monkeypatch, 10**12)
+
+
+@pytest.fixture
+def missing(monkeypatch):
+    find = machine.importlib.util.find_spec
+
+    def hide(*names: str) -> None:
+        monkeypatch.setattr(
+            machine.importlib.util, "find_spec", lambda n, *a: None if n in names else find(n, *a)
+        )
+
+    return hide
+
+
+@pytest.mark.parametrize(
+    ("changes", "package"),
+    [
+        (["run.trackers=[wandb]"], "wandb"),
+        (["memory.base_bits=4", "memory.base_library=bitsandbytes"], "bitsandbytes"),
+        (["memory.base_bits=8", "memory.base_library=torchao"], "torchao"),
+    ],
+)
+def test_a_missing_package_is_named_even_if_one_insists(changes, package, missing):
+    missing(package)
+    with pytest.raises(UserError, match=f"pip install {package}"):
+        check_machine(load_config(REAL, [*changes, "rewards=[{name: brightness}]"]), insist=True)
+
+
+def test_a_real_checkpoint_without_a_gpu_names_the_hours_and_the_way_to_insist():
+    changes = ["rewards=[{name: brightness}]", "pipeline.height=64", "pipeline.width=64"]
+    config = load_config(REAL, changes)
+    with pytest.raises(UserError, match=r"hours.*--yes"):
+        check_machine(config)
+    check_machine(config, insist=True)
+    check_machine(load_config("quickstart"))
+
+
+def test_a_transformer_larger_than_the_machine_s_memory_is_refused(monkeypatch):
+    set_memory(monkeypatch, 4 * 10**9)
+    with pytest.raises(UserError, match="8 GB in bf16.* 4 GB"):
+        check_machine(load_config(REAL, ["rewards=[{name: brightness}]"]))
+
+
+def test_train_refuses_before_it_says_that_it_loads(capsys, tmp_path):
+    words = ["train", REAL, "rewards=[{name: brightness}]", "pipeline.height=64"]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "pipeline.width=64", f"run.output_dir={tmp_path / 'run'}"])
+    out, err = capsys.readouterr()
+    assert end.value.code == 1 and "loading" not in out + err and "--yes" in err
+    assert not (tmp_path / "run").exists()
