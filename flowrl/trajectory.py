@@ -31,8 +31,21 @@ class Conditioning:
 
     @staticmethod
     def cat(parts: list["Conditioning"]) -> "Conditioning":
-        names = parts[0].tensors
-        return Conditioning(tensors={k: torch.cat([p.tensors[k] for p in parts]) for k in names})
+        """Join rows; tensors of different shapes are padded with zeros at their ends."""
+        columns = {name: [part.tensors[name] for part in parts] for name in parts[0].tensors}
+        return Conditioning(tensors={k: torch.cat(_padded(ts)) for k, ts in columns.items()})
+
+
+def _padded(tensors: list[Tensor]) -> list[Tensor]:
+    """Pad tensors (N, ...) with zeros to one shape but for N."""
+    largest = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
+    if all(list(t.shape[1:]) == largest for t in tensors):
+        return tensors
+    padding = [
+        [n for size, own in zip(largest[::-1], t.shape[:0:-1], strict=True) for n in (0, size - own)]
+        for t in tensors
+    ]
+    return [torch.nn.functional.pad(t, pad) for t, pad in zip(tensors, padding, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,8 +157,11 @@ OVERRIDES: dict[str, Override] = {
         {"text_encoder": {"vocab_size": 128_001, "hidden_size": 4}},
     ),
     "OmniGenPipeline": Override(
-        {"vocab_size": VOCABULARY, "pad_token_id": 0,
-         "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8}}
+        {
+            "vocab_size": VOCABULARY,
+            "pad_token_id": 0,
+            "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
+        }
     ),
     "PRXPipeline": Override({"axes_dim": (8, 8)}),
     "CogView4Pipeline": Override({"rope_axes_dim": (16, 16)}),

@@ -1,0 +1,69 @@
+"""Arguments of a pipeline's call, by its signature and what is known of its family."""
+
+import inspect
+from typing import Any
+
+from flowrl.backbones.families import SWITCHES, family_of
+from flowrl.errors import UserError
+
+DEFAULT_SIDE = 1024
+
+
+def call_arguments(
+    pipeline: Any,
+    *,
+    guidance: float,
+    negative: str = "",
+    max_sequence_length: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+) -> dict[str, Any]:
+    """Return the arguments of `pipeline(prompt, ...)` that generate as flowrl's backbone does.
+
+    Args:
+        guidance: The pipeline's own guidance; up to 1 is none.
+        negative: The negative prompt, "" for none.
+        max_sequence_length: Text tokens; None for the pipeline's default.
+        height, width: Pixels; None for the size that the networks were made for.
+
+    Raises:
+        UserError: A negative prompt that the pipeline would ignore.
+    """
+    name = type(pipeline).__name__
+    family, parameters = family_of(name), inspect.signature(type(pipeline).__call__).parameters
+    side = native_side(pipeline)
+    call = {**SWITCHES, **family.call, "height": height or side, "width": width or side}
+    call["max_sequence_length"] = max_sequence_length
+    guided = is_guided(pipeline, guidance)
+    call[family.guidance] = guidance if guided or family.unguided is None else family.unguided
+    if negative and ("negative_prompt" not in parameters or family.unguided is None):
+        raise UserError(
+            f"the negative prompt is {negative!r}, but {name} takes none: leave "
+            "rollout.negative_prompt and the prompts' own empty"
+        )
+    if guided and family.unguided is not None:
+        call["negative_prompt"] = negative
+    return {
+        key: value
+        for key, value in call.items()
+        if key in parameters and (value is not None or key in family.call)
+    }
+
+
+def is_guided(pipeline: Any, guidance: float) -> bool:
+    """Whether the pipeline makes a second forward for this guidance."""
+    return family_of(type(pipeline).__name__).unguided is not None and guidance > 1
+
+
+def native_side(pipeline: Any) -> int:
+    """Return the pixels of a side that the networks were made for, 1024 where nothing says it."""
+    network = getattr(pipeline, "transformer", None) or getattr(pipeline, "unet", None)
+    factor = getattr(pipeline, "vae_scale_factor", 8)
+    latent = getattr(getattr(network, "config", None), "sample_size", None)
+    if isinstance(latent, int):
+        return latent * factor
+    pixels = getattr(getattr(getattr(pipeline, "vae", None), "config", None), "sample_size", None)
+    if isinstance(pixels, int):
+        return pixels
+    default = getattr(pipeline, "default_sample_size", None)
+    return default * factor if isinstance(default, int) else DEFAULT_SIDE

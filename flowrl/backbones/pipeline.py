@@ -1,0 +1,428 @@
+"""The backbone of every diffusers text-to-image pipeline whose scheduler steps a flow.
+
+The pipeline's own call computes the velocity, see `gate`: guidance, packing, position ids and
+embeddings of time are the pipeline's. A latent is what its scheduler sees.
+"""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.backbones.base import in_fp32
+from flowrl.backbones.call import call_arguments, is_guided
+from flowrl.backbones.families import family_of, lora_targets
+from flowrl.backbones.gate import NETWORKS, RowTimes, Stop, Visit, call_through
+from flowrl.backbones.latent_map import LatentMap
+from flowrl.backbones.texts import kinds_of, ragged, record_of, rows_of, same_shapes
+from flowrl.errors import UserError
+from flowrl.trajectory import Conditioning
+
+LOG = logging.getLogger(__name__)
+SHORT, LONG = "a", "two red circles"
+FINE = 1000  # steps of the table of times
+# Largest difference of two velocities that are the same but for rounding, relative to the largest
+# number, by the network's dtype.
+ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+class PipelineBackbone:
+    """A diffusers pipeline behind the `Backbone` protocol.
+
+    Args:
+        guidance: The pipeline's own guidance; no guidance, and half the work, up to 1.
+        max_sequence_length: Text tokens; None for the pipeline's default.
+        height, width: Pixels; None for the size that the networks were made for.
+
+    Raises:
+        UserError: The pipeline does not sample a flow in a way that can be trained.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        *,
+        guidance: float = 1.0,
+        max_sequence_length: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+    ):
+        check_class(pipeline)
+        check_scheduler(pipeline.scheduler)
+        self.pipeline = pipeline
+        pipeline.vae.requires_grad_(False)  # gradients go through it, and none is for its weights
+        self.network_name = next(n for n in NETWORKS if getattr(pipeline, n, None) is not None)
+        self.transformer = getattr(pipeline, self.network_name)
+        self.device: torch.device = self.transformer.device
+        self.family = family_of(type(pipeline).__name__)
+        self.guidance = guidance
+        self.guided = is_guided(pipeline, guidance)
+        self.max_sequence_length = max_sequence_length
+        self.arguments = call_arguments(
+            pipeline,
+            guidance=guidance,
+            max_sequence_length=max_sequence_length,
+            height=height,
+            width=width,
+        )
+        self.parameters = inspect.signature(type(pipeline).__call__).parameters
+        self.height, self.width = self.arguments["height"], self.arguments["width"]
+        self.inverted = bool(pipeline.scheduler.config.get("invert_sigmas"))
+        self.example: Conditioning | None = None  # a row for calls that need a text, but not which
+        self._kinds: tuple[dict[str, str], list[str]] | None = None
+        self._layout: tuple[tuple[int, ...], torch.dtype] | None = None
+        self._times: dict[int, tuple[Tensor, Tensor]] = {}  # sigmas and times by steps
+        self._table: tuple[Tensor, Tensor] | None = None  # of all of these, ascending
+        self._many_sigmas: bool | None = None  # whether a batch may have several; None: not tried
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        return lora_targets(self.family, self.transformer)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the pipeline's own latents are stored in."""
+        return self._latents()[1]
+
+    def image_size(self) -> tuple[int, int]:
+        return self.height, self.width
+
+    def latent_shape(self) -> tuple[int, ...]:
+        return self._latents()[0]
+
+    # --- Calls of the pipeline ---------------------------------------------------------------
+
+    def _through(self, visit: Visit, count: int, **call: Any) -> Any:
+        """Call the pipeline for `count` rows with this backbone's network."""
+        # Lists of their own each time: Z-Image writes into its prompts.
+        call = {"prompt": [SHORT] * count, "output_type": "latent", **self.arguments, **call}
+        if "negative_prompt" in self.arguments and isinstance(call["negative_prompt"], str):
+            call["negative_prompt"] = [call["negative_prompt"]] * count
+        call.setdefault("num_inference_steps", 1)
+        if visit.latents is not None and "latents" in self.parameters:
+            call["latents"] = visit.latents  # so that no noise is drawn
+        elif "generator" in self.parameters:
+            call["generator"] = torch.Generator().manual_seed(0)
+        parts = vars(self.pipeline)
+        before, parts[self.network_name] = parts[self.network_name], self.transformer
+        try:
+            return call_through(self.pipeline, visit, self.device, call)
+        finally:
+            parts[self.network_name] = before
+
+    def _example_record(self, count: int) -> Any:
+        """Return the encoder's record of some text for `count` rows."""
+        if self.example is None:
+            self.encode([SHORT], [""])
+        assert self.example is not None
+        rows = self.example.take(torch.zeros(count, dtype=torch.long)).to(self.device)
+        return record_of(rows)
+
+    # --- Texts -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], negatives: Sequence[str]) -> Conditioning:
+        """Encode prompts, one negative prompt each.
+
+        A text whose length the network sees is encoded alone, as when the pipeline is called with
+        it: padding to the longest of a batch would let rows depend on their neighbours.
+
+        Raises:
+            UserError: A negative prompt that the pipeline would ignore.
+        """
+        for negative in set(negatives):
+            call_arguments(self.pipeline, guidance=self.guidance, negative=negative)
+        if self._kinds is None:
+            self._kinds = self._find_kinds()
+        kinds, shaped = self._kinds
+        pairs = list(zip(prompts, negatives, strict=True))
+        if shaped:
+            parts = [rows_of(self._encode([pair]), kinds, 1) for pair in pairs]
+            cond = Conditioning(tensors=ragged(parts, shaped))
+        else:
+            cond = Conditioning(tensors=rows_of(self._encode(pairs), kinds, len(pairs)))
+        if self.example is None:
+            self.example = cond.take(torch.tensor([0]))
+        return cond
+
+    def _encode(self, pairs: Sequence[tuple[str, str]]) -> tuple[Any, ...]:
+        visit = Visit(until="texts")
+        call: dict[str, Any] = {"prompt": [prompt for prompt, _ in pairs]}
+        if "negative_prompt" in self.arguments:
+            call["negative_prompt"] = [negative for _, negative in pairs]
+        self._through(visit, len(pairs), **call)
+        return tuple(visit.encoded)
+
+    def _find_kinds(self) -> tuple[dict[str, str], list[str]]:
+        """Return the kind of each entry, and the entries whose shape depends on the text."""
+        short, twice = self._encode([(SHORT, "")]), self._encode([(SHORT, "")] * 2)
+        kinds = kinds_of(short, twice)
+        rows = rows_of(short, kinds, 1)
+        longer = rows_of(self._encode([(LONG, LONG)]), kinds, 1)
+        return kinds, [name for name in rows if rows[name].shape != longer[name].shape]
+
+    # --- Schedule ----------------------------------------------------------------------------
+
+    def sigmas(self, steps: int) -> Tensor:
+        """Return the pipeline's own noise levels.
+
+        Raises:
+            UserError: They are no straight line from noise to image.
+        """
+        return self._schedule(steps)[0].clone()
+
+    def _schedule(self, steps: int) -> tuple[Tensor, Tensor]:
+        """Return noise levels (steps + 1,) and the network's times (steps,), fp32."""
+        if steps not in self._times:
+            visit = Visit(texts=self._example_record(1), until="schedule")
+            self._through(visit, 1, num_inference_steps=steps)
+            assert visit.shape is not None and visit.dtype is not None
+            self._layout = tuple(visit.shape[1:]), visit.dtype
+            sigmas = check_sigmas(visit.sigmas, self.inverted, type(self.pipeline).__name__)
+            assert visit.timesteps is not None
+            times = visit.timesteps.to(self.device, torch.float32)
+            self._times[steps], self._table = (sigmas.to(self.device), times), None
+        return self._times[steps]
+
+    def _latents(self) -> tuple[tuple[int, ...], torch.dtype]:
+        if self._layout is None:
+            self._schedule(2)
+        assert self._layout is not None
+        return self._layout
+
+    def times(self, sigma: Tensor) -> Tensor:
+        """Return the network's times for noise levels: the pipeline's own, a line in between."""
+        if self._table is None:
+            self._schedule(FINE)
+            levels = torch.cat([sigmas[:-1] for sigmas, _ in self._times.values()])
+            times = torch.cat([times for _, times in self._times.values()])
+            order = levels.argsort()
+            self._table = levels[order], times[order]
+            scale = float(self.pipeline.scheduler.config.get("num_train_timesteps", 1000))
+            if torch.equal(self._table[0] * scale, self._table[1]):
+                self._table = torch.tensor([scale], device=self.device), self._table[1][:0]
+        levels, times = self._table
+        if not len(times):
+            return sigma.float() * levels[0]
+        sigma = sigma.float().contiguous()
+        high = torch.searchsorted(levels, sigma).clamp(1, len(levels) - 1)
+        low = high - 1
+        share = (sigma - levels[low]) / (levels[high] - levels[low]).clamp(min=1e-12)
+        between = times[low].lerp(times[high], share.clamp(0, 1))
+        return torch.where(sigma == levels[high], times[high], between)
+
+    # --- Velocity ----------------------------------------------------------------------------
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        if self.example is None:
+            self.example = cond.take(torch.tensor([0]))
+        groups = same_shapes(cond)
+        if sigma.ndim and not self._takes_many_sigmas(x, sigma, cond):
+            levels = sigma.tolist()
+            groups = [
+                [row for row in group if levels[row] == level]
+                for group in groups
+                for level in dict.fromkeys(levels[row] for row in group)
+            ]
+            # One number for the rows of a group.
+            parts = [self._rows(x, sigma[group[0]], cond, group) for group in groups]
+        elif len(groups) == 1:
+            return self._velocity(x, sigma, cond)
+        else:
+            parts = [
+                self._rows(x, sigma[group] if sigma.ndim else sigma, cond, group)
+                for group in groups
+            ]
+        order = torch.tensor([row for group in groups for row in group], device=x.device)
+        return torch.cat(parts)[order.argsort()]
+
+    def _rows(self, x: Tensor, sigma: Tensor, cond: Conditioning, group: list[int]) -> Tensor:
+        rows = torch.tensor(group, device=x.device)
+        return self._velocity(x[rows], sigma, cond.take(rows))
+
+    def _velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        """Return the velocity of rows with texts of equal shapes."""
+        times = self.times(sigma).unsqueeze(0)
+        levels = 1 - sigma if self.inverted else sigma
+        visit = Visit(
+            texts=record_of(cond),
+            latents=x.to(self.dtype),
+            times=(
+                times.as_subclass(RowTimes) if sigma.ndim else times,
+                torch.stack([levels, torch.full_like(levels, float(self.inverted))]),
+            ),
+            until="step",
+        )
+        v = self._through(visit, len(x))
+        return -v if self.inverted else v
+
+    @torch.no_grad()
+    def _takes_many_sigmas(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> bool:
+        """Whether rows of one call may have noise levels of their own: tried once, on two rows."""
+        if self._many_sigmas is None:
+            two = torch.tensor([0, 0], device=x.device)
+            pair, text = x[two], cond.take(two)
+            levels = torch.tensor([0.9, 0.4], device=x.device)
+            expected = torch.cat(
+                [self._velocity(pair[i : i + 1], levels[i], text.take(two[:1])) for i in (0, 1)]
+            )
+            try:
+                together = self._velocity(pair, levels, text)
+            except (RuntimeError, ValueError, TypeError):
+                self._many_sigmas = False
+            else:
+                error = (together - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
+                self._many_sigmas = bool(error <= ROUNDING[self.transformer.dtype])
+            if not self._many_sigmas:
+                LOG.info(
+                    "%s takes one noise level a call: rows are grouped by it",
+                    type(self.pipeline).__name__,
+                )
+        return self._many_sigmas
+
+    # --- Images ------------------------------------------------------------------------------
+
+    def decode(self, x0: Tensor) -> Tensor:
+        return _images_of(self._decode(x0, "pt")).float()
+
+    def _decode(self, x0: Tensor, output: str) -> Any:
+        none = torch.zeros(0, device=self.device)
+        visit = Visit(
+            texts=self._example_record(len(x0)),
+            latents=x0,
+            times=(none, torch.zeros(2, device=self.device)),
+        )
+        return self._through(visit, len(x0), output_type=output)
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Return latents of images, by the measured way from latents to the autoencoder's input.
+
+        Raises:
+            UserError: That way cannot be gone back.
+        """
+        with in_fp32(self.pipeline.vae) as vae:
+            way = LatentMap.measure(self._decoder_input, self.latent_shape(), self.device)
+            pixels = images.to(self.device, torch.float32) * 2 - 1
+            if len(way.shape) == 4:  # of videos: one frame
+                pixels = pixels.unsqueeze(2)
+            code = vae.encode(pixels)
+            z = code.latent_dist.mode() if hasattr(code, "latent_dist") else code.latent
+            return way.back(z)
+
+    def _decoder_input(self, x: Tensor) -> Tensor:
+        """Return what the autoencoder would decode for latents."""
+
+        def decode(z: Tensor, *_: Any, **__: Any) -> None:
+            raise Stop(z)
+
+        vae = self.pipeline.vae
+        vars(vae)["decode"] = decode
+        try:
+            return self._decode(x, "pt")
+        finally:
+            del vars(vae)["decode"]
+
+    # --- Check -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def check(self, steps: int) -> str:
+        """Run the pipeline once on one prompt, and compare each of its velocities with the gate's.
+
+        Returns:
+            A line for the log.
+
+        Raises:
+            UserError: A velocity depends on more than latent, noise level and text.
+        """
+        record = self._example_record(1)
+        visit = Visit(texts=record)
+        self._through(visit, 1, num_inference_steps=steps)
+        sigmas, _ = self._schedule(steps)
+        assert self.example is not None
+        cond, worst = self.example.to(self.device), 0.0
+        name = type(self.pipeline).__name__
+        for number, (x, expected) in enumerate(visit.steps[: len(sigmas) - 1]):
+            v = self._velocity(x, sigmas[number], cond)
+            v = -v if self.inverted else v
+            worst = max(worst, ((v - expected).abs().max() / expected.abs().max()).item())
+            if not worst <= ROUNDING[self.transformer.dtype]:
+                raise UserError(
+                    f"the velocity of {name} at step {number + 1} of {steps} differs by "
+                    f"{worst:.2g} from that of its own run: it depends on the step or on earlier "
+                    "steps, which the policy's probability cannot"
+                )
+        return f"{name}: {steps} velocities equal the pipeline's own to {worst:.1g}"
+
+
+def check_class(pipeline: Any) -> None:
+    """Raise UserError for a pipeline whose call is not the one that a backbone needs."""
+    name = type(pipeline).__name__
+    for part in ("scheduler", "vae"):
+        if getattr(pipeline, part, None) is None:
+            raise UserError(f"{name} has no {part}, which training needs")
+    if not hasattr(pipeline, "encode_prompt"):
+        raise UserError(f"{name} has no encode_prompt, so that texts cannot be kept apart from it")
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    first = next(iter(list(parameters)[1:]), "")
+    if "prompt" not in parameters or (first == "image" and "image" in _required(parameters)):
+        raise UserError(f"{name} is no text-to-image pipeline")
+    if getattr(pipeline, "guider", None) is not None:
+        raise UserError(
+            f"{name} has a guider, whose guidance depends on earlier steps: load it with "
+            "guider=None"
+        )
+
+
+def _required(parameters: Any) -> list[str]:
+    return [name for name, p in parameters.items() if p.default is p.empty and name != "self"]
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise UserError for a scheduler that steps no flow, or draws noise of its own."""
+    name, config = type(scheduler).__name__, scheduler.config
+    if config.get("stochastic_sampling"):
+        raise UserError(
+            "the scheduler has stochastic_sampling: true, with which diffusers draws noise at "
+            "every step: set it to false in scheduler_config.json"
+        )
+    if str(config.get("algorithm_type", "")).startswith("sde") or "LCM" in name:
+        raise UserError(
+            f"the scheduler {name} draws noise at every step: load the pipeline with "
+            "FlowMatchEulerDiscreteScheduler"
+        )
+    flow = "Flow" in name or config.get("prediction_type") == "flow_prediction"
+    if not flow:
+        raise UserError(f"the scheduler {name} does not sample a flow")
+
+
+def check_sigmas(sigmas: Any, inverted: bool, name: str) -> Tensor:
+    """Return a schedule's noise levels (T + 1,) fp32 from noise to 0.
+
+    Raises:
+        UserError: They do not fall from at most 1 to 0.
+    """
+    if not isinstance(sigmas, Tensor):
+        raise UserError(f"the scheduler of {name} has no sigmas: it does not sample a flow")
+    levels = sigmas.float()
+    levels = 1 - levels if inverted else levels
+    if levels[0] > 1 or levels[-1] != 0 or (levels.diff() >= 0).any():
+        raise UserError(
+            f"the noise levels of {name} run from {levels[0]:.4g} to {levels[-1]:.4g}, and a flow's "
+            "fall from 1 to 0"
+        )
+    return levels
+
+
+def _images_of(result: Any) -> Tensor:
+    """Return images (B, 3, H, W) of a pipeline's output; of a film the first frame."""
+    for name in ("images", "image", "frames"):
+        if (images := getattr(result, name, None)) is not None:
+            break
+    else:
+        images = result[0]
+    images = torch.stack(list(images)) if isinstance(images, list) else images
+    return images[:, 0] if images.ndim == 5 else images
