@@ -41,11 +41,10 @@ def _padded(tensors: list[Tensor]) -> list[Tensor]:
     largest = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
     if all(list(t.shape[1:]) == largest for t in tensors):
         return tensors
-    padding = [
-        [n for size, own in zip(largest[::-1], t.shape[:0:-1], strict=True) for n in (0, size - own)]
-        for t in tensors
-    ]
-    return [torch.nn.functional.pad(t, pad) for t, pad in zip(tensors, padding, strict=True)]
+    padded = [t.new_zeros(len(t), *largest) for t in tensors]
+    for whole, tensor in zip(padded, tensors, strict=True):
+        whole[tuple(slice(size) for size in tensor.shape)] = tensor
+    return padded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,12 +48,12 @@ class Visit:
 
     texts: Any = None  # the record that replaces the encoder's results; None encodes
     latents: Tensor | None = None  # replace the pipeline's own
+    prepared: dict[int, Any] = field(default_factory=dict)  # results of prepare_latents, by rows
     times: tuple[Tensor, Tensor] | None = None  # timesteps (n, ...) and sigmas for the scheduler
     until: str = ""  # where the call ends: "texts", "schedule", "step", or "" for its own end
     # Seen:
     encoded: list[Any] = field(default_factory=list)  # results of the encoder's calls
     shape: torch.Size | None = None  # of the pipeline's own latents
-    dtype: torch.dtype | None = None
     sigmas: Tensor | None = None
     timesteps: Tensor | None = None
     steps: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # sample, velocity
@@ -127,6 +127,8 @@ def _step(scheduler: Any, visit: Visit) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def step(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if visit.shape is None:
+            visit.shape = sample.shape
         if visit.until == "step":
             raise Stop(model_output)
         visit.steps.append((sample.detach(), model_output.detach()))
@@ -140,13 +142,17 @@ def _prepare_latents(pipeline: Any, visit: Visit) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def prepare_latents(*args: Any, **kwargs: Any) -> Any:
-        made = plain(*args, **kwargs)
-        first = made[0] if isinstance(made, tuple) else made
-        visit.shape, visit.dtype = first.shape, first.dtype
-        _stop_if_complete(visit)
-        if visit.latents is None:
-            return made
-        return (visit.latents, *made[1:]) if isinstance(made, tuple) else visit.latents
+        x = visit.latents
+        if x is None or len(x) not in visit.prepared:
+            made = plain(*args, **kwargs)
+            first = made[0] if isinstance(made, tuple) else made
+            visit.shape = first.shape
+            _stop_if_complete(visit)
+            if x is None:
+                return made
+            visit.prepared[len(x)] = made[1:] if isinstance(made, tuple) else None
+        extras = visit.prepared[len(x)]
+        return x if extras is None else (x, *extras)
 
     return prepare_latents
 
@@ -162,13 +168,16 @@ def _stop_if_complete(visit: Visit) -> None:
 def _encode(
     plain: Callable[..., Any], visit: Visit, replay: Iterator[Any], device: torch.device
 ) -> Callable[..., Any]:
-    placed = "device" in inspect.signature(plain).parameters
+    signature = inspect.signature(plain)
 
     @functools.wraps(plain)
     def encode(*args: Any, **kwargs: Any) -> Any:
         if visit.texts is not None:
             return next(replay)
-        result = plain(*args, **(kwargs | ({"device": device} if placed else {})))
+        call = signature.bind(*args, **kwargs)
+        if "device" in signature.parameters:
+            call.arguments["device"] = device
+        result = plain(*call.args, **call.kwargs)
         visit.encoded.append(result)
         return result
 

@@ -41,8 +41,8 @@ class LatentMap:
         complete = place.sort().values
         if not torch.equal(complete, torch.arange(zeros.numel(), device=device)):
             raise UserError(
-                "images cannot be turned into latents of this pipeline: its way from latents to the "
-                "autoencoder mixes numbers"
+                "images cannot be turned into latents of this pipeline: its way from latents to "
+                "the autoencoder mixes numbers"
             )
         return LatentMap(
             place=place, factor=factor, shift=shift, shape=tuple(at_zero.shape[1:]),

@@ -22,7 +22,10 @@ from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
 LOG = logging.getLogger(__name__)
-SHORT, LONG = "a", "two red circles"
+SHORT, LONG = (
+    "a",
+    "a red circle left of two blue squares and below them the word FLOW in yellow letters",
+)
 FINE = 1000  # steps of the table of times
 # Largest difference of two velocities that are the same but for rounding, relative to the largest
 # number, by the network's dtype.
@@ -72,10 +75,11 @@ class PipelineBackbone:
         self.height, self.width = self.arguments["height"], self.arguments["width"]
         self.inverted = bool(pipeline.scheduler.config.get("invert_sigmas"))
         self.example: Conditioning | None = None  # a row for calls that need a text, but not which
-        self._kinds: tuple[dict[str, str], list[str]] | None = None
+        self._kinds: tuple[dict[str, str], list[str], bool] | None = None
         self._layout: tuple[tuple[int, ...], torch.dtype] | None = None
         self._times: dict[int, tuple[Tensor, Tensor]] = {}  # sigmas and times by steps
         self._table: tuple[Tensor, Tensor] | None = None  # of all of these, ascending
+        self._prepared: dict[int, Any] = {}  # ids beside the latents, by rows
         self._many_sigmas: bool | None = None  # whether a batch may have several; None: not tried
 
     @property
@@ -102,10 +106,10 @@ class PipelineBackbone:
         if "negative_prompt" in self.arguments and isinstance(call["negative_prompt"], str):
             call["negative_prompt"] = [call["negative_prompt"]] * count
         call.setdefault("num_inference_steps", 1)
-        if visit.latents is not None and "latents" in self.parameters:
-            call["latents"] = visit.latents  # so that no noise is drawn
-        elif "generator" in self.parameters:
-            call["generator"] = torch.Generator().manual_seed(0)
+        if "generator" in self.parameters:
+            call["generator"] = torch.Generator().manual_seed(0)  # not the process's own
+        if not hasattr(self.pipeline, "prepare_latents"):
+            call["latents"] = visit.latents
         parts = vars(self.pipeline)
         before, parts[self.network_name] = parts[self.network_name], self.transformer
         try:
@@ -137,9 +141,9 @@ class PipelineBackbone:
             call_arguments(self.pipeline, guidance=self.guidance, negative=negative)
         if self._kinds is None:
             self._kinds = self._find_kinds()
-        kinds, shaped = self._kinds
+        kinds, shaped, alone = self._kinds
         pairs = list(zip(prompts, negatives, strict=True))
-        if shaped:
+        if alone:
             parts = [rows_of(self._encode([pair]), kinds, 1) for pair in pairs]
             cond = Conditioning(tensors=ragged(parts, shaped))
         else:
@@ -156,13 +160,28 @@ class PipelineBackbone:
         self._through(visit, len(pairs), **call)
         return tuple(visit.encoded)
 
-    def _find_kinds(self) -> tuple[dict[str, str], list[str]]:
-        """Return the kind of each entry, and the entries whose shape depends on the text."""
-        short, twice = self._encode([(SHORT, "")]), self._encode([(SHORT, "")] * 2)
-        kinds = kinds_of(short, twice)
-        rows = rows_of(short, kinds, 1)
-        longer = rows_of(self._encode([(LONG, LONG)]), kinds, 1)
-        return kinds, [name for name in rows if rows[name].shape != longer[name].shape]
+    def _find_kinds(self) -> tuple[dict[str, str], list[str], bool]:
+        """Return each entry's kind, the entries of varying shape, and whether texts are alone."""
+        short, long = (SHORT, ""), (LONG, LONG)
+        logging.disable(logging.WARNING)  # from tokenizers that cut the longer text
+        try:
+            one, other, twice, both = map(
+                self._encode, ([short], [long], [short, short], [short, long])
+            )
+        finally:
+            logging.disable(logging.NOTSET)
+        kinds = kinds_of(one, twice)
+        first, second = rows_of(one, kinds, 1), rows_of(other, kinds, 1)
+        shaped = [name for name in first if first[name].shape != second[name].shape]
+        if shaped:
+            return kinds, shaped, True
+        # Others' texts may matter in other ways: Bria drops all negatives where the first is "".
+        together = rows_of(both, kinds, 2)
+        equal = together.keys() == first.keys() and all(
+            torch.allclose(together[name], torch.cat([row, second[name]]), rtol=0.01, atol=0.01)
+            for name, row in first.items()
+        )
+        return kinds, shaped, not equal
 
     # --- Schedule ----------------------------------------------------------------------------
 
@@ -177,10 +196,14 @@ class PipelineBackbone:
     def _schedule(self, steps: int) -> tuple[Tensor, Tensor]:
         """Return noise levels (steps + 1,) and the network's times (steps,), fp32."""
         if steps not in self._times:
-            visit = Visit(texts=self._example_record(1), until="schedule")
-            self._through(visit, 1, num_inference_steps=steps)
-            assert visit.shape is not None and visit.dtype is not None
-            self._layout = tuple(visit.shape[1:]), visit.dtype
+            # The first time to a step, which casts latents to the velocity's dtype.
+            until = "schedule" if self._layout else "step"
+            visit = Visit(texts=self._example_record(1), until=until)
+            with torch.no_grad():
+                v = self._through(visit, 1, num_inference_steps=steps)
+            assert visit.shape is not None
+            if self._layout is None:
+                self._layout = tuple(visit.shape[1:]), v.dtype
             sigmas = check_sigmas(visit.sigmas, self.inverted, type(self.pipeline).__name__)
             assert visit.timesteps is not None
             times = visit.timesteps.to(self.device, torch.float32)
@@ -250,6 +273,7 @@ class PipelineBackbone:
         visit = Visit(
             texts=record_of(cond),
             latents=x.to(self.dtype),
+            prepared=self._prepared,
             times=(
                 times.as_subclass(RowTimes) if sigma.ndim else times,
                 torch.stack([levels, torch.full_like(levels, float(self.inverted))]),
@@ -293,6 +317,7 @@ class PipelineBackbone:
         visit = Visit(
             texts=self._example_record(len(x0)),
             latents=x0,
+            prepared=self._prepared,
             times=(none, torch.zeros(2, device=self.device)),
         )
         return self._through(visit, len(x0), output_type=output)
@@ -411,8 +436,8 @@ def check_sigmas(sigmas: Any, inverted: bool, name: str) -> Tensor:
     levels = 1 - levels if inverted else levels
     if levels[0] > 1 or levels[-1] != 0 or (levels.diff() >= 0).any():
         raise UserError(
-            f"the noise levels of {name} run from {levels[0]:.4g} to {levels[-1]:.4g}, and a flow's "
-            "fall from 1 to 0"
+            f"the noise levels of {name} run from {levels[0]:.4g} to {levels[-1]:.4g}, and "
+            "a flow's fall from 1 to 0"
         )
     return levels
 

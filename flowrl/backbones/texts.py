@@ -3,7 +3,8 @@
 A record is the tuple of what the encoder's calls returned during one call of the pipeline; nested
 tuples of tensors. Each tensor in it is one entry of a `Conditioning`, named
 LENGTH.INDEX[.LENGTH.INDEX...]@KIND: length and index at each level of tuples. KIND is the number
-of the batch axis; `s` for a tensor shared by all rows, such as text ids; `l` for a list with one
+of the batch axis, with `i` where it runs inside of another one, as for negatives before positives;
+`s` for a tensor shared by all rows, such as text ids; `l` for a list with one
 tensor a prompt; `c` for running lengths (B + 1). An entry whose shape depends on the text is padded
 with zeros, and NAME# holds its shapes. The entries alone rebuild the record, so that the text
 encoders may be gone.
@@ -41,7 +42,8 @@ def kinds_of(one: Any, two: Any) -> dict[str, str]:
         elif tensor.ndim == 1 and len(other) == len(tensor) + 1 and len(tensor) == 2:
             kinds[path] = "c"
         elif len(grown) == 1 and other.shape[grown[0]] == 2 * tensor.shape[grown[0]]:
-            kinds[path] = str(grown[0])
+            first = other.narrow(grown[0], 0, tensor.shape[grown[0]])
+            kinds[path] = str(grown[0]) if torch.allclose(first, tensor) else f"{grown[0]}i"
         else:
             raise UserError(
                 f"encode_prompt returns a tensor of shape {tuple(tensor.shape)} for a prompt and "
@@ -62,8 +64,9 @@ def rows_of(result: Any, kinds: Mapping[str, str], count: int) -> dict[str, Tens
         elif kind == "c":
             row = tensor.diff()
         else:
-            axis = int(kind)
-            row = tensor.unflatten(axis, (-1, count)).movedim(axis + 1, 0)
+            axis, inner = int(kind.rstrip("i")), kind.endswith("i")
+            split = tensor.unflatten(axis, (-1, count) if inner else (count, -1))
+            row = split.movedim(axis + inner, 0)
         rows[f"{path}@{kind}"] = row.contiguous()
     return rows
 
@@ -126,7 +129,8 @@ def _restored(rows: Tensor, kind: str) -> Any:
         return rows[0]
     if kind == "c":
         return torch.nn.functional.pad(rows.flatten().cumsum(0), (1, 0)).to(rows.dtype)
-    return rows.movedim(0, int(kind) + 1).flatten(int(kind), int(kind) + 1)
+    axis = int(kind.rstrip("i"))
+    return rows.movedim(0, axis + kind.endswith("i")).flatten(axis, axis + 1)
 
 
 class _Levels(list):
