@@ -22,7 +22,6 @@ from flowrl.assembly.auditing import (
     rollout_parts,
     sampler_of,
 )
-from flowrl.assembly.backbone import with_pipeline_family
 from flowrl.assembly.learner import (
     PRECISION,
     ProvidedObjects,
@@ -316,7 +315,6 @@ def gallery(
     held_out = evaluation_prompts(config, ProvidedObjects())
     pipeline, texts = build_evaluated_pipeline(config, runtime, held_out)
     added = fit_lora(added, network_of(pipeline), type(pipeline))
-    config = config if run else with_pipeline_family(config, pipeline)
     evaluator = build_evaluator(config, pipeline, rewards, ProvidedObjects(), texts)
     if evaluator is None:
         raise UserError(f"{run} has no held-out prompts: name some with --prompts")
@@ -430,7 +428,7 @@ def collect_pairs(
             folder,
             DatasetMetadata(
                 pipeline=p.path,
-                backbone=p.backbone,
+                backbone=type(backbone.pipeline).__name__,
                 latent_shape=list(backbone.latent_shape()),
                 dtype="float32",
                 sigmas=backbone.sigmas(config.rollout.num_inference_steps).tolist(),

@@ -2,15 +2,16 @@
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from flowrl.backbones.base import Backbone, missing_members
-from flowrl.backbones.flux import Flux
+from flowrl.backbones.base import Backbone
+from flowrl.backbones.call import call_arguments
+from flowrl.backbones.families import family_of, second_attention
 from flowrl.backbones.loading import (
     DTYPES,
     enable_gradient_checkpointing,
@@ -19,18 +20,16 @@ from flowrl.backbones.loading import (
     set_attention,
 )
 from flowrl.backbones.offload import AUTOENCODER, ENCODER, place_pipeline
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.quantized_base import (
     BaseBits,
     check_base_bits,
     loading_config,
     quantise_in_place,
 )
-from flowrl.backbones.sana import Sana
-from flowrl.backbones.sd3 import SD3, dual_targets
 from flowrl.backbones.sharding import NETWORK, check_shardable, empty_network, shard_network
 from flowrl.config import Config
 from flowrl.config.sections import LoRAOptions, MemoryOptions, PipelineOptions
-from flowrl.errors import UserError
 from flowrl.quantization.backends import (
     Backend,
     NVFP4Emulated,
@@ -42,61 +41,21 @@ from flowrl.quantization.backends import (
 from flowrl.quantization.linear import quantise_base
 from flowrl.quantization.rollout_model import prepare, write_precision
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.imports import load_callable
 
 LOG = logging.getLogger(__name__)
 
-BACKBONES: dict[str, Callable[..., Backbone]] = {"sd3": SD3, "flux": Flux, "sana": Sana}
-FAMILIES = {  # diffusers' classes
-    "StableDiffusion3Pipeline": "sd3",
-    "FluxPipeline": "flux",
-    "SanaPipeline": "sana",
-}
-PREFIXES = ("StableDiffusion3", "Flux", "Sana")  # of their relatives, which are not refused
 FILE = "training-precision.json"
 
 
-def backbone_class(name: str) -> Callable[..., Backbone]:
-    """Return a family of BACKBONES or the class at an import path. Raises UserError for neither."""
-    if name in BACKBONES:
-        return BACKBONES[name]
-    try:
-        return load_callable(name)
-    except LookupError as error:
-        raise UserError(
-            f"pipeline.backbone is {name!r}, expected {', '.join(BACKBONES)} or module:attribute: "
-            f"{error}"
-        ) from error
-
-
 def build_backbone(options: PipelineOptions, pipeline: Any, *, guidance: float) -> Backbone:
-    """Return the backbone around a pipeline. Raises UserError for one of another family."""
-    p, kind = options, type(pipeline)
-    own = FAMILIES.get(kind.__name__)
-    of_diffusers = kind.__module__.startswith("diffusers.")
-    if p.backbone in BACKBONES and of_diffusers and not kind.__name__.startswith(PREFIXES):
-        raise UserError(
-            f"{p.path} is a {kind.__name__}, but flowrl trains pipelines of SD3, FLUX.1 and SANA: "
-            "give one of these, or a backbone of your own as pipeline.backbone=module:attribute"
-        )
-    if p.backbone in BACKBONES and own not in (p.backbone, None):
-        raise UserError(
-            f"pipeline.backbone is {p.backbone}, but {p.path} is a {kind.__name__}: write "
-            f"pipeline.backbone={own}, or start from a recipe for {own}"
-        )
-    backbone = backbone_class(p.backbone)(
+    """Return the backbone around a pipeline. Raises UserError for one that samples no flow."""
+    return PipelineBackbone(
         pipeline,
         guidance=guidance,
-        max_sequence_length=p.max_sequence_length,
-        height=p.height,
-        width=p.width,
+        max_sequence_length=options.max_sequence_length,
+        height=options.height,
+        width=options.width,
     )
-    if missing := missing_members(backbone):
-        raise UserError(
-            f"pipeline.backbone {p.backbone!r} has no {', '.join(missing)}: "
-            "flowrl/backbones/base.py says what a backbone has"
-        )
-    return backbone
 
 
 def evaluated_pipeline(config: Config) -> PipelineOptions:
@@ -106,24 +65,18 @@ def evaluated_pipeline(config: Config) -> PipelineOptions:
     return config.pipeline.model_copy(update=own)
 
 
-def call_settings(config: Config) -> dict[str, int | float | str]:
+def call_settings(config: Config, pipeline: Any) -> dict[str, Any]:
     """Return the arguments of the pipeline's call that generate as the run's evaluation does."""
     p, e = evaluated_pipeline(config), config.evaluation
-    call: dict[str, int | float | str] = {
-        "num_inference_steps": e.step_counts[0],
-        "guidance_scale": e.guidance_scale,
-        "max_sequence_length": p.max_sequence_length,
-    }
-    if e.guidance_scale > 1 and config.rollout.negative_prompt:
-        call["negative_prompt"] = config.rollout.negative_prompt
-    return call | {k: v for k, v in (("height", p.height), ("width", p.width)) if v is not None}
-
-
-def with_pipeline_family(config: Config, pipeline: Any) -> Config:
-    """Return the recipe with the backbone of a loaded pipeline, where its class is known."""
-    family = FAMILIES.get(type(pipeline).__name__, config.pipeline.backbone)
-    section = config.pipeline.model_copy(update={"backbone": family})
-    return config.model_copy(update={"pipeline": section})
+    call = call_arguments(
+        pipeline,
+        guidance=e.guidance_scale,
+        negative=config.rollout.negative_prompt,
+        max_sequence_length=p.max_sequence_length,
+        height=p.height,
+        width=p.width,
+    )
+    return {"num_inference_steps": e.step_counts[0], **call}
 
 
 def adapted_layers(lora: LoRAOptions, backbone: Backbone) -> tuple[str, ...]:
@@ -135,7 +88,8 @@ def adapted_layers(lora: LoRAOptions, backbone: Backbone) -> tuple[str, ...]:
     if not lora.dual_attention:
         return targets
     network: Any = backbone.transformer
-    return targets + dual_targets(type(network).__name__, network.config)
+    family = family_of(type(backbone.pipeline).__name__)
+    return targets + second_attention(family, type(network).__name__, network.config)
 
 
 def build_pipeline(
@@ -158,7 +112,6 @@ def build_pipeline(
         decoder_learns: gradients go through the autoencoder, which then stays on the device.
     """
     p, m = config.pipeline, config.memory
-    backbone_class(p.backbone)  # raises before anything is loaded
     base = None
     if m.base_bits is not None:
         base = BaseBits(bits=m.base_bits, library=m.base_library)
@@ -267,7 +220,7 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
     layers, backend = prepare(
         backbone.transformer,
         resolved,
-        dtype=backbone.dtype,
+        dtype=network_dtype(backbone),
         device=runtime.device,
         min_dim=p.min_dim,
         keep=p.keep_layers,
@@ -279,7 +232,7 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
             Path(config.run.output_dir),
             resolved,
             layers,
-            dtype=backbone.dtype,
+            dtype=network_dtype(backbone),
             what="rollouts and training",
             lora="side",
             file=FILE,
@@ -290,3 +243,8 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
 def row_by_row(backend: Backend) -> Backend:
     """Return the backend with the same numbers for any batch: a rollout's is not a micro-batch."""
     return PerRow(backend) if isinstance(backend, NVFP4Native | NVFP4Emulated) else backend
+
+
+def network_dtype(backbone: Backbone) -> torch.dtype:
+    """Return what the network computes in; latents may be stored in more."""
+    return getattr(backbone.transformer, "dtype", backbone.dtype)

@@ -22,7 +22,6 @@ from flowrl.assembly.rollout import RolloutParts, build_sampler, check_rollout_m
 from flowrl.assembly.text import GuidedPrompts, TextCaches, prompts_to_encode, stored_prompts
 from flowrl.assembly.work_split import check_split, iteration_work
 from flowrl.backbones.base import Backbone
-from flowrl.backbones.loading import pipeline_call_arguments
 from flowrl.backbones.lora_files import fit_lora
 from flowrl.backbones.lora_formats import LoRA, lora_of_main
 from flowrl.backbones.policy import Policy
@@ -321,13 +320,14 @@ def build_evaluator(
         return None
     caches = caches or TextCaches(config, provided.pipeline)
     backbone = build_backbone(evaluated_pipeline(config), pipeline, guidance=e.guidance_scale)
+    text_cache = caches.get(backbone, e.guidance_scale)
     first, *at_steps = (
         Schedule(sigmas=backbone.sigmas(steps), kernel=KERNELS["flow_sde"], noise_level=0.0)
         for steps in e.step_counts
     )
     return Evaluator(
         backbone=backbone,
-        text_cache=caches.get(backbone, e.guidance_scale),
+        text_cache=text_cache,
         prompts=_evaluated(config, prompts),
         specs=specs,
         schedule=first,
@@ -355,7 +355,7 @@ def build_call(config: Config, pipeline: Any) -> PipelineCall:
             "--as-deployed memory.text_encoders=offload after the run"
         )
     negative = config.rollout.negative_prompt
-    settings = pipeline_call_arguments(pipeline, negative) | call_settings(config)
+    settings = call_settings(config, pipeline)
     left_out = ("num_inference_steps", "negative_prompt")
     settings = {name: value for name, value in settings.items() if name not in left_out}
     return PipelineCall(settings=settings, negative=negative)

@@ -40,7 +40,7 @@ def build_stored(parts: RolloutParts, backbone: Backbone, text_cache: TextCache)
         dataset,
         parts.backbone,
         pipeline=config.pipeline.path,
-        family=config.pipeline.backbone,
+        family=type(parts.backbone.pipeline).__name__,
     )
     noising = getattr(config.objective, "noising", None)
     if noising is not None:  # as many noise levels as the objective takes
@@ -91,7 +91,7 @@ def dataset_metadata(config: Config, sampler: Sampler) -> DatasetMetadata:
     uids = sorted(r.uid for records in sampler.prompts.kinds.values() for r in records)
     return DatasetMetadata(
         pipeline=p.path,
-        backbone=p.backbone,
+        backbone=type(generator.backbone.pipeline).__name__,
         latent_shape=list(generator.backbone.latent_shape()),
         dtype=str(generator.backbone.dtype).removeprefix("torch."),
         sigmas=generator.schedule().sigmas.tolist(),

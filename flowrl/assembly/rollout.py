@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from flowrl.assembly.backbone import network_dtype
 from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.quantized_base import is_quantised
@@ -118,7 +119,7 @@ def build_generator(parts: RolloutParts) -> RolloutGenerator:
     )  # fmt: skip
     if r.compile and parts.pool is None:
         lora = "merge" if parts.merged else "side"
-        backbone, network = parts.copied_network((), Plain(backbone.dtype), lora)
+        backbone, network = parts.copied_network((), Plain(network_dtype(backbone)), lora)
     make = RolloutGenerator
     if parts.pool is not None:
         make = functools.partial(
@@ -185,7 +186,7 @@ def _preview_generator(
                 Path(parts.config.run.output_dir),
                 resolved,
                 layers,
-                dtype=parts.backbone.dtype,
+                dtype=network_dtype(parts.backbone),
                 lora=e.lora,
                 four_over_six=e.four_over_six,
             )
@@ -230,7 +231,7 @@ def preview_layers(
     return prepare(
         parts.policy.network,
         resolved,
-        dtype=parts.backbone.dtype,
+        dtype=network_dtype(parts.backbone),
         device=parts.runtime.device,
         min_dim=e.min_dim,
         keep=e.keep_layers,

@@ -21,6 +21,7 @@ from flowrl.backbones.offload import (
     free_encoders,
     place_to_encode,
 )
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.sharding import NETWORK
 from flowrl.backbones.text_cache import (
     CAPACITY,
@@ -37,6 +38,7 @@ from flowrl.offline.format import open_dataset
 from flowrl.offline.source import filter_groups
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.scoring.spec import RewardSpec
+from flowrl.trajectory import Conditioning
 from flowrl.trees.memory import free_bytes
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import remove_abandoned
@@ -107,6 +109,7 @@ class TextCaches:
         self.config, self.pipeline = config, pipeline  # one that was provided, if any
         self._caches: dict[bool, TextCache] = {}
         self._identity: dict[str, Any] | None = None
+        self._first: GuidedPrompts = ()  # what is encoded before the transformer is placed
 
     def get(self, backbone: Backbone, guidance: float) -> TextCache:
         guided = guidance > 1
@@ -118,8 +121,22 @@ class TextCaches:
             if self.config.memory.text_encoders != "keep":
                 rows = rows_first(self.config.pipeline.max_sequence_length)
             self._caches[guided] = TextCache(backbone, negative, rows, disk=disk, capacity=capacity)
-        self._caches[guided].backbone = backbone  # the one of now, whose transformer is there
-        return self._caches[guided]
+        cache = self._caches[guided]
+        cache.backbone = backbone  # the one of now, whose transformer is there
+        if isinstance(backbone, PipelineBackbone) and backbone.example is None:
+            backbone.example = self._example(guided)
+        return cache
+
+    def _example(self, guided: bool) -> Conditioning | None:
+        """Return an encoded prompt, for calls of the pipeline after its encoders are gone."""
+        cache = self._caches[guided]
+        keys = [cache.key(p) for guidance, p in self._first if (guidance > 1) == guided][:1]
+        for key in keys:
+            if key in cache.known:
+                return cache.known[key]
+            if cache.disk is not None:
+                return cache.disk.load(*key)
+        return None
 
     def encode_first(self, prompts: GuidedPrompts, runtime: Runtime) -> dict[str, Any]:
         """Encode these prompts before the transformer is placed, unless the encoders are kept.
@@ -132,6 +149,7 @@ class TextCaches:
             UserError: on all processes; see `encode`.
         """
         config, how = self.config, self.config.memory.text_encoders
+        self._first = prompts
         if how == "keep" or (how == "offload" and not prompts):
             return {}
         if without := self.unneeded_encoders(prompts):
@@ -215,7 +233,6 @@ class TextCaches:
             "pipeline": p.path,
             "revision": p.revision,
             "encoders": identity,
-            "backbone": p.backbone,
             "dtype": p.dtype,
             "max_sequence_length": p.max_sequence_length,
             "guided": guided,

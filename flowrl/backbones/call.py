@@ -55,6 +55,15 @@ def is_guided(pipeline: Any, guidance: float) -> bool:
     return family_of(type(pipeline).__name__).unguided is not None and guidance > 1
 
 
+def default_guidance(pipeline: Any) -> float:
+    """Return the guidance of the pipeline's own call."""
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    family = family_of(type(pipeline).__name__)
+    parameter = parameters.get(family.guidance)
+    default = 1.0 if parameter is None else parameter.default
+    return float(default) if isinstance(default, int | float) else 1.0
+
+
 def native_side(pipeline: Any) -> int:
     """Return the pixels of a side that the networks were made for, 1024 where nothing says it."""
     network = getattr(pipeline, "transformer", None) or getattr(pipeline, "unet", None)

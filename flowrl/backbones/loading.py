@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from flowrl.backbones import flux, sana
 from flowrl.backbones.offload import place_pipeline
 from flowrl.errors import UserError
 
@@ -172,23 +171,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(link))
         yield link
         link = link.__cause__ or link.__context__
-
-
-def pipeline_call_arguments(pipeline: Any, negative: str = "") -> dict[str, int]:
-    """Return arguments for `pipeline(...)` that make it generate as flowrl's backbone does.
-
-    The calls of FLUX.1 and SANA default to 1024 pixels, whatever the size of the networks. Raises
-    UserError for a negative prompt that the pipeline would ignore.
-    """
-    kind = type(pipeline).__name__
-    if kind == "FluxPipeline":
-        flux.check_negatives([negative])
-        side = flux.own_side(pipeline)
-        return {"height": side, "width": side}
-    if kind == "SanaPipeline":
-        side = sana.own_side(pipeline)
-        return {"height": side, "width": side, "use_resolution_binning": False}
-    return {}
 
 
 TILE = 512  # pixels

@@ -29,7 +29,7 @@ from flowrl.trajectory import Conditioning
 from flowrl.utils.files import write_bytes
 
 LOG = logging.getLogger(__name__)
-VERSION = 1  # of the files
+VERSION = 2  # of the files
 
 
 class PromptCache:

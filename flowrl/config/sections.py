@@ -34,11 +34,6 @@ class PipelineOptions(Options):
     revision: Text | None = option(
         None, "Of a pipeline from the Hub: a branch, tag or commit; null is the newest."
     )
-    backbone: Text = option(
-        "sd3",
-        "The family of the pipeline's transformer: sd3, flux, sana, or one of your own as "
-        "module:attribute.",
-    )
     attention: Text | None = option(
         None,
         "Who computes attention: a back end of diffusers such as native, flash or xformers; null "

@@ -12,11 +12,12 @@ import torch
 from PIL import Image
 
 from flowrl.assembly.backbone import call_settings
+from flowrl.backbones.call import call_arguments, default_guidance
 from flowrl.backbones.guidance import RLG
-from flowrl.backbones.loading import load_pipeline, pipeline_call_arguments
+from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
 from flowrl.backbones.lora_formats import LoRA, open_lora
-from flowrl.config import load_config
+from flowrl.config import Config, load_config
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.files import METADATA, SAMPLES
@@ -50,22 +51,32 @@ class DrawingOptions:
     def build(self) -> "Drawing":
         """Load the pipeline. Raises UserError for a LoRA that cannot be read, before that."""
         added = open_lora(self.lora, alpha=self.lora_alpha) if self.lora else None
-        options = {
-            "guidance_scale": self.guidance,
-            "num_inference_steps": self.steps,
-            "max_sequence_length": self.max_sequence_length,
-            "negative_prompt": self.negative or None,
-        }
         run_file = Path(self.lora) / CONFIG if self.lora else None
-        of_run = call_settings(load_config(run_file)) if run_file and run_file.is_file() else {}
+        config = load_config(run_file) if run_file and run_file.is_file() else None
         where = Runtime(device=self.device).device
         dtype = "bf16" if where.type == "cuda" else "fp32"
         pipeline = load_pipeline(self.model, dtype=dtype, device=where, revision=self.revision)
-        call = pipeline_call_arguments(pipeline, self.negative) | {"negative_prompt": ""} | of_run
-        call |= {name: value for name, value in options.items() if value is not None}
+        call = self._call(pipeline, config)
         if added is not None:
             load_lora(pipeline, added)
         return Drawing(pipeline=pipeline, call=call, lora=added, rlg=self.rlg, options=self)
+
+    def _call(self, pipeline: Any, config: Config | None) -> dict[str, Any]:
+        """Return the arguments of the call: these options, else the run's, else the pipeline's."""
+        of_run = {} if config is None else call_settings(config, pipeline)
+        guidance = self.guidance
+        if guidance is None:
+            guidance = config.evaluation.guidance_scale if config else default_guidance(pipeline)
+        negative = self.negative or ("" if config is None else config.rollout.negative_prompt)
+        call = of_run | call_arguments(
+            pipeline,
+            guidance=guidance,
+            negative=negative,
+            max_sequence_length=self.max_sequence_length or of_run.get("max_sequence_length"),
+            height=of_run.get("height"),
+            width=of_run.get("width"),
+        )
+        return call if self.steps is None else call | {"num_inference_steps": self.steps}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

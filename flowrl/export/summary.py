@@ -10,7 +10,7 @@ from typing import Any
 from flowrl.assembly.backbone import FILE as TRAINING
 from flowrl.assembly.backbone import call_settings
 from flowrl.backbones.guidance import RLG
-from flowrl.backbones.loading import TINY, pipeline_call_arguments
+from flowrl.backbones.loading import TINY
 from flowrl.backbones.lora_files import FILE as LORA
 from flowrl.backbones.policy import EMA
 from flowrl.config import Config, config_yaml
@@ -215,7 +215,7 @@ def card(
         imports=TINY_LOADING if built_in else "",
         dtype=p.dtype,
         loader=loader_of(learner.policy.backbone.pipeline),
-        call=pipeline_call_arguments(learner.policy.backbone.pipeline) | call_settings(config),
+        call=call_settings(config, learner.policy.backbone.pipeline),
         license=Licence(id="apache-2.0") if built_in else licence_of(p.path) if on_hub else None,
         method=method_name(config),
         weights="EMA" if learner.policy.export_adapter == EMA else "policy",

@@ -218,13 +218,13 @@ def check_dataset(
 ) -> None:
     """Raise UserError, before training, for the first reason why a data set does not fit.
 
-    pipeline, family: the recipe's pipeline.path and pipeline.backbone.
+    pipeline, family: the recipe's pipeline.path, and the class of the pipeline there.
     """
     metadata, name = dataset.metadata, dataset.folder
     stored, wanted = (p.rstrip("/").split("/")[-1] for p in (metadata.pipeline, pipeline))
     for option, before, now, same in (
         ("pipeline.path", metadata.pipeline, pipeline, stored == wanted),  # folders move
-        ("pipeline.backbone", metadata.backbone, family, metadata.backbone == family),
+        ("pipeline.path", metadata.backbone, family, metadata.backbone == family),
     ):
         if not same:
             raise UserError(

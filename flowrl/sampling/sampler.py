@@ -124,7 +124,8 @@ def _advance(
     x, sigmas = parents.flatten(0, 1).float(), schedule.sigmas
     g = schedule.g(move.step, move.to) if move.noise else sigmas.new_zeros(())
     step = schedule.kernel.step if move.noise else ode_step
-    mean, std = step(x, v.float(), sigmas[move.step], sigmas[move.to], g)
+    # Without noise diffusers multiplies in the velocity's own dtype, and adds in fp32.
+    mean, std = step(x, v.float() if move.noise else v, sigmas[move.step], sigmas[move.to], g)
     x_next = mean
     if move.noise:
         mean, std = (t.repeat_interleave(move.branch, 0) for t in (mean, std))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flowrl.api import align, collect_pairs
-from flowrl.assembly.backbone import call_settings
 from flowrl.assembly.learner import ProvidedObjects, build_backbone, training_prompts
 from flowrl.backbones.loading import load_pipeline
 from flowrl.config import Config, parse_config
@@ -60,13 +59,12 @@ def draw_candidates(
         prompts: number of prompts.
         lora: to draw with, None for the base model.
     """
-    settings = call_settings(config)
     options = DrawingOptions(
         model=config.pipeline.path,
         lora=lora,
-        guidance=float(settings["guidance_scale"]),
-        steps=int(settings["num_inference_steps"]),
-        max_sequence_length=int(settings["max_sequence_length"]),
+        guidance=config.evaluation.guidance_scale,
+        steps=config.evaluation.step_counts[0],
+        max_sequence_length=config.pipeline.max_sequence_length,
         device=config.pipeline.device,
         revision=config.pipeline.revision,
     )
