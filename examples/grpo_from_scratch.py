@@ -25,9 +25,10 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
+from flowrl.backbones.families import SD3
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import save_lora
-from flowrl.backbones.sd3 import SD3
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config.objectives import AdvantageOptions
 from flowrl.functional.gaussian import log_ratio, velocity_kl
@@ -85,7 +86,7 @@ def main(settings: Settings, folder: Path, prompts: str = "tiny:geneval:train") 
     """Train a LoRA of the built-in tiny SD3, save it to `folder`; return each iteration's loss."""
     s = settings
     pipeline = load_pipeline("tiny-sd3", dtype="fp32", device="cpu")
-    backbone = SD3(pipeline, guidance=1.0, max_sequence_length=12)
+    backbone = PipelineBackbone(pipeline, guidance=1.0, max_sequence_length=12)
 
     # The policy is the frozen network plus a LoRA; without the LoRA it is the reference.
     network = pipeline.transformer.requires_grad_(False).eval()
@@ -116,7 +117,11 @@ def main(settings: Settings, folder: Path, prompts: str = "tiny:geneval:train") 
 
 @torch.no_grad()
 def sample(
-    backbone: SD3, cond: Conditioning, batch: list[PromptRecord], iteration: int, s: Settings
+    backbone: PipelineBackbone,
+    cond: Conditioning,
+    batch: list[PromptRecord],
+    iteration: int,
+    s: Settings,
 ) -> tuple[Tensor, list[NoisyStep]]:
     """Denoise N = prompts x group_size latents; return them (N, *latent) and the noisy steps."""
 
@@ -146,7 +151,11 @@ def sample(
 
 @torch.no_grad()
 def score_images(
-    backbone: SD3, x0: Tensor, batch: list[PromptRecord], reward: RewardSpec, s: Settings
+    backbone: PipelineBackbone,
+    x0: Tensor,
+    batch: list[PromptRecord],
+    reward: RewardSpec,
+    s: Settings,
 ) -> Tensor:
     """Decode latents (N, *latent) and return the images' rewards (N,)."""
     images = torch.cat([backbone.decode(part).cpu() for part in x0.split(s.decode_batch)])
@@ -162,7 +171,7 @@ def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def update(
-    backbone: SD3,
+    backbone: PipelineBackbone,
     optimizer: torch.optim.Optimizer,
     parameters: list[Tensor],
     steps: list[NoisyStep],
@@ -183,7 +192,7 @@ def update(
 
 
 def grpo_loss(
-    backbone: SD3, step: NoisyStep, cond: Conditioning, advantage: Tensor, s: Settings
+    backbone: PipelineBackbone, step: NoisyStep, cond: Conditioning, advantage: Tensor, s: Settings
 ) -> Tensor:
     """-min(r A, clip(r) A) + kl_coef |v - v_ref|^2, averaged over the N images. (scalar)"""
     # The same state, the network as it is now: its Gaussian, and how likely the action is in it.

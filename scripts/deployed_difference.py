@@ -7,7 +7,6 @@ import argparse
 
 import torch
 
-from flowrl.assembly.backbone import FAMILIES
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator
 from flowrl.backbones.loading import load_pipeline
 from flowrl.config import parse_config
@@ -19,10 +18,9 @@ from flowrl.trees.plan import ode_plan
 def differences(path: str, dtype: str, steps: int, prompts: str, images: int) -> torch.Tensor:
     """Return |ours - theirs| / |ours| of each image's latent. (images,)"""
     pipeline = load_pipeline(path, dtype=dtype, device=torch.device("cpu"))
-    family = FAMILIES[type(pipeline).__name__]
     config = parse_config(
         {
-            "pipeline": {"path": path, "backbone": family, "dtype": dtype, "device": "cpu"}
+            "pipeline": {"path": path, "dtype": dtype, "device": "cpu"}
             | {"max_sequence_length": 12},
             "prompts": {"train": prompts},
             "rewards": [{"name": "brightness"}],

@@ -121,7 +121,8 @@ def tiny_config(tiny_pipeline_path: str) -> Callable[..., Config]:
         }
         for section, value in changes.items():
             base[section] = base.get(section, {}) | value if isinstance(value, dict) else value
-        family = base["pipeline"].get("backbone", "sd3")
+        base["pipeline"] = dict(base["pipeline"])
+        family = base["pipeline"].pop("family", "sd3")
         path = f"tiny-{family}" if family in ("flux", "sana") else tiny_pipeline_path
         base["pipeline"] = {"path": path} | base["pipeline"]
         return parse_config(base)
@@ -143,7 +144,8 @@ def make_learner(
         """rewards: callables by name; specs: the configuration's section, instead."""
         config = tiny_config(**changes | ({"rewards": specs} if specs else {}))
         given = ProvidedObjects(
-            pipeline=load_tiny(config.pipeline.dtype, config.pipeline.backbone), rewards=rewards
+            pipeline=load_tiny(config.pipeline.dtype, config.pipeline.path.removeprefix("tiny-")),
+            rewards=rewards,
         )
         return build_learner(config, Runtime(device="cpu"), given)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowrl.backbones.base import guided
-from flowrl.backbones.sd3 import SD3
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.config.objectives import AdvantageOptions, GRPOOptions, NoisingOptions
 from flowrl.functional.gaussian import log_ratio
 from flowrl.objectives.advantage import image_advantages
@@ -21,39 +21,39 @@ from flowrl.trajectory import Conditioning
 # --- backbones ----------------------------------------------------------------------------------
 
 
-class RowsMixed(SD3):
+class RowsMixed(PipelineBackbone):
     def velocity(self, x, sigma, cond):
         v = super().velocity(x, sigma, cond)
         return v - 0.05 * v.mean(0, keepdim=True)
 
 
-class WrongSign(SD3):
+class WrongSign(PipelineBackbone):
     def velocity(self, x, sigma, cond):
         return -super().velocity(x, sigma, cond)
 
 
-class GuidanceIgnored(SD3):
+class GuidanceIgnored(PipelineBackbone):
     def __init__(self, pipeline, *, guidance=1.0, **options):
         super().__init__(pipeline, guidance=min(guidance, 1.0), **options)
 
 
-class RoundedLatents(SD3):
+class RoundedLatents(PipelineBackbone):
     def velocity(self, x, sigma, cond):
         return super().velocity(x.bfloat16().to(x.dtype), sigma, cond)
 
 
-class NoGradient(SD3):
+class NoGradient(PipelineBackbone):
     @torch.no_grad()
     def velocity(self, x, sigma, cond):
         return super().velocity(x, sigma, cond)
 
 
-class PartlyDetached(SD3):
+class PartlyDetached(PipelineBackbone):
     def velocity(self, x, sigma, cond):
         return super().velocity(x, sigma, cond) - 0.5 * x.detach() + 0.5 * x
 
 
-class KeptNetwork(SD3):
+class KeptNetwork(PipelineBackbone):
     def __init__(self, pipeline, **options):
         super().__init__(pipeline, **options)
         self._network = self._bound(pipeline.transformer)
@@ -68,14 +68,14 @@ class KeptNetwork(SD3):
         return call
 
 
-class FirstText(SD3):
+class FirstText(PipelineBackbone):
     """Every row gets the first row's text."""
 
     def velocity(self, x, sigma, cond):
         return super().velocity(x, sigma, cond.take(torch.zeros(len(x)).long()))
 
 
-class TextsOfOneLength(SD3):
+class TextsOfOneLength(PipelineBackbone):
     """Pads to the longest text of the batch."""
 
     def encode(self, prompts, negatives):
@@ -87,29 +87,29 @@ class TextsOfOneLength(SD3):
         )
 
 
-class SigmaIgnored(SD3):
+class SigmaIgnored(PipelineBackbone):
     def velocity(self, x, sigma, cond):
         return super().velocity(x, torch.full_like(sigma, 0.9), cond)
 
 
-class NoScale(SD3):
+class NoScale(PipelineBackbone):
     """Decodes latents without the autoencoder's shift, and to [-1, 1]."""
 
     def decode(self, x0):
         return super().decode(x0) * 2 - 1
 
 
-class RisingSchedule(SD3):
+class RisingSchedule(PipelineBackbone):
     def sigmas(self, steps):
         return super().sigmas(steps).flip(0)
 
 
-class Dropout(SD3):
+class Dropout(PipelineBackbone):
     def velocity(self, x, sigma, cond):
         return super().velocity(x, sigma, cond) * (1 + 0.01 * torch.rand(()))
 
 
-class WrittenOutGuidance(SD3):
+class WrittenOutGuidance(PipelineBackbone):
     """Good: guidance written out, one forward for each half."""
 
     def velocity(self, x, sigma, cond):
@@ -347,7 +347,7 @@ def test_a_backbones_fault_is_named(fault, load_tiny):
         check_tiny(fault, load_tiny)
 
 
-@pytest.mark.parametrize("good", [SD3, WrittenOutGuidance])
+@pytest.mark.parametrize("good", [PipelineBackbone, WrittenOutGuidance])
 def test_a_good_backbone_passes(good, load_tiny):
     check_tiny(good, load_tiny)
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.assembly.backbone import BACKBONES
-from flowrl.backbones.base import Backbone
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import Policy
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import ModelSpec, build_network, model_spec
@@ -49,9 +48,10 @@ class RandomBackbone:
         self.size.latent_shape(self.pixels)  # or the sentence that says why not
         self.device, self.dtype, self.guidance = device, dtype, guidance
         pipeline = build_pipeline(name, device=device, dtype=dtype, layers=layers, seed=seed)
-        self.family: Backbone = BACKBONES[self.size.family](
+        self.family = PipelineBackbone(
             pipeline, guidance=guidance, height=self.pixels, width=self.pixels
         )
+        self.family.example = self.encode([""], [""])
         self.transformer: nn.Module = self.family.transformer
         self.lora_targets: tuple[str, ...] = self.family.lora_targets
         self.decode, self.image_size = self.family.decode, self.family.image_size
@@ -74,20 +74,24 @@ class RandomBackbone:
 def random_text(
     size: ModelSpec, rows: int, *, guided: bool, device: torch.device, dtype: torch.dtype
 ) -> Conditioning:
-    """Return noise in place of text embeddings, under the families' names; always the same."""
+    """Return noise in place of text embeddings, always the same; see `flowrl.backbones.texts`."""
     generator = torch.Generator(device).manual_seed(0)
     noise = functools.partial(torch.randn, generator=generator, device=device, dtype=dtype)
-
-    def text(name: str, prefix: str) -> dict[str, Tensor]:
-        found = {name: noise(rows, size.text_tokens, size.text_width)}
-        if size.pooled_width is not None:
-            return found | {f"{prefix}pooled": noise(rows, size.pooled_width)}
-        ones = torch.ones(rows, size.text_tokens, device=device, dtype=torch.long)
-        return found | {f"{prefix}mask": ones}
-
-    tensors = text("embeds", "")
-    if guided and size.family != "flux":  # FLUX takes no negative prompts
-        tensors |= text("negative", "negative_")
+    embeds = functools.partial(noise, rows, 1, size.text_tokens, size.text_width)
+    if size.family == "flux":  # embeddings, pooled ones, text ids; no negative prompts
+        ids = torch.zeros(rows, size.text_tokens, 3, device=device, dtype=dtype)
+        pooled = noise(rows, 1, size.pooled_width or 0)
+        return Conditioning(tensors={"1.0.3.0@0": embeds(), "1.0.3.1@0": pooled, "1.0.3.2@s": ids})
+    if size.family == "sd3":  # embeddings, negatives, pooled, pooled negatives
+        tensors = {"1.0.4.0@0": embeds(), "1.0.4.2@0": noise(rows, 1, size.pooled_width or 0)}
+        if guided:
+            tensors["1.0.4.1@0"] = embeds()
+            tensors["1.0.4.3@0"] = noise(rows, 1, size.pooled_width or 0)
+        return Conditioning(tensors=tensors)
+    mask = torch.ones(rows, 1, size.text_tokens, device=device, dtype=torch.long)
+    tensors = {"1.0.4.0@0": embeds(), "1.0.4.1@0": mask}  # embeddings, mask, and of negatives
+    if guided:
+        tensors |= {"1.0.4.2@0": embeds(), "1.0.4.3@0": mask}
     return Conditioning(tensors=tensors)
 
 

@@ -1,13 +1,13 @@
 """The tiny SANA: diffusers' own classes at a width that a laptop trains."""
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowrl.backbones.sana import stock_instruction
 from scripts.pretrain_tiny.encoders import GEMMA_WIDTH, GEMMA_WINDOW, gemma_encoder
 from scripts.pretrain_tiny.text import TextStates
 from scripts.pretrain_tiny.vocab import gemma_tokenizer
@@ -17,6 +17,14 @@ WIDTH, LAYERS, HEADS = 128, 5, 4
 SHORT, LONG = 12, 300  # Gemma tokens: the presets' length, diffusers' default
 TAIL = 2 * GEMMA_WINDOW  # as far back as a state can depend on tokens
 SHIFT = 3.0  # of the sigma schedule, as in SANA
+
+
+def stock_instruction() -> list[str]:
+    """Return the lines that `SanaPipeline` puts before every prompt by default."""
+    from diffusers import SanaPipeline
+
+    parameters = inspect.signature(SanaPipeline.__call__).parameters
+    return parameters["complex_human_instruction"].default
 
 
 def autoencoder():

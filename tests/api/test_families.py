@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from flowrl.api import align, evaluate, gallery, sample
+from flowrl.backbones.call import call_arguments
 from flowrl.backbones.guidance import RLG
-from flowrl.backbones.loading import pipeline_call_arguments
 from flowrl.config import load_config
 from flowrl.evaluation.drawing import DrawingOptions
 
@@ -21,7 +21,7 @@ def run(request, tiny_config, tmp_path_factory):
     """A finished run of one iteration, its family and its pipeline's path."""
     folder = tmp_path_factory.mktemp(request.param) / "run"
     config = tiny_config(
-        pipeline={"backbone": request.param},
+        pipeline={"family": request.param},
         rollout={"prompts_per_iteration": 1, "num_inference_steps": 2},
         optim={"lr": 0.1},
         run={"output_dir": str(folder), "iterations": 1},
@@ -94,12 +94,10 @@ def test_rlg_combines_the_velocities_of_base_and_lora(run, load_tiny):
     def latents():
         return pipe(
             "a red circle",
-            guidance_scale=1.0,
             num_inference_steps=1,
-            max_sequence_length=12,
             generator=torch.Generator().manual_seed(0),
             output_type="latent",
-            **pipeline_call_arguments(pipe),
+            **call_arguments(pipe, guidance=1.0, max_sequence_length=12),
         ).images
 
     base = latents()

@@ -163,7 +163,7 @@ def test_every_command_refuses_a_damaged_or_foreign_file_before_anything_is_load
 
     monkeypatch.setattr("flowrl.training.evaluate.Evaluator.__call__", never)
     source = trained / "checkpoint-3" / "lora"
-    sana = {"path": "tiny-sana", "backbone": "sana"}
+    sana = {"path": "tiny-sana"}
     with pytest.raises(UserError, match="SanaTransformer2DModel lacks"):
         api.evaluate(tiny_config(pipeline=sana, evaluation=EVALUATION), lora=str(source))
     monkeypatch.setattr("flowrl.evaluation.drawing.load_pipeline", never)

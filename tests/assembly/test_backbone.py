@@ -14,7 +14,7 @@ DUAL = tuple(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 def layers(pipeline, family="sd3", **lora):
     config = parse_config(
         {
-            "pipeline": {"backbone": family, "max_sequence_length": 12},
+            "pipeline": {"max_sequence_length": 12},
             "lora": lora,
             "prompts": {"train": "tiny:all:train"},
             "rewards": [{"name": "brightness"}],

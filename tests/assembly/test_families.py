@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.assembly.learner import build_backbone
 from flowrl.config.trees import PRESETS
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
@@ -106,7 +105,7 @@ def learner(make_learner):
     def make(family, **changes):
         small = {"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 4}
         changes["rollout"] = small | changes.get("rollout", {})
-        changes["pipeline"] = {"backbone": family} | changes.get("pipeline", {})
+        changes["pipeline"] = {"family": family} | changes.get("pipeline", {})
         return make_learner(**changes)
 
     return make
@@ -203,10 +202,3 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(learner, monkeypatch)
     with pytest.raises(UserError, match="NaN or infinite"):
         made.iterate(0)
     assert all(torch.equal(a, b) for a, b in zip(before, made.policy.parameters(), strict=True))
-
-
-def test_a_pipeline_of_another_family_is_named(load_tiny, tiny_config):
-    for family, other in (("sd3", "flux"), ("flux", "sana"), ("sana", "sd3")):
-        config = tiny_config(pipeline={"backbone": other})
-        with pytest.raises(UserError, match=f"pipeline.backbone is {other}.*backbone={family}"):
-            build_backbone(config.pipeline, load_tiny(family=family), guidance=1.0)

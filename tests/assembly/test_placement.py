@@ -115,7 +115,7 @@ def placements(monkeypatch):
 
 def recipe(tiny_config, folder, family, **memory):
     return tiny_config(
-        pipeline={"path": f"tiny-{family}", "backbone": family},
+        pipeline={"path": f"tiny-{family}"},
         memory=memory,
         rollout={"prompts_per_iteration": 2, "group_size": 2, "num_inference_steps": 2},
         evaluation={

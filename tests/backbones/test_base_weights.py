@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.assembly.backbone import BACKBONES
 from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.backbones import quantized_base as base_weights
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora, save_lora
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import POLICY
 from flowrl.backbones.quantized_base import (
     BaseBits,
@@ -62,7 +62,7 @@ def test_weights_rounded_while_loading_take_half_of_bf16_and_compute_nearly_the_
         assert held(rounded.transformer) < 0.56 * held(exact.transformer)
         assert all(not is_plain(layer.weight) for layer in linear_layers(rounded.transformer))
         fields = [
-            BACKBONES[family](p, guidance=3.5, max_sequence_length=12) for p in (exact, rounded)
+            PipelineBackbone(p, guidance=3.5, max_sequence_length=12) for p in (exact, rounded)
         ]
         x = torch.randn(2, *fields[0].latent_shape(), generator=torch.Generator().manual_seed(0))
         cond = TextCache(fields[0])(load_prompts("tiny:all:train", limit=2))

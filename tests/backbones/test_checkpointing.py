@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from flowrl.assembly.backbone import BACKBONES
 from flowrl.backbones.loading import enable_gradient_checkpointing, load_pipeline
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.prompts.records import load_prompts
@@ -13,7 +13,7 @@ from flowrl.prompts.records import load_prompts
 @pytest.fixture(scope="module", params=["sd3", "flux", "sana"])
 def case(request):
     pipeline = load_pipeline(f"tiny-{request.param}", dtype="fp32", device="cpu")
-    backbone = BACKBONES[request.param](pipeline, guidance=3.5, max_sequence_length=12)
+    backbone = PipelineBackbone(pipeline, guidance=3.5, max_sequence_length=12)
     policy = Policy(backbone, rank=4, alpha=8, seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flowrl.backbones.lora_files import count_layers, read_lora, save_lora
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import EMA, OLD, POLICY, Policy
-from flowrl.backbones.sd3 import SD3
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
@@ -16,7 +16,7 @@ SIGMA = torch.tensor(0.7)
 @pytest.fixture
 def make(load_tiny):
     def policy(dtype="fp32", **options) -> Policy:
-        backbone = SD3(load_tiny(dtype), max_sequence_length=12)
+        backbone = PipelineBackbone(load_tiny(dtype), max_sequence_length=12)
         return Policy(backbone, **({"rank": 4, "alpha": 6, "seed": 0} | options))
 
     return policy
@@ -24,7 +24,7 @@ def make(load_tiny):
 
 @pytest.fixture(scope="module")
 def inputs(load_tiny):
-    backbone = SD3(load_tiny(), max_sequence_length=12)
+    backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
     x = torch.randn(4, *backbone.latent_shape(), generator=torch.Generator().manual_seed(0))
     return x, SIGMA, TextCache(backbone)(load_prompts("tiny:all:train", limit=4))
 
@@ -46,7 +46,7 @@ def weights(policy: Policy) -> dict[str, torch.Tensor]:
 
 def test_a_fresh_policy_is_the_plain_network_and_a_disturbed_one_is_not(make, load_tiny, inputs):
     policy = make()
-    plain = SD3(load_tiny(), max_sequence_length=12)
+    plain = PipelineBackbone(load_tiny(), max_sequence_length=12)
     with torch.no_grad():
         expected = plain.velocity(*inputs)
     assert torch.equal(velocity(policy, inputs), expected)
@@ -162,7 +162,7 @@ def test_adapters_are_fp32_on_a_bf16_network_and_learn(make, inputs):
 
 
 def test_adapters_that_do_not_fit_are_refused(load_tiny, make, tmp_path):
-    backbone = SD3(load_tiny(), max_sequence_length=12)
+    backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
     Policy(backbone, rank=2, alpha=2, seed=0)
     with pytest.raises(UserError, match="already carries an adapter 'default'"):
         Policy(backbone, rank=2, alpha=2, seed=0)

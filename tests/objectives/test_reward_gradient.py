@@ -242,9 +242,9 @@ def test_rewards_that_fail_or_that_gradients_do_not_reach_are_named():
 
 
 def test_through_the_tiny_decoder_the_gradient_is_that_of_finite_differences(load_tiny):
-    from flowrl.backbones.sd3 import SD3
+    from flowrl.backbones.pipeline import PipelineBackbone
 
-    backbone = SD3(load_tiny())
+    backbone = PipelineBackbone(load_tiny())
     x0 = torch.randn(2, *backbone.latent_shape(), generator=torch.Generator().manual_seed(0))
     reward = RewardGradient(backbone, SPECS[:1], 2)(ROLLOUT)  # type: ignore[arg-type]
     number = torch.tensor([0, 1])

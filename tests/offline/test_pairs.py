@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from flowrl.api import collect_pairs
-from flowrl.backbones.sd3 import SD3
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.errors import UserError
 from flowrl.offline.format import open_dataset
 from flowrl.offline.pairs import read_pairs
@@ -67,7 +67,7 @@ def test_pairs_become_groups_of_two_that_decode_to_the_images(config, stored_ima
     assert store.scores.tolist() == [[1.0], [0.0], [1.0], [0.0]]
     first, second = (group.record for group in store.groups)
     assert (first.text, first.metadata, second.negative) == (a, {"annotator": 7}, "dull")
-    backbone, given = SD3(pipeline), images[[0, 1, 3, 2]]
+    backbone, given = PipelineBackbone(pipeline), images[[0, 1, 3, 2]]
     x0 = store.latents(torch.arange(4))
     assert torch.equal(x0, backbone.encode_images(given))
     error = (backbone.decode(x0) - given).abs().flatten(1).mean(1)

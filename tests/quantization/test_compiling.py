@@ -9,8 +9,8 @@ from torch import nn
 from torch._dynamo import config
 
 from flowrl.backbones import families
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import OLD, POLICY, Policy
-from flowrl.backbones.sd3 import SD3
 from flowrl.errors import UserError
 from flowrl.quantization.backends import NVFP4Emulated, Plain
 from flowrl.quantization.layer_rules import choose_layers
@@ -117,7 +117,7 @@ def test_a_higher_limit_that_someone_set_is_left(limited):
 @pytest.mark.slow  # a minute of compiling
 @compiler
 def test_a_compiled_twin_follows_the_policy_without_compiling_anew(load_tiny):
-    backbone = SD3(load_tiny(), max_sequence_length=12)
+    backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0, keep_old=True)
     choices = choose_layers(policy.network, families.SD3.layer_rules, "nvfp4", min_dim=128)
     model, plain = (

@@ -5,8 +5,8 @@ import torch
 from policies import ALPHA, RANK, adapted, disturb, relative, tensors, velocity
 
 from flowrl.backbones import families
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import EMA, OLD, POLICY, Policy
-from flowrl.backbones.sd3 import SD3
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
@@ -24,7 +24,7 @@ WAYS = ["merge", "side"]
 @pytest.fixture
 def make(load_tiny):
     def policy(dtype="fp32", **options) -> Policy:
-        backbone = SD3(load_tiny(dtype), max_sequence_length=12)
+        backbone = PipelineBackbone(load_tiny(dtype), max_sequence_length=12)
         return Policy(backbone, **({"rank": RANK, "alpha": ALPHA, "seed": 0} | options))
 
     return policy
@@ -32,7 +32,7 @@ def make(load_tiny):
 
 @pytest.fixture(scope="module")
 def texts(load_tiny):
-    backbone = SD3(load_tiny(), max_sequence_length=12)
+    backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
     return TextCache(backbone)(load_prompts("tiny:all:train", limit=4))
 
 

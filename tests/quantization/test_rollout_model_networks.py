@@ -16,8 +16,8 @@ from policies import (
 
 from flowrl.backbones import families
 from flowrl.backbones.families import LayerRules, layer_rules_of
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import POLICY, Policy
-from flowrl.backbones.sd3 import SD3
 from flowrl.errors import UserError
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
 from flowrl.quantization.layer_rules import choose_layers
@@ -84,7 +84,9 @@ def test_of_sana_the_depthwise_convolution_stays_the_policys_own():
 
 
 def test_a_bf16_copy_loses_part_of_a_small_update_that_a_side_path_keeps(load_tiny):
-    policy = Policy(SD3(load_tiny("bf16"), max_sequence_length=12), rank=RANK, alpha=ALPHA, seed=0)
+    policy = Policy(
+        PipelineBackbone(load_tiny("bf16"), max_sequence_length=12), rank=RANK, alpha=ALPHA, seed=0
+    )
     disturb(policy, scale=1e-3)
     merge, side = (RolloutModel(policy, (), Plain(torch.bfloat16), lora=way) for way in WAYS)
     for name, layer in adapted(policy).items():
@@ -104,7 +106,7 @@ def test_a_bf16_copy_loses_part_of_a_small_update_that_a_side_path_keeps(load_ti
 @pytest.fixture
 def trained(load_tiny):
     """A policy on a base packed in NVFP4, attention and feed-forward."""
-    backbone = SD3(load_tiny(), max_sequence_length=12)
+    backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
     choices = choose_layers(backbone.transformer, families.SD3.layer_rules, "nvfp4", min_dim=0)
     quantise_base(backbone.transformer, choices, EMULATED)
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)

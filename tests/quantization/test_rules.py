@@ -178,9 +178,9 @@ def test_1x1_convolutions_count_only_where_the_rules_say_so():
 
 
 def test_adapters_change_neither_names_nor_choices(load_tiny):
-    from flowrl.backbones.sd3 import SD3
+    from flowrl.backbones.pipeline import PipelineBackbone
 
-    backbone = SD3(load_tiny(), max_sequence_length=12)
+    backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
     before = choose_layers(backbone.transformer, families.SD3.layer_rules, "nvfp4", min_dim=0)
     shapes = {name: matrix_shape(layer) for name, layer in matrices(backbone.transformer)}
     Policy(backbone, rank=4, alpha=6, seed=0, keep_old=True)

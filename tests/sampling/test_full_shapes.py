@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowrl.backbones.sd3 import SD3
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.errors import UserError
 from flowrl.functional.batches import ALONE, Batches
 from flowrl.objectives import base
@@ -18,13 +18,13 @@ CHAINS = {"prompts_per_iteration": 2, "group_size": 5, "num_inference_steps": 3,
 def rounding(monkeypatch):
     """A network whose last bits depend on how many rows it sees, as a GPU's do in 16 bits."""
     rows: list[int] = []
-    velocity = SD3.velocity
+    velocity = PipelineBackbone.velocity
 
     def other(self, x, sigma, cond):
         rows.append(len(x))
         return velocity(self, x, sigma, cond) * (1 + 0.05 * math.sin(len(x)))
 
-    monkeypatch.setattr(SD3, "velocity", other)
+    monkeypatch.setattr(PipelineBackbone, "velocity", other)
     return rows
 
 

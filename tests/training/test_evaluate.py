@@ -107,7 +107,7 @@ def make_evaluator(tiny_config, load_tiny):
     spec = RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))
 
     def make(family="sd3", dtype="fp32", **changes):
-        pipeline = {"backbone": family, "dtype": dtype}
+        pipeline = {"family": family, "dtype": dtype}
         config = tiny_config(pipeline=pipeline, evaluation=SETTINGS | changes)
         return build_evaluator(config, load_tiny(dtype, family), [spec], ProvidedObjects())
 

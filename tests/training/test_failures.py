@@ -19,8 +19,8 @@ import flowrl.sampling.rollout
 import flowrl.training.checkpoint
 from flowrl.api import align
 from flowrl.backbones.lora_files import read_lora
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import Policy
-from flowrl.backbones.sd3 import SD3
 from flowrl.cli import report_errors
 from flowrl.errors import MEMORY, PHASES, REMEDIES, WORDS, Cause, PhaseName
 from flowrl.objectives.grpo import GRPO
@@ -34,9 +34,9 @@ from flowrl.training.evaluate import Evaluator
 PLACES = {
     "load": (flowrl.api, "build_learner", 1),
     "check": (flowrl.api, "check_before_training", 1),
-    "encode": (SD3, "encode", 1),
+    "encode": (PipelineBackbone, "encode", 1),
     "rollout": (flowrl.sampling.rollout, "sample_tree", 3),
-    "decode": (SD3, "decode", 3),
+    "decode": (PipelineBackbone, "decode", 3),
     "score": (Scoring, "_answer", 3),
     "learn": (GRPO, "loss", 2),
     "save": (flowrl.training.checkpoint, "save_state", 2),
@@ -224,7 +224,9 @@ def test_an_autoencoder_that_makes_no_numbers_of_good_latents_is_told_apart(
     make_learner, monkeypatch
 ):
     learner = make_learner()
-    monkeypatch.setattr(SD3, "decode", lambda backbone, x: torch.full((len(x), 3, 8, 8), torch.nan))
+    monkeypatch.setattr(
+        PipelineBackbone, "decode", lambda backbone, x: torch.full((len(x), 3, 8, 8), torch.nan)
+    )
     latents = torch.zeros(2, *learner.policy.backbone.latent_shape())
     with pytest.raises(SamplerFailure, match="phase decode: the autoencoder.*pipeline.dtype"):
         list(decode(learner.policy.backbone, latents, 2))
