@@ -1,13 +1,11 @@
 """The contract tests for users: each planted fault is named, and what is good passes."""
 
-import copy
 import math
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from flowrl.backbones.base import guided
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.config.objectives import AdvantageOptions, GRPOOptions, NoisingOptions
 from flowrl.functional.gaussian import log_ratio
@@ -54,18 +52,14 @@ class PartlyDetached(PipelineBackbone):
 
 
 class KeptNetwork(PipelineBackbone):
-    def __init__(self, pipeline, **options):
-        super().__init__(pipeline, **options)
-        self._network = self._bound(pipeline.transformer)
+    """Calls the network that it was made with, whatever it is given later."""
 
-    def _bound(self, network):
-        def call(x, embeds, pooled, timestep):
-            return network(
-                hidden_states=x, timestep=timestep, encoder_hidden_states=embeds,
-                pooled_projections=pooled, return_dict=False,
-            )[0]  # fmt: skip
-
-        return call
+    def velocity(self, x, sigma, cond):
+        given, self.transformer = self.transformer, self.pipeline.transformer
+        try:
+            return super().velocity(x, sigma, cond)
+        finally:
+            self.transformer = given
 
 
 class FirstText(PipelineBackbone):
@@ -82,7 +76,7 @@ class TextsOfOneLength(PipelineBackbone):
         texts, longest = super().encode(prompts, negatives), max(len(p.split()) for p in prompts)
         return Conditioning(
             tensors={
-                name: t[:, :longest] if t.ndim == 3 else t for name, t in texts.tensors.items()
+                name: t[:, :, :longest] if t.ndim == 4 else t for name, t in texts.tensors.items()
             }
         )
 
@@ -115,12 +109,14 @@ class WrittenOutGuidance(PipelineBackbone):
     def velocity(self, x, sigma, cond):
         if self.guidance <= 1:
             return super().velocity(x, sigma, cond)
-        weak = copy.copy(self)
-        text, time = cond.tensors, (sigma * 1000).expand(len(x))
-        return guided(
-            weak._network, self.guidance, x, (text["embeds"], text["negative"]),
-            (text["pooled"], text["negative_pooled"]), (time, time),
-        )  # fmt: skip
+        weak = PipelineBackbone(self.pipeline, max_sequence_length=self.max_sequence_length)
+        weak.transformer, text = self.transformer, cond.tensors
+        positive, negative = (
+            Conditioning(tensors={"1.0.4.0@0": text[embeds], "1.0.4.2@0": text[pooled]})
+            for embeds, pooled in (("1.0.4.0@0", "1.0.4.2@0"), ("1.0.4.1@0", "1.0.4.3@0"))
+        )
+        with_text, without = (weak.velocity(x, sigma, c) for c in (positive, negative))
+        return without + self.guidance * (with_text - without)
 
 
 BACKBONES = {  # the fault, and the topic that names it

@@ -310,7 +310,7 @@ class PipelineBackbone:
     # --- Images ------------------------------------------------------------------------------
 
     def decode(self, x0: Tensor) -> Tensor:
-        return _images_of(self._decode(x0, "pt")).float()
+        return images_of(self._decode(x0, "pt")).float()
 
     def _decode(self, x0: Tensor, output: str) -> Any:
         none = torch.zeros(0, device=self.device)
@@ -442,7 +442,7 @@ def check_sigmas(sigmas: Any, inverted: bool, name: str) -> Tensor:
     return levels
 
 
-def _images_of(result: Any) -> Tensor:
+def images_of(result: Any) -> Tensor:
     """Return images (B, 3, H, W) of a pipeline's output; of a film the first frame."""
     for name in ("images", "image", "frames"):
         if (images := getattr(result, name, None)) is not None:

@@ -42,8 +42,11 @@ def kinds_of(one: Any, two: Any) -> dict[str, str]:
         elif tensor.ndim == 1 and len(other) == len(tensor) + 1 and len(tensor) == 2:
             kinds[path] = "c"
         elif len(grown) == 1 and other.shape[grown[0]] == 2 * tensor.shape[grown[0]]:
-            first = other.narrow(grown[0], 0, tensor.shape[grown[0]])
-            kinds[path] = str(grown[0]) if torch.allclose(first, tensor) else f"{grown[0]}i"
+            axis, size = grown[0], tensor.shape[grown[0]]
+            outer = other.narrow(axis, 0, size)
+            inner = other.unflatten(axis, (size, 2)).select(axis + 1, 0)
+            distances = [(t - tensor).abs().float().sum() for t in (outer, inner)]
+            kinds[path] = str(axis) if distances[0] <= distances[1] else f"{axis}i"
         else:
             raise UserError(
                 f"encode_prompt returns a tensor of shape {tuple(tensor.shape)} for a prompt and "

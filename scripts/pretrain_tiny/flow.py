@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowrl.backbones.base import guided
 from scripts.pretrain_tiny.fit import Track, fit, generator_at, plain_track
 from scripts.pretrain_tiny.text import TextStates
 
@@ -187,7 +186,9 @@ def guided_velocity(
     def velocity(x: Tensor, rows: Tensor, sigma: Tensor) -> Tensor:
         return teacher.velocity(teacher.transformer, x, sigma, texts(rows, teacher.short))
 
-    return guided(velocity, guidance[:, None, None, None], x, (chosen, chosen * 0), (sigma, sigma))
+    texts = torch.cat([chosen * 0, chosen])  # without a text, and with it (2207.12598)
+    none, v = velocity(torch.cat([x, x]), texts, torch.cat([sigma, sigma])).chunk(2)
+    return none + guidance[:, None, None, None] * (v - none)
 
 
 def flow_optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:

@@ -1,0 +1,252 @@
+"""Check every text-to-image pipeline class of the installed diffusers, small and random.
+
+    python -m scripts.pipelines docs/pipelines.md [CLASS ...]
+
+Writes a table: what holds for each class, or why it is refused.
+"""
+
+import argparse
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from flowrl.backbones.gate import Visit, call_through
+from flowrl.backbones.pipeline import PipelineBackbone, images_of
+from flowrl.backbones.policy import POLICY, Policy
+from flowrl.backbones.small import small_pipeline
+from flowrl.errors import UserError
+from flowrl.functional.sde import ode_step
+from flowrl.trajectory import Conditioning
+
+TEXTS = ("a red circle", "two blue stars over a green square", "a red ring")
+STEPS, SIDE = 3, 64
+NO_TEXT_TO_IMAGE = re.compile(
+    "Img2Img|Inpaint|Control|Video|ImageToImage|Edit|Audio|Kontext|Fill|Redux|Modular|I2V|I2I|V2V|"
+    "T2V|SR|World|Layered|Omni$|Cloze|LTX|AceStep|Mochi|EasyAnimate|PAG|Refiner|Upsample|VACE|Prior"
+)
+
+
+def pipeline_classes() -> list[type]:
+    """Return diffusers' classes that name a text prompt and a flow's scheduler."""
+    import diffusers
+
+    found = []
+    for name in sorted(n for n in dir(diffusers) if n.endswith("Pipeline")):
+        kind = getattr(diffusers, name)
+        if (
+            NO_TEXT_TO_IMAGE.search(name)
+            or "prompt" not in inspect.signature(kind.__call__).parameters
+        ):
+            continue
+        source = inspect.getsource(inspect.getmodule(kind))  # type: ignore[arg-type]
+        if "FlowMatch" in source or "use_flow_sigmas" in source or "SCMScheduler" in source:
+            found.append(kind)
+    return found
+
+
+class Case:
+    """One small pipeline behind a backbone, with three texts and noise."""
+
+    def __init__(self, kind: type, dtype: torch.dtype, guidance: float):
+        self.pipeline = small_pipeline(kind).to(dtype)
+        self.pipeline.set_progress_bar_config(disable=True)
+        self.backbone = PipelineBackbone(self.pipeline, guidance=guidance, height=SIDE, width=SIDE)
+        takes = "negative_prompt" in self.backbone.arguments
+        self.negatives = ("", "a ring", "") if takes else ("", "", "")
+        self.cond = self.backbone.encode(TEXTS, self.negatives)
+        self.sigmas = self.backbone.sigmas(STEPS)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(len(TEXTS), *self.backbone.latent_shape(), generator=generator)
+        self.x = x.to(self.backbone.dtype)
+
+    def row(self, i: int) -> tuple[Tensor, Conditioning]:
+        return self.x[i : i + 1], self.cond.take(torch.tensor([i]))
+
+    @torch.no_grad()
+    def image(self, i: int) -> Tensor:
+        """Return the image of a row by Euler's steps."""
+        x, cond = self.row(i)
+        for k in range(STEPS):
+            v = self.backbone.velocity(x, self.sigmas[k], cond)
+            ends = self.sigmas[k], self.sigmas[k + 1]
+            x = ode_step(x.float(), v, *ends, torch.zeros(()))[0].to(x.dtype)
+        return self.backbone.decode(x)
+
+    @torch.no_grad()
+    def reference(self, i: int) -> Tensor:
+        """Return the image of the pipeline's own run from the same noise."""
+        call = {"prompt": TEXTS[i], "num_inference_steps": STEPS, "output_type": "pt"}
+        call |= self.backbone.arguments
+        if "negative_prompt" in call:
+            call["negative_prompt"] = self.negatives[i]
+        if not hasattr(self.pipeline, "prepare_latents"):
+            call["latents"] = self.x[i : i + 1]
+        result = call_through(
+            self.pipeline, Visit(latents=self.x[i : i + 1]), self.backbone.device, call
+        )
+        return images_of(result).float()
+
+
+def equal_images(kind: type) -> None:
+    """Velocities and images equal the pipeline's own bit for bit, with Euler's steps."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for guidance in (1.0, 3.0):
+            case = Case(kind, dtype, guidance)
+            case.backbone.check(STEPS)
+            if "Euler" not in type(case.pipeline.scheduler).__name__:
+                continue  # the image is Euler's, the pipeline's its own solver's
+            for i in range(len(TEXTS)):
+                difference = (case.image(i) - case.reference(i)).abs().max().item()
+                assert difference <= 1e-5, f"an image differs by {difference:.2g} ({dtype})"
+
+
+@torch.no_grad()
+def independent_rows(kind: type) -> None:
+    """A row's velocity is the same alone and in a batch, with one noise level and with several."""
+    for guidance in (1.0, 3.0):
+        case = Case(kind, torch.float32, guidance)
+        for sigma in (case.sigmas[1], case.sigmas[:STEPS], torch.tensor([0.31, 0.31, 0.77])):
+            together = case.backbone.velocity(case.x, sigma, case.cond)
+            for i in range(len(TEXTS)):
+                x, cond = case.row(i)
+                alone = case.backbone.velocity(x, sigma[i] if sigma.ndim else sigma, cond)
+                difference = (together[i : i + 1] - alone).abs().max().item()
+                assert difference <= 1e-4, f"a row differs by {difference:.2g} in a batch"
+
+
+def gradients(kind: type) -> None:
+    """Gradients of the velocity and of decoding equal finite differences."""
+    case = Case(kind, torch.float32, 1.0)
+    x, cond = case.row(0)
+    functions: list[Callable[[Tensor], Tensor]] = [
+        lambda z: case.backbone.velocity(z, case.sigmas[1], cond).square().mean(),
+        lambda z: case.backbone.decode(z).mean(),
+    ]
+    for function in functions:
+        z = x.detach().clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(z), z)
+        generator = torch.Generator().manual_seed(0)
+        direction, step = torch.randn(x.shape, generator=generator), 1e-2
+        with torch.no_grad():
+            ends = [function(x + s * step * direction).double() for s in (1, -1)]
+        expected = (ends[0] - ends[1]).item() / (2 * step)
+        found = (gradient * direction).sum().item()
+        assert abs(found - expected) <= 0.05 * abs(expected) + 2e-4, (
+            f"{found:.3g}, not {expected:.3g}"
+        )
+
+
+@torch.no_grad()
+def encodes_images(kind: type) -> None:
+    """Images become latents of the pipeline's shape, by a way that can be gone back."""
+    case = Case(kind, torch.float32, 1.0)
+    images = case.backbone.decode(case.x)
+    assert images.shape == (len(TEXTS), 3, SIDE, SIDE), f"images are {tuple(images.shape)}"
+    assert case.backbone.encode_images(images).shape == case.x.shape
+
+
+def lora_file(kind: type) -> None:
+    """Train a LoRA by two steps, save it, load it into a fresh pipeline: the same velocity."""
+    from flowrl.backbones.lora_files import load_lora, save_lora
+    from flowrl.backbones.lora_formats import open_lora
+
+    case = Case(kind, torch.float32, 1.0)
+    policy = Policy(case.backbone, rank=4, alpha=6, seed=0)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    x, cond = case.row(0)
+    before = policy.velocity(x, case.sigmas[1], cond).detach()
+    for _ in range(2):
+        v = policy.velocity(x, case.sigmas[1], cond)
+        (v - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = policy.velocity(x, case.sigmas[1], cond).detach()
+    assert not torch.equal(before, after), "training changed nothing"
+    with TemporaryDirectory() as folder:
+        save_lora(case.pipeline, Path(folder), adapter=POLICY)
+        fresh = Case(kind, torch.float32, 1.0)
+        load_lora(fresh.pipeline, open_lora(folder))
+        loaded = fresh.backbone.velocity(x, case.sigmas[1], cond).detach()
+    difference = (loaded - after).abs().max().item()
+    assert difference <= 1e-5, f"the loaded LoRA's velocity differs by {difference:.2g}"
+
+
+CHECKS: dict[str, Callable[[type], None]] = {
+    "images": equal_images,
+    "rows": independent_rows,
+    "gradients": gradients,
+    "image latents": encodes_images,
+    "LoRA file": lora_file,
+}
+
+
+def failures(kind: type) -> dict[str, str]:
+    """Return why each check fails, {} where all hold.
+
+    Raises:
+        UserError: The class is refused.
+    """
+    Case(kind, torch.float32, 1.0)
+    found = {}
+    for name, check in CHECKS.items():
+        try:
+            check(kind)
+        except Exception as error:  # of any pipeline's own code
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            found[name] = lines[0][:120]
+    return found
+
+
+def table(kinds: list[type]) -> str:
+    """Return the page's table, one row a class."""
+    import diffusers
+
+    rows = {"passes": [], "passes but for": [], "refused": []}
+    for kind in kinds:
+        try:
+            found = failures(kind)
+        except Exception as error:  # of any pipeline's own code
+            reason = (
+                str(error).strip().splitlines()[0][:160] if str(error) else type(error).__name__
+            )
+            if not isinstance(error, UserError):
+                reason = f"its small pipeline does not run: {reason}"
+            rows["refused"].append(f"| {kind.__name__} | refused: {reason} |")
+            continue
+        if found:
+            text = "; ".join(f"{name} ({why})" for name, why in found.items())
+            rows["passes but for"].append(f"| {kind.__name__} | all but {text} |")
+        else:
+            rows["passes"].append(f"| {kind.__name__} | all |")
+        print(kind.__name__, found or "all", flush=True)
+    lines = [row.replace("\n", " ") for part in rows.values() for row in part]
+    counts = ", ".join(f"{len(part)} {name}" for name, part in rows.items())
+    head = (
+        f"diffusers {diffusers.__version__}: {counts}.\n\n| pipeline class | holds |\n|---|---|\n"
+    )
+    return head + "\n".join(lines) + "\n"
+
+
+MARK = "<!-- python -m scripts.pipelines -->\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("classes", nargs="*")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    kinds = [k for k in pipeline_classes() if not options.classes or k.__name__ in options.classes]
+    text = table(kinds)
+    before = options.page.read_text().split(MARK)[0] if options.page.exists() else ""
+    options.page.write_text(before + MARK + text)
+
+
+if __name__ == "__main__":
+    main()
