@@ -186,8 +186,8 @@ def guided_velocity(
     def velocity(x: Tensor, rows: Tensor, sigma: Tensor) -> Tensor:
         return teacher.velocity(teacher.transformer, x, sigma, texts(rows, teacher.short))
 
-    texts = torch.cat([chosen * 0, chosen])  # without a text, and with it (2207.12598)
-    none, v = velocity(torch.cat([x, x]), texts, torch.cat([sigma, sigma])).chunk(2)
+    both = torch.cat([chosen * 0, chosen])  # without a text, and with it (2207.12598)
+    none, v = velocity(torch.cat([x, x]), both, torch.cat([sigma, sigma])).chunk(2)
     return none + guidance[:, None, None, None] * (v - none)
 
 
