@@ -112,8 +112,8 @@ class WrittenOutGuidance(PipelineBackbone):
         weak = PipelineBackbone(self.pipeline, max_sequence_length=self.max_sequence_length)
         weak.transformer, text = self.transformer, cond.tensors
         positive, negative = (
-            Conditioning(tensors={"1.0.4.0@0": text[embeds], "1.0.4.2@0": text[pooled]})
-            for embeds, pooled in (("1.0.4.0@0", "1.0.4.2@0"), ("1.0.4.1@0", "1.0.4.3@0"))
+            Conditioning(tensors={"1/0/4/0@0": text[embeds], "1/0/4/2@0": text[pooled]})
+            for embeds, pooled in (("1/0/4/0@0", "1/0/4/2@0"), ("1/0/4/1@0", "1/0/4/3@0"))
         )
         with_text, without = (weak.velocity(x, sigma, c) for c in (positive, negative))
         return without + self.guidance * (with_text - without)

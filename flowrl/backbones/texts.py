@@ -2,7 +2,7 @@
 
 A record is the tuple of what the encoder's calls returned during one call of the pipeline; nested
 tuples of tensors. Each tensor in it is one entry of a `Conditioning`, named
-LENGTH.INDEX[.LENGTH.INDEX...]@KIND: length and index at each level of tuples. KIND is the number
+LENGTH/INDEX[/LENGTH/INDEX...]@KIND: length and index at each level of tuples. KIND is the number
 of the batch axis, with `i` where it runs inside of another one, as for negatives before positives;
 `s` for a tensor shared by all rows, such as text ids; `l` for a list with one
 tensor a prompt; `c` for running lengths (B + 1). An entry whose shape depends on the text is padded
@@ -114,7 +114,7 @@ def record_of(cond: Conditioning) -> Any:
         if shape is not None:
             tensor = tensor[(slice(None), *(slice(n) for n in shape[0].tolist()))]
         path, kind = name.split("@")
-        levels = list(map(int, path.split(".")))
+        levels = list(map(int, path.split("/")))
         place = record
         for length, index in zip(levels[0:-2:2], levels[1:-2:2], strict=True):
             place.extend([None] * (length - len(place)))
@@ -152,12 +152,12 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
-            yield from _leaves(part, f"{path}.{len(value)}.{index}".removeprefix("."))
+            yield from _leaves(part, f"{path}/{len(value)}/{index}".removeprefix("/"))
     elif value is not None:
         raise UserError(f"encode_prompt returns a {type(value).__name__}, expected tensors")
 
 
 def _at(value: Any, path: str) -> Any:
-    for index in list(map(int, path.split(".")))[1::2]:
+    for index in list(map(int, path.split("/")))[1::2]:
         value = value[index]
     return value

@@ -81,17 +81,17 @@ def random_text(
     if size.family == "flux":  # embeddings, pooled ones, text ids; no negative prompts
         ids = torch.zeros(rows, size.text_tokens, 3, device=device, dtype=dtype)
         pooled = noise(rows, 1, size.pooled_width or 0)
-        return Conditioning(tensors={"1.0.3.0@0": embeds(), "1.0.3.1@0": pooled, "1.0.3.2@s": ids})
+        return Conditioning(tensors={"1/0/3/0@0": embeds(), "1/0/3/1@0": pooled, "1/0/3/2@s": ids})
     if size.family == "sd3":  # embeddings, negatives, pooled, pooled negatives
-        tensors = {"1.0.4.0@0": embeds(), "1.0.4.2@0": noise(rows, 1, size.pooled_width or 0)}
+        tensors = {"1/0/4/0@0": embeds(), "1/0/4/2@0": noise(rows, 1, size.pooled_width or 0)}
         if guided:
-            tensors["1.0.4.1@0"] = embeds()
-            tensors["1.0.4.3@0"] = noise(rows, 1, size.pooled_width or 0)
+            tensors["1/0/4/1@0"] = embeds()
+            tensors["1/0/4/3@0"] = noise(rows, 1, size.pooled_width or 0)
         return Conditioning(tensors=tensors)
     mask = torch.ones(rows, 1, size.text_tokens, device=device, dtype=torch.long)
-    tensors = {"1.0.4.0@0": embeds(), "1.0.4.1@0": mask}  # embeddings, mask, and of negatives
+    tensors = {"1/0/4/0@0": embeds(), "1/0/4/1@0": mask}  # embeddings, mask, and of negatives
     if guided:
-        tensors |= {"1.0.4.2@0": embeds(), "1.0.4.3@0": mask}
+        tensors |= {"1/0/4/2@0": embeds(), "1/0/4/3@0": mask}
     return Conditioning(tensors=tensors)
 
 

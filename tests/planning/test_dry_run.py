@@ -14,7 +14,7 @@ from flowrl.planning.dry_run import KEY, StandIn, rehearse
 from flowrl.planning.model_specs import pipeline_class
 
 LARGE = {
-    "pipeline": {"path": "black-forest-labs/FLUX.1-dev", "backbone": "flux", "dtype": "bf16"}
+    "pipeline": {"path": "black-forest-labs/FLUX.1-dev", "dtype": "bf16"}
     | {"height": 512, "width": 512},
     "memory": {"base_bits": 4},
     "lora": {"rank": 64, "alpha": 128},
@@ -128,7 +128,7 @@ def test_precisions_that_need_hardware_are_emulated(tmp_path):
 
 def test_what_a_tiny_network_lacks_is_left_out_and_told(tmp_path):
     lora = {"dual_attention": True, "targets": ["attn2.to_q"]}
-    made = rehearse(large(pipeline={"backbone": "sd3"}, lora=lora), tmp_path)
+    made = rehearse(large(lora=lora), tmp_path)
     assert (made.config.lora.dual_attention, made.config.lora.targets) == (False, None)
     assert {"lora.dual_attention", "lora.targets"} <= {key for key, _, _ in made.replaced}
     known = rehearse(large(lora={"targets": ["proj_mlp", "nothing"]}), tmp_path).config
