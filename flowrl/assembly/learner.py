@@ -354,11 +354,9 @@ def build_call(config: Config, pipeline: Any) -> PipelineCall:
             "free removes: set memory.text_encoders to offload or keep, or use flowrl evaluate "
             "--as-deployed memory.text_encoders=offload after the run"
         )
-    negative = config.rollout.negative_prompt
-    settings = call_settings(config, pipeline)
-    left_out = ("num_inference_steps", "negative_prompt")
-    settings = {name: value for name, value in settings.items() if name not in left_out}
-    return PipelineCall(settings=settings, negative=negative)
+    return PipelineCall(
+        arguments=call_settings(config, pipeline), negative=config.rollout.negative_prompt
+    )
 
 
 IMAGES_OF_A_PROMPT = 8  # at most, in an evaluation

@@ -17,6 +17,7 @@ from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
 from flowrl.backbones.lora_formats import LoRA, open_lora
+from flowrl.backbones.pipeline import images_of
 from flowrl.config import Config, load_config
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
@@ -24,7 +25,7 @@ from flowrl.scoring.files import METADATA, SAMPLES
 from flowrl.training.checkpoint import CONFIG
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import foreign_entries, write_bytes, write_text
-from flowrl.utils.images import png
+from flowrl.utils.images import png, to_pil
 from flowrl.utils.progress import Steps
 
 SETTINGS = "drawn.json"  # beside the folders of prompts: how they were drawn
@@ -90,13 +91,16 @@ class Drawing:
     options: DrawingOptions
 
     def image(self, prompt: str, seed: int, negative: str | None = None) -> Image.Image:
-        """Generate one image; `negative` replaces the negative prompt of the call."""
-        changes = {} if negative is None else {"negative_prompt": negative}
+        """Generate one image; `negative` replaces the negative prompt, where guidance is on."""
+        call = {"prompt": [prompt], "output_type": "pt", **self.call}
+        if negative:  # raises UserError for a class that takes none
+            call_arguments(self.pipeline, guidance=1.0, negative=negative)
+        if negative is not None and "negative_prompt" in call:
+            call["negative_prompt"] = negative
         generator = torch.Generator().manual_seed(seed)
         with nullcontext() if self.rlg is None else RLG(self.pipeline, self.rlg):
-            return self.pipeline(
-                prompt=prompt, generator=generator, **(self.call | changes)
-            ).images[0]
+            result = self.pipeline(generator=generator, **call)
+        return to_pil(images_of(result))[0]
 
     def identity(self) -> dict[str, Any]:
         """Return everything that decides the images of a prompt and a seed, as JSON has it."""

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import Backbone, VelocityField
+from flowrl.backbones.gate import Visit, call_through
 from flowrl.backbones.offload import encoders_of, moved_to
+from flowrl.backbones.pipeline import images_of
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import DamagedFile, UserError
 from flowrl.functional.batches import ALONE, Batches, even_rows
@@ -126,30 +128,35 @@ class EvaluationComparison:
 class PipelineCall:
     """The pipeline's own call, pipe(prompt, ...), with its own scheduler and its own dtype.
 
-    settings: arguments of the call, but for prompts, number of steps and noise. negative: the
-    negative prompt of prompts that bring none, used if guidance > 1.
+    arguments: of the call, but for prompts, number of steps and noise. negative: for prompts that
+    bring no negative prompt of their own, used where guidance is on.
     """
 
-    settings: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     negative: str = ""
 
     def __call__(
         self, backbone: Backbone, prompts: Sequence[PromptRecord], noise: Tensor, steps: int
     ) -> Tensor:
         """Return the images (B, 3, H, W) fp32 on the CPU from initial noise (B, *latent)."""
-        call: dict[str, Any] = {**self.settings, "num_inference_steps": steps}
-        negatives = [self.negative if p.negative is None else p.negative for p in prompts]
-        if call.get("guidance_scale", 0) > 1 and any(negatives):
+        call: dict[str, Any] = {**self.arguments, "num_inference_steps": steps}
+        if "negative_prompt" in call:
+            negatives = [self.negative if p.negative is None else p.negative for p in prompts]
             call["negative_prompt"] = negatives
         pipeline, device = backbone.pipeline, backbone.device
         parts = [*encoders_of(pipeline), pipeline.vae]
         with moved_to(parts, device), without_progress(pipeline):
             # Not in the autocast of training, which a user's own call does not have either.
             with torch.autocast(device.type, enabled=False):
-                latents = noise.to(device, backbone.dtype)
-                read = [p.read for p in prompts]
-                images = pipeline(prompt=read, latents=latents, output_type="pt", **call).images
-        return images.float().clamp(0, 1).cpu()
+                visit = Visit(latents=noise.to(device, backbone.dtype))
+                call |= {"prompt": [p.read for p in prompts], "output_type": "pt"}
+                if hasattr(pipeline, "prepare_latents"):  # whose result `visit` replaces
+                    call["generator"] = torch.Generator().manual_seed(0)
+                else:
+                    call["latents"] = visit.latents
+                with torch.no_grad():
+                    result = call_through(pipeline, visit, device, call)
+        return images_of(result).float().clamp(0, 1).cpu()
 
 
 @contextmanager
