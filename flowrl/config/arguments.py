@@ -66,9 +66,9 @@ def sort_arguments(arguments: Sequence[str]) -> CommandArguments:
 
     Known names may be written `--name value`, `--name=value` or `name=value`, with dashes or
     underscores; dotted keys too. `--reward` may be repeated. `--prompts` and `--reward` replace
-    what the recipe says of its own: a tenth of the prompts is held out, unless evaluation.prompts
-    or prompts.held_out is given, too. Raises UserError for a name without a value and for two
-    recipes.
+    what the recipe says of its own: a tenth of the prompts, at least 4, is held out, unless
+    evaluation.prompts or prompts.held_out is given, too. Raises UserError for a name without a
+    value and for two recipes.
     """
     recipes: list[str] = []
     overrides: list[str] = []
