@@ -29,12 +29,11 @@ class LayerRules:
 class Family:
     """One pipeline class, or several that share a network."""
 
-    name: str  # short, as in names of recipes and of ComfyUI's key maps
+    name: str  # short, as in names of recipes
     lora_targets: tuple[str, ...] = ()  # name endings of adapted layers; () reads the network
     second_attention: tuple[str, ...] = ()  # name endings for lora.dual_attention
     network: str = ""  # class of the network that `layer_rules` are for
     layer_rules: LayerRules | None = None  # None takes `general_layer_rules`
-    comfyui: str | None = None  # name of the map of ComfyUI's keys; None: ComfyUI has none
     guidance: str = "guidance_scale"  # parameter of the pipeline's call
     # Guidance "off", without a second forward; None where the number is an input of the network.
     unguided: float | None = 1.0
@@ -74,7 +73,6 @@ SD3 = Family(
         ),
         min_dim=2432,
     ),
-    comfyui="sd3",
     network_tokens=77,  # of CLIP
 )  # fmt: skip
 
@@ -90,7 +88,6 @@ FLUX = Family(
     layer_rules=LayerRules(
         keep=("x_embedder", "context_embedder", "time_text_embed", "norm_out"), min_dim=1000
     ),
-    comfyui="flux",
     unguided=None,
     text_tokens=512,
 )  # fmt: skip
@@ -122,17 +119,17 @@ FAMILIES: dict[str, Family] = {
     "FluxPipeline": FLUX,
     "SanaPipeline": SANA,
     "Flux2Pipeline": Family(
-        name="flux2", comfyui="flux2", unguided=None, text_tokens=512
+        name="flux2", unguided=None, text_tokens=512
     ),
-    "Flux2KleinPipeline": Family(name="flux2-klein", comfyui="flux2", text_tokens=512),
+    "Flux2KleinPipeline": Family(name="flux2-klein", text_tokens=512),
     "QwenImagePipeline": Family(
-        name="qwen-image", comfyui="qwen-image", guidance="true_cfg_scale",
+        name="qwen-image", guidance="true_cfg_scale",
         lora_targets=_JOINT, text_tokens=1024,
     ),
     "QwenImage21Pipeline": Family(name="qwen-image-2.1", guidance="true_cfg_scale"),
     # As in diffusers' own training script.
     "ZImagePipeline": Family(
-        name="z-image", comfyui="z-image", unguided=0.0, text_tokens=512,
+        name="z-image", unguided=0.0, text_tokens=512,
         lora_targets=tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
     ),
     "Krea2Pipeline": Family(name="krea2", unguided=0.0, text_tokens=512),
