@@ -142,7 +142,8 @@ def train(
         from flowrl.planning.machine import check_machine
 
         check_machine(config, insist=yes)
-    if gpus is not None and _started(gpus, config, words or [], resume, accept_changes):
+    words = [*(words or []), *["--yes"] * yes]
+    if gpus is not None and _started(gpus, config, words, resume, accept_changes):
         return
     from flowrl.api import align, table
     from flowrl.training.resume import AUTO
@@ -183,7 +184,7 @@ def _started(
     typer.echo(f"Starting {count} processes, {'which share the CPU' if cpu else 'a GPU each'}.")
     command = [sys.executable, "-m", "flowrl", "train", *words]
     command += [] if resume is None else ["--resume", resume]
-    command += ["--accept-changes"] * accept_changes + ["--yes"]  # checked by this process
+    command += ["--accept-changes"] * accept_changes
     if code := run_processes(command, count, cpu=cpu):
         raise typer.Exit(code)
     return True
