@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flowrl.errors import Interrupted, MachineFailure, UserError, as_failure
 from flowrl.functional.batches import Batches
-from flowrl.utils.peers import Peers
+from flowrl.utils.peers import Peers, meet
 
 TIMEOUT = 1800.0  # seconds that one process may keep the others waiting
 # What launchers ask for by the environment, and accelerate would wrap the network in.
@@ -50,6 +50,7 @@ class Runtime:
         _check_launcher()
         self.seed(seed)
         on_cpu = device == "cpu" or device == "auto" and _is_on("ACCELERATE_USE_CPU")
+        _join_attempt(on_cpu)
         try:
             self.accelerator = Accelerator(cpu=on_cpu, mixed_precision=mixed_precision)
         except ValueError as error:  # accelerate keeps one state a process
@@ -289,6 +290,22 @@ class Runtime:
 def _peers(timeout: float) -> Peers:
     """Return the processes that the launcher started, with one group for all runtimes."""
     return Peers(timeout=timeout)
+
+
+def _join_attempt(on_cpu: bool) -> None:
+    """Join the processes of this attempt, where torchrun may start them again after a failure."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if dist.is_initialized() or not (restarts and shared):
+        return
+    if not on_cpu and not torch.cuda.is_available():
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+    prefixed = dist.PrefixStore(meet(store, rank, size), store)
+    backend = "gloo" if on_cpu else "nccl"
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size)
 
 
 def _check_launcher() -> None:

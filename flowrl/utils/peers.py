@@ -1,6 +1,7 @@
 """The other processes of a run: collectives that wait with a timeout and name who is missing."""
 
 import logging
+import os
 import re
 import threading
 import time
@@ -107,3 +108,29 @@ class Peers:
             f"than runtime.timeout = {self.timeout:g} s{note}"
         )
         return MachineFailure("peer", detail, current_phase())
+
+
+def meet(store: Any, rank: int, size: int) -> str:
+    """Return a name that the processes of this attempt have, and none of an earlier one.
+
+    torchrun keeps one store for all attempts, in which gloo would read the addresses of processes
+    that have ended, and its restart count differs between machines. All processes call it together.
+    """
+    name = os.urandom(8).hex()
+    if rank == 0:
+        store.set("flowrl/meeting", name)
+        answers = [f"flowrl/{name}/{peer}" for peer in range(1, size)]
+        while answers and not store.check(answers):
+            time.sleep(0.02)
+        store.set(f"flowrl/{name}/met", ",".join(store.get(key).decode() for key in answers))
+        return name
+    answered = ""
+    while True:
+        meeting = store.get("flowrl/meeting").decode()  # perhaps still an earlier attempt's
+        if meeting != answered:
+            store.set(f"flowrl/{meeting}/{rank}", name)
+            answered = meeting
+        met = f"flowrl/{meeting}/met"
+        if store.check([met]) and name in store.get(met).decode().split(","):
+            return meeting
+        time.sleep(0.02)

@@ -5,16 +5,19 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from flowrl.errors import UserError
 from flowrl.utils import launching
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.launching import check_no_launcher, count_processes, run_processes
+from flowrl.utils.peers import meet
 
 
 def program(text: str) -> list[str]:
@@ -138,3 +141,15 @@ def test_gpus_that_nobody_uses_are_counted(monkeypatch):
     assert runtime.idle_gpus == 7
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert runtime.idle_gpus == 0
+
+
+def test_processes_meet_those_of_their_own_attempt_in_a_store_of_several():
+    store = dist.HashStore()
+    names = set()
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            later = [pool.submit(meet, store, rank, 3) for rank in (1, 2)]
+            time.sleep(0.1)  # in which they find only what an earlier attempt has left
+            met = {pool.submit(meet, store, 0, 3).result(60), *(f.result(60) for f in later)}
+        assert len(met) == 1 and not met & names
+        names |= met
