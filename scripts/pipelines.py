@@ -45,7 +45,7 @@ def pipeline_classes() -> list[type]:
         ):
             continue
         source = inspect.getsource(inspect.getmodule(kind))  # type: ignore[arg-type]
-        if "FlowMatch" in source or "use_flow_sigmas" in source or "SCMScheduler" in source:
+        if re.search("FlowMatch|use_flow_sigmas|SCMScheduler|SanaLoraLoaderMixin", source):
             found.append(kind)
     return found
 

@@ -17,7 +17,7 @@ from flowrl.backbones.call import call_arguments, is_guided
 from flowrl.backbones.families import family_of, lora_targets
 from flowrl.backbones.gate import NETWORKS, RowTimes, Stop, Visit, call_through
 from flowrl.backbones.latent_map import LatentMap
-from flowrl.backbones.texts import kinds_of, ragged, record_of, rows_of, same_shapes
+from flowrl.backbones.texts import entries_of, kinds_of, ragged, record_of, rows_of, same_shapes
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
@@ -176,7 +176,8 @@ class PipelineBackbone:
         if shaped:
             return kinds, shaped, True
         # Others' texts may matter in other ways: Bria drops all negatives where the first is "".
-        together = rows_of(both, kinds, 2)
+        same = entries_of(both) == kinds.keys()  # a mask may come with other lengths only
+        together = rows_of(both, kinds, 2) if same else {}
         equal = together.keys() == first.keys() and all(
             torch.allclose(together[name], torch.cat([row, second[name]]), rtol=0.01, atol=0.01)
             for name, row in first.items()

@@ -55,6 +55,11 @@ def kinds_of(one: Any, two: Any) -> dict[str, str]:
     return kinds
 
 
+def entries_of(result: Any) -> set[str]:
+    """Return the paths of a result's entries."""
+    return {path for path, _ in _leaves(result)}
+
+
 def rows_of(result: Any, kinds: Mapping[str, str], count: int) -> dict[str, Tensor]:
     """Return the entries (count, ...) of a result for `count` prompts of equal shapes."""
     rows = {}

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
 from flowrl.api import align
 from flowrl.assembly import backbone as build_precision
@@ -134,20 +133,6 @@ def test_a_run_in_two_sessions_ends_as_one_does(config_for, load_tiny, tmp_path)
     assert len(whole) == 2 and whole == parts
     assert all(line[NATS] == 0 for line in whole)
     assert whole[0]["loss"] != whole[1]["loss"]
-
-
-def test_a_pipeline_that_was_given_computes_exactly_again(config_for, load_tiny):
-    pipeline = load_tiny()
-    layers = {n: m.weight for n, m in linear_layers(pipeline.transformer)}
-    align(config_for("given", iterations=1), pipeline=pipeline)
-    after = {n.replace(".base_layer", ""): m for n, m in linear_layers(pipeline.transformer)}
-    assert not list(same_precision_layers(pipeline.transformer))
-    assert all(type(after[n]) is nn.Linear and after[n].weight is layers[n] for n in layers)
-
-
-def linear_layers(network):
-    found = ((n, m) for n, m in network.named_modules() if isinstance(m, nn.Linear))
-    return [(n, m) for n, m in found if "lora_" not in n]
 
 
 def test_the_run_says_what_it_computes_in(learner, tmp_path):

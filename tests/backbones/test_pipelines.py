@@ -1,0 +1,96 @@
+"""The contract of `scripts/pipelines.py`: every class of diffusers behind the one backbone."""
+
+import diffusers
+import pytest
+import torch
+
+from flowrl.backbones.pipeline import PipelineBackbone, check_scheduler, check_sigmas
+from flowrl.errors import UserError
+from scripts.pipelines import CHECKS, Case, pipeline_classes
+
+QUICK = ("Flux2KleinPipeline", "ZImagePipeline")  # packed with batch norm; texts of own lengths
+WHOLE = (
+    "AuraFlowPipeline", "BriaPipeline", "ChromaPipeline", "CogView4Pipeline", "Flux2Pipeline",
+    "FluxPipeline", "HunyuanImagePipeline", "Ideogram4Pipeline", "Krea2Pipeline",
+    "LongCatImagePipeline", "Lumina2Pipeline", "LuminaPipeline", "OvisImagePipeline",
+    "QwenImagePipeline", "StableDiffusion3Pipeline",
+)  # fmt: skip
+
+
+def classes():
+    found = {kind.__name__: kind for kind in pipeline_classes()}
+    slow = [pytest.param(found[name], marks=pytest.mark.slow, id=name) for name in WHOLE]
+    return [*(pytest.param(found[name], id=name) for name in QUICK), *slow]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("kind", classes())
+def test_a_pipeline_class_holds_the_contract(kind, check):
+    CHECKS[check](kind)
+
+
+def test_texts_are_encoded_alone_where_their_length_is_seen():
+    case = Case(diffusers.ZImagePipeline, torch.float32, 1.0)
+    rows = torch.tensor([1])
+    alone = case.backbone.encode(["two blue stars over a green square"], [""])
+    together = case.cond.take(rows)
+    v = [case.backbone.velocity(case.x[1:2], case.sigmas[0], c).detach() for c in (alone, together)]
+    assert torch.equal(*v)
+
+
+def test_schedulers_that_draw_noise_and_schedules_of_no_flow_are_refused():
+    noisy = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    with pytest.raises(UserError, match="stochastic_sampling"):
+        check_scheduler(noisy)
+    solver = diffusers.DPMSolverMultistepScheduler(
+        use_flow_sigmas=True, prediction_type="flow_prediction", algorithm_type="sde-dpmsolver++"
+    )
+    for other in (solver, diffusers.DDIMScheduler()):
+        with pytest.raises(UserError, match="scheduler"):
+            check_scheduler(other)
+    for sigmas in (None, torch.tensor([80.0, 1.0, 0.0]), torch.tensor([1.0, 0.5, 0.1])):
+        with pytest.raises(UserError, match="Mine"):
+            check_sigmas(sigmas, False, "Mine")
+
+
+def test_a_velocity_that_depends_on_earlier_steps_is_refused(load_tiny):
+    backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
+    assert "equal the pipeline's own" in backbone.check(3)
+    calls = []
+
+    def drifting(module, args, output):
+        calls.append(None)
+        return (output[0] * (1 + 0.1 * len(calls)),)
+
+    backbone.transformer.register_forward_hook(drifting)
+    with pytest.raises(UserError, match="depends on the step"):
+        backbone.check(3)
+
+
+def test_the_pipelines_own_call_is_as_before(load_tiny):
+    pipeline = load_tiny()
+
+    def latents():
+        generator = torch.Generator().manual_seed(0)
+        return pipeline(
+            "a red circle", num_inference_steps=2, generator=generator, output_type="latent",
+            max_sequence_length=12,
+        ).images  # fmt: skip
+
+    before = latents()
+    backbone = PipelineBackbone(pipeline, max_sequence_length=12)
+    cond = backbone.encode(["a red circle"], [""])
+    with torch.no_grad():
+        x = torch.zeros(1, *backbone.latent_shape())
+        backbone.decode(backbone.velocity(x, torch.tensor(0.5), cond))
+    assert torch.equal(latents(), before)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_velocity():
+    case = Case(diffusers.Flux2KleinPipeline, torch.float32, 1.0)
+    with torch.no_grad():
+        plain = case.backbone.velocity(case.x, case.sigmas[1], case.cond)
+        case.backbone.transformer.compile_repeated_blocks(fullgraph=True)
+        compiled = case.backbone.velocity(case.x, case.sigmas[1], case.cond)
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4)
