@@ -360,7 +360,7 @@ def _find(target: str) -> Any:
 
 # --- prompts ------------------------------------------------------------------------------------
 
-COUNT = 6
+COUNT = 12  # enough to hold some out
 FALLBACK = "tiny:geneval:train"
 
 
