@@ -45,7 +45,7 @@ def kinds_of(one: Any, two: Any) -> dict[str, str]:
             axis, size = grown[0], tensor.shape[grown[0]]
             outer = other.narrow(axis, 0, size)
             inner = other.unflatten(axis, (size, 2)).select(axis + 1, 0)
-            distances = [(t - tensor).abs().float().sum() for t in (outer, inner)]
+            distances = [(t.float() - tensor.float()).abs().sum() for t in (outer, inner)]
             kinds[path] = str(axis) if distances[0] <= distances[1] else f"{axis}i"
         else:
             raise UserError(
