@@ -174,7 +174,7 @@ def test_stores_that_do_not_fit_are_refused(store, tmp_path):
     check_dataset(store, Backbone(), pipeline="elsewhere/tiny", family="sd3")
     half = SimpleNamespace(metadata=replace(store.metadata, dtype="bfloat16"), folder=store.folder)
     refuse(store, "made with pipeline.path 'models/tiny', and this recipe", pipeline="models/sd3")
-    refuse(store, "made with pipeline.backbone 'sd3', and this recipe has 'flux'", family="flux")
+    refuse(store, "made with pipeline.path 'sd3', and this recipe has 'flux'", family="flux")
     refuse(
         store, r"have shape \[2, 2, 2\], and this pipeline makes \[1\]", latent_shape=lambda: (1,)
     )
