@@ -120,7 +120,7 @@ def bench_iteration(
         )
     work, pixels = work or WORK[spec.family], pixels or PIXELS[spec.family]
     pipeline = {
-        "path": spec.checkpoint, "backbone": spec.family, "dtype": dtype, "precision": precision,
+        "path": spec.checkpoint, "dtype": dtype, "precision": precision,
         "device": device, "decode_batch": work.decode_batch, "height": pixels, "width": pixels,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
