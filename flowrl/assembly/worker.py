@@ -1,7 +1,7 @@
 """Build a rollout worker from a recipe, and the Ray cluster that runs several of them.
 
-Nothing imports Ray unless `rollout.workers` is set. A worker loads the pipeline by its name,
-without text encoders, and the rewards; all else comes with the jobs.
+Nothing imports Ray unless `rollout.workers` is set. A worker loads the pipeline by its name
+and the rewards; all else comes with the jobs.
 """
 
 import json
@@ -35,9 +35,7 @@ from flowrl.assembly.rollout import (
     build_preview_generator,
     preview_layers,
 )
-from flowrl.backbones.loading import pipeline_path
-from flowrl.backbones.offload import free_encoders
-from flowrl.backbones.text_cache import TextCache, encoder_names, index_file
+from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config, parse_config
 from flowrl.config.rollout import WorkerOptions
 from flowrl.errors import UserError, as_failure
@@ -181,7 +179,7 @@ def _for_worker(config: Config, folder: "tempfile.TemporaryDirectory[str]") -> C
             "ema": changed("ema", decay=None),
             "rollout": changed("rollout", workers=None),
             "run": changed("run", output_dir=folder.name),  # where precisions are recorded
-            "memory": changed("memory", prompt_cache=None, text_encoders="free"),
+            "memory": changed("memory", prompt_cache=None, text_encoders="keep"),
         }
     )
 
@@ -189,12 +187,8 @@ def _for_worker(config: Config, folder: "tempfile.TemporaryDirectory[str]") -> C
 def _build_parts(config: Config) -> RolloutParts:
     p, r = config.pipeline, config.rollout
     runtime = Runtime(device=p.device, mixed_precision=PRECISION[p.dtype], seed=config.run.seed)
-    index = index_file(pipeline_path(p.path), p.revision)
-    without = encoder_names(index) if index is not None else []
     start = starting_lora(config)
-    loaded = dict.fromkeys(without)
-    pipeline = build_pipeline(config, runtime.device, loaded=loaded, runtime=runtime)
-    free_encoders(pipeline)
+    pipeline = build_pipeline(config, runtime.device, runtime=runtime)
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale)
     set_precision(config, backbone, runtime)
     needs = config.objective.build(r.kernel).needs
