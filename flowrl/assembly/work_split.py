@@ -147,9 +147,7 @@ def nearest_gpus(load: IterationWork, gpus: int) -> tuple[int, ...]:
     return (*below[-1:], *above[:1])
 
 
-def sampling_padding(
-    shares: Sequence[int], widths: Sequence[int], batch: int
-) -> float:
+def sampling_padding(shares: Sequence[int], widths: Sequence[int], batch: int) -> float:
     """Return the velocities made up by processes with `shares` trees, per velocity asked for."""
     together, rows = Batches().trees(max(shares), widths, batch)
     computed = 0
@@ -292,9 +290,7 @@ def iteration_work(
         together=together if needs.states == "endpoints" else "image",
         micro_batch=u.micro_batch,
         updates=u.updates_per_rollout,
-        judge=f"objective.kind {objective.kind}"
-        if needs.complete_groups
-        else "a reward",
+        judge=f"objective.kind {objective.kind}" if needs.complete_groups else "a reward",
     )
 
 

@@ -217,7 +217,7 @@ def _on_hub(source: str, name: str, subfolder: str, revision: str | None) -> Pat
                 continue
             if message := hub_error_message(error, name, revision):
                 raise UserError(
-                    f"cannot load the LoRA {source}, which is no file or folder here: {message}"
+                    f"{source} is no local file or folder, and the Hub gave no LoRA: {message}"
                 ) from error
             raise
     shown = f"{name}/{subfolder}".rstrip("/")

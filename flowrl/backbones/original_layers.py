@@ -58,7 +58,7 @@ class KeyMap:
         )
 
     def of_layer(self, layer: str) -> StackedLayers | None:
-        """Return the stack that has a layer of diffusers; None for an unknown layer."""
+        """Return the stacked original layer that holds a diffusers layer; None if unknown."""
         block = re.search(r"(?<=\.)\d+(?=\.)", layer)
         return _numbered(self.by_layer, layer, block)
 

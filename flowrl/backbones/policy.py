@@ -92,8 +92,8 @@ class Policy:
         except ValueError as error:
             kind = type(self.network).__name__
             raise UserError(
-                f"lora.targets {list(targets)} match no layer of {kind}: name endings of its "
-                "linear layers, such as attn.to_q"
+                f"lora.targets {list(targets)} match no layer of {kind}: use suffixes of the "
+                "names of its linear layers, such as attn.to_q"
             ) from error
         for parameter in _parameters_of(self.network, name):
             parameter.data = parameter.data.float()

@@ -301,7 +301,7 @@ def _vision_processor() -> Any:
 
 
 def _scheduler(kind: Any) -> Any:
-    """Build a scheduler that steps a flow, whatever the annotation is more general than."""
+    """Build a scheduler that steps a flow; annotations of pipelines may be more general."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     if kind.__name__ == "DPMSolverMultistepScheduler":

@@ -22,7 +22,7 @@ def audit(
             help="Precision of candidates: auto, nvfp4, fp8, bf16, nvfp4-emulated; may be repeated."
         ),
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample.")] = 4,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 4,
     candidates: Annotated[
         int | None, typer.Option(min=2, help="Candidates of a prompt; the recipe's, or 96.")
     ] = None,

@@ -27,7 +27,7 @@ def recipes(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the recipes: method, trained rewards, GPU, and whether it has run as a whole.
+    """List each recipe's method, trained rewards, GPU, and whether it ran from start to end.
 
     GPU is the memory that the recipe was planned for.
 

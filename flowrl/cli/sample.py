@@ -157,11 +157,11 @@ def gallery(
     revision: Revision = None,
     lora_alpha: LoraAlpha = None,
 ) -> None:
-    """Compare base and aligned images of the same prompts and seeds, on one page.
+    """Compare base and aligned images of the same prompts and seeds on one page.
 
-    Writes index.html, which needs nothing beside it, and grid.png. A strength other than 0 and 1
-    (RLG) is a heuristic, exact only where the LoRA shifts the images' distribution without
-    changing its shape: it takes two forwards a step.
+    Writes a self-contained index.html and grid.png. A strength other than 0 and 1 (RLG) takes two
+    forward passes per step and is a heuristic: exact only if the LoRA shifts the distribution of
+    images without changing its shape.
 
     Examples:
 

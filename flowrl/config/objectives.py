@@ -51,9 +51,8 @@ class AdvantageOptions(Options):
     )
     scale: Literal["auto", "std", "none", "global"] = option(
         "auto",
-        "Divisor of an advantage: the group's standard deviation, 1 (none), or the standard "
-        "deviation over all images of the iteration (global). auto is global for gdpo, whose last "
-        "step it is, and std for a sum.",
+        "Divisor of an advantage: std of the group, std over all images of the iteration "
+        "(global), or 1 (none). auto is global with rewards: gdpo, and std with rewards: sum.",
         "global in DiffusionNFT and Flow-GRPO's SD3 settings, std in most later ones",
     )
     ddof: Annotated[Literal[0, 1], Choice] = option(
@@ -208,8 +207,8 @@ class NoisingOptions(Options):
     )
     share: Literal["group", "image"] = option(
         "group",
-        "Who shares times and noise: the images of a prompt, so that noise cancels when they are "
-        "compared, or nobody (image).",
+        "group: the images of a prompt share times and noise, which cancel when they are compared. "
+        "image: each image has its own.",
     )
     stratified: Flag = option(False, "One level from each of `count` equal parts.")
     times: Times = option(
@@ -432,12 +431,12 @@ class SRPOOptions(RewardBackpropOptions):
     kind: Literal["srpo"] = option("srpo", "One step with known noise, a relative reward.", SRPO)
     positive_words: str = option(
         "",
-        "Text before the prompt for the better of two rewards, such as Realistic photo. Set both "
+        "Prefix of the prompt for a better image, such as Realistic photo. Set both "
         "or neither: without words the reward itself is raised, which invites reward hacking. Only "
         "for rewards that read prompts.",
         SRPO,
     )
-    negative_words: str = option("", "Text before the prompt for the worse, such as CG render.")
+    negative_words: str = option("", "Prefix of the prompt for a worse image, such as CG render.")
 
 
 class LeapAlignOptions(RewardBackpropOptions):

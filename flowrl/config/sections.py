@@ -166,8 +166,8 @@ class EvaluationOptions(Options):
     )
     num_images: Several = option(
         120,
-        "Most images of an evaluation, and at most 8 of each prompt. Intervals resample prompts: "
-        "more prompts narrow them, and more images of few prompts do not.",
+        "Maximum images per evaluation, at most 8 per prompt. Intervals resample prompts: more "
+        "prompts narrow them, more images per prompt do not.",
     )
     balance: Text | None = option(
         None, "A metadata key, for example tag, whose values are sampled equally often."

@@ -148,7 +148,7 @@ class B2DiffuRLOptions(TreeOptions):
     kind: Literal["b2_diffurl"] = option("b2_diffurl", "Continuations of a trunk.", B2_DIFFURL)
     branch: Branch = option(5, "Continuations of a trunk.", B2_DIFFURL)
     period: Count = option(
-        100, "Iterations in which the trained part grows from 70 % to all of the steps.", B2_DIFFURL
+        100, "Iterations over which the trained steps grow from 70 % to 100 %.", B2_DIFFURL
     )
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
@@ -168,7 +168,9 @@ class B2DiffuRLOptions(TreeOptions):
 class TempFlowOptions(SiblingOptions):
     """Trunks without noise, with a fan of one noisy step at every step."""
 
-    kind: Literal["tempflow"] = option("tempflow", "Trunks with fans.", TEMPFLOW)
+    kind: Literal["tempflow"] = option(
+        "tempflow", "ODE trajectories that branch into several images at some steps.", TEMPFLOW
+    )
     width: Count = option(6, "Children of a fan.", TEMPFLOW)
     at: Steps | None = option(None, "Steps with a fan; null is all but the last.", TEMPFLOW)
 
@@ -176,7 +178,9 @@ class TempFlowOptions(SiblingOptions):
 class G2RPOOptions(SiblingOptions):
     """Trunks with fans whose children are finished several times, coarsely and finely."""
 
-    kind: Literal["g2rpo"] = option("g2rpo", "Trunks with fans of several strides.", G2RPO)
+    kind: Literal["g2rpo"] = option(
+        "g2rpo", "The same, with branches that are finished in several step lengths.", G2RPO
+    )
     width: Count = option(12, "Children of a fan.", G2RPO)
     at: Steps | None = option(None, "Steps with a fan; null is the first half.", G2RPO)
     draw: Count | None = option(1, DRAW, "all of them in the paper")

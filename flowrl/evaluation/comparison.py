@@ -161,7 +161,7 @@ def compare_loras(
 
 
 def one_process(config: Config, task: str) -> Runtime:
-    """Return the runtime of a task for one process. Raises UserError where there are several."""
+    """Return the runtime of a single-process task. Raises UserError for several processes."""
     runtime = Runtime(device=config.pipeline.device)
     if runtime.world_size > 1:
         raise UserError(f"{task} by one process: start this without a launcher")

@@ -75,7 +75,7 @@ def require_finite(reward: Tensor) -> None:
     if not bool(reward.isfinite().all()):
         raise ValueError(
             f"{int((~reward.isfinite()).sum())} of {len(reward)} rewards are not finite: "
-            "leave rows without a reward out before groups are compared"
+            "drop these rows before comparing groups"
         )
 
 

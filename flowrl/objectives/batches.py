@@ -218,7 +218,7 @@ class Trajectories:
         return at_least_fp32(self.x[row, step])
 
     def velocity(self, row: Tensor, step: Tensor) -> Tensor:
-        """Return the velocities that moved the chains, from two states each. (n, *latent)"""
+        """Return each step's velocity from the states before and after it. (n, *latent)"""
         moved = self.at(row, step + 1) - self.at(row, step)
         return moved / self.dt[step].view(-1, *[1] * (moved.ndim - 1))
 

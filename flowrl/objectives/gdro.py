@@ -55,10 +55,10 @@ def top1_loss(s: Tensor, reward: Tensor, group: Tensor, tau: float) -> Tensor:
 
 
 def best_error(err: Tensor, reward: Tensor, group: Tensor) -> Tensor:
-    """The error of the group's best image, GDRO's regulariser (equation 8). (N,)
+    """Return for each image the error of its group's best image (equation 8). (N,)
 
-    Of several best ones the mean. Weighted with `top1_coef` it keeps their likelihood from
-    falling while their rank rises. Coefficient 1 / (number of best) for them, 0 for others.
+    Ties are averaged. Weighted with `top1_coef`, this term keeps the likelihood of the best image
+    from falling while its rank rises.
     """
     rows = group_rows(group)
     best = best_of_group(reward, group)[rows.index] & rows.mask

@@ -22,8 +22,8 @@ def spo_loss(log_ratio_w: Tensor, log_ratio_l: Tensor) -> Tensor:
     """Return -log sigmoid(BETA (log clip(rho_w, 1 +- CLIP) - log clip(rho_l, 1 +- CLIP))). (P,)
 
     log_ratio_w, log_ratio_l: (P,) log rho of winner and loser, policy over reference, averaged over
-    the latent. Outside its range a ratio has no gradient, on either side: unlike PPO's bound this
-    one does not bring back what has gone too far.
+    the latent. A clipped ratio has no gradient in either direction: unlike PPO's clip, this one
+    cannot pull it back into its range.
     """
     # Bounds on the logarithm, not on the ratio: near 1 fp32 would round most of it away.
     low, high = math.log1p(-CLIP), math.log1p(CLIP)

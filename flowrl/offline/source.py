@@ -44,8 +44,8 @@ class StoredGroups:
         prompts = sampler.order.per_iteration
         if prompts < runtime.world_size:
             raise UserError(
-                f"rollout.prompts_per_iteration is {prompts}, but {runtime.world_size} processes "
-                "take whole groups: raise it, or start fewer processes"
+                f"rollout.prompts_per_iteration is {prompts}, too few for {runtime.world_size} "
+                "processes, each of which takes whole groups: raise it, or start fewer processes"
             )
 
     def collect(self, iteration: int, timer: Timer) -> Rollout:

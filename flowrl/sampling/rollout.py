@@ -395,10 +395,9 @@ def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Iterator[Tensor]:
 def submit_images(
     scoring: Scoring, images: Iterable[Tensor], request: RolloutRequest, leaves: int
 ) -> Tensor:
-    """Submit images to the rewards in batches, `leaves` per tree, in request order.
+    """Submit images to the rewards in batches, `leaves` per tree, in the order of the request.
 
-    Returns all of them, (R * leaves, 3, H, W). Raises SamplerFailure for images with numbers that
-    are not finite.
+    Returns all images, (R * leaves, 3, H, W). Raises SamplerFailure for pixels that are not finite.
     """
     prompt, group = (t.repeat_interleave(leaves).tolist() for t in (request.prompt, request.group))
     everything: list[Tensor] = []

@@ -187,10 +187,10 @@ async def read_request(request: "Request") -> tuple[ScoreRequest, bytes]:
 
 
 def warm_up(spec: RewardSpec) -> bool:
-    """Load a reward's model by scoring its first fixture, or plain images for an empty list.
+    """Load a reward's model by scoring its first fixture, or plain images if it lists none.
 
-    Returns False for a reward without `fixtures`, or that applies to no prompt tried: it loads at
-    the first request. Raises UserError when an image gets no score.
+    Returns False if the reward has no `fixtures` or applies to no prompt tried: the first request
+    then loads it. Raises UserError when an image gets no score.
     """
     if not hasattr(spec.reward, "fixtures") or spec.executor is None:
         return False

@@ -429,6 +429,6 @@ def named_reward(
     if not any(spec.applies(p.text, p.metadata) for p in prompts):
         raise UserError(
             f"{option} is {name!r}, but that reward applies to none of the {len(prompts)} held-out "
-            "prompts: give evaluation.prompts that it can judge, or set it to null"
+            f"prompts: change evaluation.prompts, or set {option} to null"
         )
     return spec

@@ -199,9 +199,8 @@ class Learner:
         # Written so that NaN is an error too; decided together, or the others would wait forever.
         if self.runtime.any(not error <= limit):
             raise UserError(
-                "in the first pass after the rollout the log-ratio of the policy to the sampling "
-                f"policy is {error:.2e} nats, more than optim.ratio_tolerance = {limit:g}, while "
-                "both have the same weights and should compute the same velocities. Set "
-                "rollout.merge_lora to false, use the same rollout.batch_size and "
-                "optim.micro_batch, or pipeline.dtype fp32"
+                "in the first pass after the rollout, the log-ratio of policy to sampling policy "
+                f"is {error:.2e} nats, above optim.ratio_tolerance = {limit:g}; both have the same "
+                "weights and should compute the same velocities. Set rollout.merge_lora to false, "
+                "optim.micro_batch to rollout.batch_size, or pipeline.dtype to fp32"
             )

@@ -204,4 +204,3 @@ def _distances(x: Tensor) -> Tensor:
     gram = exact @ exact.T
     square = gram.diagonal()
     return ((square[:, None] + square - 2 * gram).clamp(min=0) / x.shape[1]).sqrt()
-

@@ -9,12 +9,12 @@ STEP_COPIES = 5  # of the frontier in fp32 within a step: latent, velocity, mean
 
 
 def rollout_bytes(plan: TreePlan, prompts: int, latent: int, itemsize: int) -> int:
-    """Return the most bytes that the trees of `prompts` prompts hold.
+    """Return the peak bytes of the trees of `prompts` prompts.
 
-    Every node is kept in the storage dtype of `itemsize` bytes, and once more as it is joined with
-    the others; every trained edge has its mean in fp32, once more when it is learned from, where
-    parents and children are gathered too; and a step works on the whole frontier in fp32.
-    latent: elements of one.
+    Nodes take `itemsize` bytes per element twice: stored, and concatenated. Trained edges take
+    their fp32 mean twice, stored and batched for training, and their batched parents and children.
+    A step computes the whole frontier in fp32.
+    latent: elements of one latent.
     """
     c = count(plan).times(prompts)
     stored = 2 * c.nodes * itemsize

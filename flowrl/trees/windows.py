@@ -82,7 +82,7 @@ class FixedWindow(_Window):
 
 class RandomWindow(_Window):
     kind: Literal["random"] = option(
-        "random", "The window's place is random, another in every rollout.", FIRST_FAST
+        "random", "Random window position, drawn anew in every rollout.", FIRST_FAST
     )
     size: Count = option(..., SIZE, "published: 2 or 3")
     start: Whole = option(0, "First step that the window may cover.")
@@ -127,7 +127,7 @@ class GeometricWindow(_Window):
     """
 
     kind: Literal["geometric"] = option(
-        "geometric", "The window's place is random, with less chance the later.", TREE_GRPO
+        "geometric", "Random window position; later ones are less likely.", TREE_GRPO
     )
     size: Count = option(3, SIZE, TREE_GRPO)
     ratio: Annotated[Number, Field(gt=0, le=1)] = option(

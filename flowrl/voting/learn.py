@@ -107,9 +107,7 @@ def train_on_votes(config: Config, folder: Path, *, lora: str | None = None) -> 
     return align(training_config(config, folder, store, lora))
 
 
-def expected_votes(
-    candidates: Candidates, features: Tensor, votes: Sequence[Vote]
-) -> list[Vote]:
+def expected_votes(candidates: Candidates, features: Tensor, votes: Sequence[Vote]) -> list[Vote]:
     """Return votes that nobody cast: each prompt's best image against its worst, as predicted.
 
     Only those with a probability of at least SURE; none where no vote prefers an image.

@@ -91,7 +91,7 @@ def test_prompts_of_ones_own_are_used_and_each_reward_finds_one(tmp_path):
     mine.write_text("".join(json.dumps(line) + "\n" for line in lines))
     small = rehearse(large(prompts={"train": str(mine)}), tmp_path).config
     rows = [json.loads(line) for line in Path(small.prompts.train).read_text().splitlines()]
-    assert len(rows) == 6 and {row["prompt"] for row in rows} <= {line["prompt"] for line in lines}
+    assert len(rows) == 12 and {row["prompt"] for row in rows} <= {line["prompt"] for line in lines}
     assert [row["tag"] for row in rows if "ocr" in row[KEY]] == ["ocr"]
     weighed = {"train": str(mine), "balance": "tag", "weights": {"ocr": 3}}
     assert rehearse(large(prompts=weighed), tmp_path).config.prompts.weights is None  # few prompts

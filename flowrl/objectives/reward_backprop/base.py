@@ -78,10 +78,10 @@ class RewardBackprop:
     def velocities(
         self, models: Models, batch: Trajectories, *, recompute: bool = False
     ) -> Velocities:
-        """Return the policy along the chains.
+        """Return the policy's velocities along the chains.
 
-        recompute: keep no activations, for losses that ask for the reward at what the network
-        predicts now: its activations and the reward's never share the memory.
+        recompute: compute activations again in the backward pass, for losses that score the
+        current prediction: those of the network and of the reward are never held together.
         """
         policy = models.policy
         if recompute:

@@ -125,7 +125,7 @@ def read_answer(answer: Any, count: int) -> Answer:
         return Answer(scores=scores, reasons=why)
     if not answer or not all(isinstance(name, str) for name in answer):
         raise ValueError(
-            f"answered with a dict of {list(answer)[:9]}, expected the names of its components"
+            f"the reward returned a dict with keys {list(answer)[:9]}, expected component names"
         )
     parts = [_read_scores(scores, count, reasons) for scores in answer.values()]
     components = dict(zip(answer, (Answer(scores=s, reasons=r) for s, r in parts), strict=True))

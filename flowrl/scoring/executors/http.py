@@ -421,7 +421,7 @@ class _Client:
     def _read_response(self, request: _Request, data: bytes) -> Response:
         """Return the response to a request. Raises ValueError for anything else."""
         if len(data) > MAX_ANSWER:
-            raise ValueError(f"answered with more than {MAX_ANSWER} bytes")
+            raise ValueError(f"the response exceeds {MAX_ANSWER} bytes")
         try:
             response = Response.model_validate_json(data)
         except ValidationError as error:
