@@ -208,7 +208,7 @@ def _solve(load: IterationWork, gpus: int) -> WorkSplit:
 
 
 def deal(total: int, parts: int, unit: int = 1) -> list[range]:
-    """Return consecutive ranges of 0 to total, in whole runs of `unit`, as `Runtime.share` does.
+    """Return consecutive ranges of 0 to total in whole units, like `Runtime.local_rows`.
 
     The first parts get one more where they cannot be equal.
     """
@@ -239,7 +239,7 @@ def _share(load: IterationWork, candidates: range, trees: range) -> ProcessShare
 
 
 def micro_batches(load: IterationWork, groups: list[int]) -> list[int]:
-    """Return the rows of each backward pass over groups of so many rows, as `Batch.chunks`."""
+    """Return the rows of each backward pass over groups, like `Batches.micro_batches`."""
     most = max(1, load.micro_batch // load.row_forwards)
     total = sum(groups)
     if load.together == "update":

@@ -77,7 +77,7 @@ def _program(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks; may stand after any command.")
+        bool, typer.Option("--debug", help="Show tracebacks; can be given after any command.")
     ] = False,
 ) -> None:
     """Align a text-to-image pipeline with reinforcement learning; get a LoRA for diffusers.
@@ -90,8 +90,8 @@ def _program(
 
       flowrl sample tiny-sd3 "two red stars" --lora runs/quickstart
 
-    `flowrl doctor` checks the machine, `flowrl recipes` lists what can be trained, and `flowrl
-    init` writes a recipe of your own.
+    `flowrl doctor` checks the machine, `flowrl recipes` lists the recipes,
+    `flowrl init` writes a new one.
 
     `flowrl train PRESET --print-config` shows every option, `flowrl explain KEY` its meaning.
     """

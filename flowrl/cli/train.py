@@ -49,8 +49,9 @@ def train(
         str | None,
         typer.Option(
             metavar="auto|latest|PATH",
-            help="Checkpoint to resume from. auto, the default, resumes an unfinished run of the "
-            "same recipe, and starts another recipe in a new folder (runs/quickstart-2).",
+            help="auto (default): resume an unfinished run of the same recipe; start another "
+            "recipe in a new folder (runs/quickstart-2). latest: the newest checkpoint. PATH: a "
+            "run folder or a checkpoint.",
         ),
     ] = None,
     accept_changes: Annotated[
@@ -82,7 +83,7 @@ def train(
         str | None,
         typer.Option(
             metavar="auto|N",
-            help="Number of GPUs of this machine to train on, one process each; auto is all. "
+            help="GPUs of this machine to use, one process each; auto uses all. "
             "Without a GPU, N processes share the CPU.",
         ),
     ] = None,
@@ -95,7 +96,7 @@ def train(
 ) -> None:
     """Align a pipeline to a reward.
 
-    The run folder is a LoRA that diffusers loads: pipe.load_lora_weights("runs/quickstart").
+    diffusers loads the run folder as a LoRA: pipe.load_lora_weights("runs/quickstart").
 
     Examples:
 
@@ -117,8 +118,8 @@ def train(
 
       flowrl train flux.1-dev-grpo-80gb --gpus auto
 
-    `flowrl explain KEY` explains an option. Option names of diffusers' training scripts
-    (--learning_rate, --rank, --seed, ...) work, too.
+    `flowrl explain KEY` explains an option. Option names of diffusers'
+    training scripts (--learning_rate, --rank, --seed, ...) work, too.
     """
     from flowrl.config import config_yaml, load_config
     from flowrl.config.arguments import sort_arguments

@@ -47,7 +47,7 @@ class AuditOptions(Options):
     )
     prompts: Count = option(
         2,
-        "Prompts whose candidates are all sampled exactly too, of rollout.prompts_per_iteration.",
+        "Number of an iteration's prompts whose candidates are also all sampled exactly.",
     )
     min_rho: Annotated[Number, Field(ge=-1, le=1)] = option(
         0.8,
@@ -56,7 +56,8 @@ class AuditOptions(Options):
         "published: 0.9 to 0.94 pooled, for CLIPScore, PickScore, HPSv2 and ImageReward",
     )
     on_miss: Literal["warn", "stop"] = option(
-        "warn", "What happens below it: warn continues, stop ends the run; both say what to change."
+        "warn",
+        "What happens below min_rho: warn continues, stop ends the run; both say what to change.",
     )
 
 
@@ -65,24 +66,24 @@ class ExploreOptions(Options):
 
     candidates: Several = option(
         96,
-        "Trees of each prompt that are sampled cheaply; those of rollout.tree are kept.",
+        "Trees per prompt that are sampled cheaply; as many as rollout.tree has are selected.",
         SOL_RL,
     )
     num_inference_steps: DenoisingSteps | None = option(
         6,
-        "Denoising steps of a candidate, without noise, on a schedule of their own; null grows "
-        "rollout.tree itself, with its noise: take it where rollout.tree has any, which candidates "
-        "without noise cannot see.",
+        "Denoising steps of a candidate, without noise, on a schedule of their own. null samples "
+        "candidates with rollout.tree itself, noise included; use it if rollout.tree has noise, "
+        "because candidates without noise do not predict its images.",
         "6 of 10 in Sol-RL; 4 of 10 gave most of the gain",
     )
     select: Literal["best_worst", "mean_deviation", "extremes_random", "random"] = option(
         "best_worst",
-        "Which candidates are kept: the best and the worst half; those furthest from the mean; the "
-        "best, the worst and others at random; or any.",
+        "Which candidates are selected: the best and the worst half; those furthest from the mean; "
+        "the best, the worst and random ones; or random ones alone.",
         SOL_RL,
     )
     precision: Precision = option(
-        "auto", f"In which candidates are computed: {PRECISIONS}.", f"nvfp4 in {SOL_RL}"
+        "auto", f"Precision of candidates: {PRECISIONS}.", f"nvfp4 in {SOL_RL}"
     )
     lora: Literal["merge", "side"] = option(
         "merge",
@@ -97,8 +98,8 @@ class ExploreOptions(Options):
     )
     keep_layers: list[Pattern] | None = option(
         None,
-        "Regular expressions of names of layers that stay exact; null is the backbone's list, "
-        "which another one replaces.",
+        "Regular expressions of names of layers that stay exact, in place of the network's list; "
+        "null uses that list.",
         SOL_RL,
     )
     min_dim: Whole | None = option(
@@ -115,12 +116,12 @@ class WorkerOptions(Options):
 
     count: Annotated[Count, Field(le=10_000)] = option(
         2,
-        "How many, each on a GPU of its own where there are any; those that find no place wait "
+        "Number of workers, each on its own GPU if there are GPUs; workers without a place wait "
         "until a machine joins.",
     )
     address: Text | None = option(
         None,
-        "Of a running Ray cluster, such as head:6379, or auto for the one of this machine; "
+        "Address of a running Ray cluster, such as head:6379; auto is the one of this machine; "
         "null starts Ray on this machine, and stops it with the run.",
     )
     timeout: Positive = option(
@@ -164,11 +165,11 @@ class RolloutOptions(Options):
     training_guidance_scale: NonNegative | None = option(
         None,
         "Guidance in training, where it differs from that of rollouts; null is the same. "
-        "Objectives on denoising steps need the same.",
+        "Objectives on denoising steps require the value of rollouts.",
         "1 in DGPO and in Flow-GRPO's online DPO, whose rollouts are guided",
     )
     negative_prompt: str = option(
-        "", "Negative prompt of the prompts that bring none; used if guidance > 1."
+        "", "Negative prompt for prompts without their own; used if guidance > 1."
     )
     kernel: Literal["flow_sde", "dance_sde", "cps", "overshoot", "renoise"] = option(
         "flow_sde",
@@ -186,9 +187,9 @@ class RolloutOptions(Options):
     )
     staleness: Literal[0, 1] = option(
         0,
-        "1 samples an iteration's images before the one before it is learned from, so that workers "
-        "and rewards in threads, pools and on servers work meanwhile. Ratios and old policies are "
-        "those of the weights that sampled. Objectives that follow the reward's gradient need 0.",
+        "1 samples the next iteration's images before learning from the current one, so that "
+        "workers and rewards run during learning. Ratios and old policies use the weights that "
+        "sampled. Objectives on the reward's gradient need 0.",
     )
     workers: WorkerOptions | None = option(
         None,
@@ -204,7 +205,7 @@ class RolloutOptions(Options):
     compile: Flag = option(
         False,
         "Sample with a compiled copy of the network: faster on a GPU after a first minute or more. "
-        "It takes the memory of the adapted layers again.",
+        "It needs a second copy of the adapted layers in memory.",
     )
     explore: ExploreOptions | None = option(
         None,
