@@ -75,7 +75,7 @@ def changed_rubric(rubric: Rubric, changes: Mapping[str, Any]) -> Rubric:
     Patterns are regular expressions, or objects with the fields of `Pattern`; scores of tokens set
     the range. Raises ValueError for unknown fields and forms.
     """
-    fields = dict(changes)
+    fields: dict[str, Any] = dict(changes)
     try:
         if "questions" in fields:
             questions = fields["questions"]
@@ -85,9 +85,10 @@ def changed_rubric(rubric: Rubric, changes: Mapping[str, Any]) -> Rubric:
             scores = {"lowest": min(tokens.values()), "highest": max(tokens.values())}
             fields = scores | fields | {"tokens": tokens}
         if "patterns" in fields:
+            patterns: dict[str, Any] = fields["patterns"]
             fields["patterns"] = {
-                name: Pattern(**({"regex": pattern} if isinstance(pattern, str) else pattern))
-                for name, pattern in fields["patterns"].items()
+                name: Pattern(regex=pattern) if isinstance(pattern, str) else Pattern(**pattern)
+                for name, pattern in patterns.items()
             }
         return replace(rubric, **fields)
     except (TypeError, AttributeError) as error:

@@ -21,9 +21,17 @@ class Backbone(Protocol):
 
     pipeline: Any
     transformer: nn.Module
-    lora_targets: tuple[str, ...]  # name endings of the layers that are adapted by default
-    dtype: torch.dtype  # latents are stored, and the network computes, in this
     device: torch.device
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Return name endings of the layers that are adapted by default."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype in which latents are stored and the network computes."""
+        ...
 
     def encode(self, prompts: Sequence[str], negatives: Sequence[str]) -> Conditioning:
         """Return the conditioning of the prompts, one negative prompt each."""

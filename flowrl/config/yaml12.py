@@ -33,7 +33,7 @@ _SCALARS = [
 ]
 
 # libyaml reads a recipe 10 times as fast; not every build of PyYAML has it.
-_SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_SAFE_LOADER):
@@ -85,7 +85,7 @@ def _refuse_tag(loader: Any, node: yaml.Node) -> None:
     )
 
 
-def _refusal(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+def _refusal(problem: str, node: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
