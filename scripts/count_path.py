@@ -1,6 +1,6 @@
 """Count what one training iteration runs through: files of flowrl, and frames above the network.
 
-    python scripts/count_path.py quickstart-grpo rollout.prompts_per_iteration=2
+python scripts/count_path.py quickstart-grpo rollout.prompts_per_iteration=2
 """
 
 import sys

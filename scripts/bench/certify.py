@@ -209,14 +209,14 @@ def _kernels(name: str) -> Result:
 
 def _compile() -> Result:
     """Compare a compiled forward of two SD3.5-Medium blocks with the plain one."""
-    from scripts.bench.random_model import RandomBackbone, random_text
+    from scripts.bench.random_model import RandomBackbone
     from scripts.bench.timing import compare_turns, time_turns
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backbone = RandomBackbone(
         "sd3.5-medium", device=device, dtype=torch.float32, pixels=64, layers=2
     )
-    text = random_text(backbone.size, 1, guided=False, device=device, dtype=torch.float32)
+    text = backbone.encode([""], [""])
     x = torch.zeros(1, *backbone.latent_shape(), device=device)
     network = backbone.transformer
     compiled = torch.compile(network)

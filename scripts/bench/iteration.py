@@ -14,7 +14,6 @@ import torch
 
 from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
 from flowrl.assembly.work_split import split_work
-from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config, parse_config
@@ -29,7 +28,7 @@ from flowrl.sampling.rollout import Sampler, Timer
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.utils.distributed import Runtime
-from scripts.bench.random_model import build_pipeline, move, random_text, shortened
+from scripts.bench.random_model import build_pipeline, move, shortened
 from scripts.bench.rollout import sampler, training_passes, with_random_rewards
 from scripts.bench.timing import (
     Phase,
@@ -197,24 +196,17 @@ def _learner(
     learner = build_learner(config, runtime, ProvidedObjects(pipeline=pipeline, prompts=prompts))
     move(learner.policy)  # as after some training: factors of 0 would be no test
     own = sampler(learner)
-    texts = RandomTexts(spec, own.generator.backbone, guided=work.guidance > 1)
+    texts = RandomTexts(own.generator.backbone)
     source = replace(own, generator=replace(own.generator, text_cache=texts))
     loose = learner.optim.model_copy(update={"ratio_tolerance": float("inf")})
     return replace(learner, source=source, optim=loose)
 
 
 class RandomTexts(TextCache):
-    """Noise in place of encoded prompts: there are no text encoders."""
-
-    def __init__(self, spec: ModelSpec, backbone: Backbone, *, guided: bool):
-        super().__init__(backbone)
-        self.spec, self.guided = spec, guided
+    """Asks the pipeline each time: without text encoders, the cache would take them for freed."""
 
     def __call__(self, prompts: Sequence[PromptRecord]) -> Conditioning:
-        like = self.backbone
-        return random_text(
-            self.spec, len(prompts), guided=self.guided, device=like.device, dtype=like.dtype
-        )
+        return self.backbone.encode([p.text for p in prompts], [""] * len(prompts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """A published network with random weights as a backbone: its costs, not its images."""
 
-import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,6 @@ class RandomBackbone:
         UserError: unknown name, or images that cannot be cut into patches.
     """
 
-    pipeline: Any = None  # that of `family` has no text encoders to ask
-
     def __init__(
         self,
         name: str,
@@ -51,17 +49,13 @@ class RandomBackbone:
         self.family = PipelineBackbone(
             pipeline, guidance=guidance, height=self.pixels, width=self.pixels
         )
-        self.family.example = self.encode([""], [""])
         self.transformer: nn.Module = self.family.transformer
         self.lora_targets: tuple[str, ...] = self.family.lora_targets
         self.decode, self.image_size = self.family.decode, self.family.image_size
         self.latent_shape, self.sigmas = self.family.latent_shape, self.family.sigmas
 
     def encode(self, prompts: Sequence[str], negatives: Sequence[str]) -> Conditioning:
-        guided = self.guidance > 1
-        return random_text(
-            self.size, len(prompts), guided=guided, device=self.device, dtype=self.dtype
-        )
+        return self.family.encode(prompts, negatives)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         # Copies of this backbone hold other networks of the same shape.
@@ -71,28 +65,29 @@ class RandomBackbone:
         raise NotImplementedError("a random backbone only samples: it has no encoder")
 
 
-def random_text(
-    size: ModelSpec, rows: int, *, guided: bool, device: torch.device, dtype: torch.dtype
-) -> Conditioning:
-    """Return noise in place of text embeddings, always the same; see `flowrl.backbones.texts`."""
-    generator = torch.Generator(device).manual_seed(0)
-    noise = functools.partial(torch.randn, generator=generator, device=device, dtype=dtype)
-    embeds = functools.partial(noise, rows, 1, size.text_tokens, size.text_width)
-    if size.family == "flux":  # embeddings, pooled ones, text ids; no negative prompts
-        ids = torch.zeros(rows, size.text_tokens, 3, device=device, dtype=dtype)
-        pooled = noise(rows, 1, size.pooled_width or 0)
-        return Conditioning(tensors={"1/0/3/0@0": embeds(), "1/0/3/1@0": pooled, "1/0/3/2@s": ids})
-    if size.family == "sd3":  # embeddings, negatives, pooled, pooled negatives
-        tensors = {"1/0/4/0@0": embeds(), "1/0/4/2@0": noise(rows, 1, size.pooled_width or 0)}
-        if guided:
-            tensors["1/0/4/1@0"] = embeds()
-            tensors["1/0/4/3@0"] = noise(rows, 1, size.pooled_width or 0)
-        return Conditioning(tensors=tensors)
-    mask = torch.ones(rows, 1, size.text_tokens, device=device, dtype=torch.long)
-    tensors = {"1/0/4/0@0": embeds(), "1/0/4/1@0": mask}  # embeddings, mask, and of negatives
-    if guided:
-        tensors |= {"1/0/4/2@0": embeds(), "1/0/4/3@0": mask}
-    return Conditioning(tensors=tensors)
+def noise_texts(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a pipeline's `encode_prompt` that gives noise in place of texts, by their letters."""
+
+    def noise(texts: Sequence[str], *shape: int) -> Tensor:
+        generators = (torch.Generator(device).manual_seed(crc32(t.encode())) for t in texts)
+        rows = [torch.randn(shape, generator=g, device=device, dtype=dtype) for g in generators]
+        return torch.stack(rows)
+
+    def encode_prompt(prompt: Any = None, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        prompts = prompt if isinstance(prompt, list) else [prompt]
+        negatives = [""] * len(prompts)
+        embeds, negative = (
+            noise(texts, spec.text_tokens, spec.text_width) for texts in (prompts, negatives)
+        )
+        if spec.family == "sana":
+            mask = torch.ones(embeds.shape[:2], device=device, dtype=torch.long)
+            return embeds, mask, negative, mask
+        pooled = noise(prompts, spec.pooled_width or 1)
+        if spec.family == "flux":  # text ids have no batch
+            return embeds, pooled, torch.zeros(spec.text_tokens, 3, device=device, dtype=dtype)
+        return embeds, negative, pooled, noise(negatives, spec.pooled_width or 1)
+
+    return encode_prompt
 
 
 @torch.no_grad()
@@ -156,7 +151,9 @@ def build_pipeline(
     )
     parts["vae"] = build_autoencoder(name, device=device, dtype=dtype, encoder=encoder, seed=seed)
     parts["scheduler"] = getattr(diffusers, spec.scheduler)(**spec.scheduler_config)
-    return pipeline_class(**parts)
+    # A class of its own, because copies of a pipeline are made from its class.
+    texts = staticmethod(noise_texts(spec, torch.device(device), dtype))
+    return type(spec.pipeline, (pipeline_class,), {"encode_prompt": texts})(**parts)
 
 
 def shortened(config: Mapping[str, Any], layers: int | None) -> dict[str, Any]:

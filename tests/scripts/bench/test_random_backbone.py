@@ -23,7 +23,7 @@ def backbone(monkeypatch, tiny_size):
 
 def inputs(backbone: RandomBackbone, rows: int = 3) -> tuple[torch.Tensor, Conditioning]:
     x = torch.randn(rows, *backbone.latent_shape(), generator=torch.Generator().manual_seed(0))
-    return x, backbone.encode(["a"] * rows, [""] * rows)
+    return x, backbone.encode([str(i) for i in range(rows)], [""] * rows)
 
 
 @torch.no_grad()
