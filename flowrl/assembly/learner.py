@@ -8,6 +8,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flowrl.assembly.backbone import (
     adapted_layers,
     build_backbone,
@@ -24,7 +26,9 @@ from flowrl.assembly.work_split import check_split, iteration_work
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.lora_files import fit_lora
 from flowrl.backbones.lora_formats import LoRA, lora_of_main
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import Policy
+from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config
 from flowrl.config.validate import check_states
 from flowrl.errors import UserError, phase
@@ -101,6 +105,10 @@ def build_learner(
         config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone,
         needs=needs, text_cache=caches.get(backbone, r.guidance_scale), pool=pool,
     )  # fmt: skip
+    text_cache = parts.text_cache
+    if r.store is not None:
+        text_cache = caches.get(learning, r.learning_guidance_scale)
+    check_velocity(config, runtime, text_cache, prompts)
     source = build_source(parts, prompts, caches)
     return Learner(
         source=source,
@@ -130,6 +138,39 @@ def _pipeline_after_texts(
         config, runtime.device, caches.pipeline, loaded=loaded, runtime=runtime,
         revision=caches.commit() if loaded else None, decoder_learns=needs.reward_grad,
     )  # fmt: skip
+
+
+def check_velocity(
+    config: Config, runtime: Runtime, text_cache: TextCache, prompts: Sequence[PromptRecord]
+) -> None:
+    """Check that the velocity is that of the pipeline's own run, at each step of the rollout.
+
+    All processes do it: what is computed once stays with the backbone, and is to be equal on all.
+
+    Args:
+        text_cache: Of the backbone that is checked.
+        prompts: Of training; the first is encoded where none is yet.
+
+    Raises:
+        UserError: The velocity is another one.
+    """
+    backbone, encoders = text_cache.backbone, config.memory.text_encoders
+    if not isinstance(backbone, PipelineBackbone):
+        return
+    if backbone.example is None and encoders != "keep":
+        LOG.info(
+            "the velocity is not compared with the pipeline's own: memory.text_encoders is %s, "
+            "and no prompt was encoded",
+            encoders,
+        )
+        return
+    with runtime.raise_on_all(at_once=runtime.in_lockstep), torch.random.fork_rng():
+        if backbone.example is None and prompts:
+            text, negative = text_cache.key(prompts[0])
+            backbone.encode([text], [negative])  # not into the cache: bits depend on the batch
+        line = backbone.check(config.rollout.num_inference_steps)
+    if runtime.is_main:
+        LOG.info("%s", line)
 
 
 def check_parts(

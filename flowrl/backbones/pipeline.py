@@ -358,30 +358,38 @@ class PipelineBackbone:
     def check(self, steps: int) -> str:
         """Run the pipeline once on one prompt, and compare each of its velocities with the gate's.
 
+        The prompt is one that is encoded already, if there is any.
+
         Returns:
             A line for the log.
 
         Raises:
-            UserError: A velocity depends on more than latent, noise level and text.
+            UserError: A velocity depends on more than latent, noise level and text, or is not
+                finite.
         """
-        record = self._example_record(1)
-        visit = Visit(texts=record)
+        visit = Visit(texts=self._example_record(1))
         self._through(visit, 1, num_inference_steps=steps)
         sigmas, _ = self._schedule(steps)
         assert self.example is not None
-        cond, worst = self.example.to(self.device), 0.0
+        cond = self.example.to(self.device)
         name = type(self.pipeline).__name__
-        for number, (x, expected) in enumerate(visit.steps[: len(sigmas) - 1]):
+        for number, (x, expected) in enumerate(visit.steps[:steps]):
             v = self._velocity(x, sigmas[number], cond)
             v = -v if self.inverted else v
-            worst = max(worst, ((v - expected).abs().max() / expected.abs().max()).item())
-            if not worst <= ROUNDING[self.transformer.dtype]:
+            if not expected.isfinite().all():
+                raise UserError(
+                    f"the velocity of {name} is not finite at step {number + 1} of {steps} of its "
+                    "own run: look at pipeline.dtype and at the weights"
+                )
+            largest = expected.abs().max().clamp(min=1e-12)
+            error = ((v - expected).abs().max() / largest).item()
+            if not error <= ROUNDING[self.transformer.dtype]:
                 raise UserError(
                     f"the velocity of {name} at step {number + 1} of {steps} differs by "
-                    f"{worst:.2g} from that of its own run: it depends on the step or on earlier "
+                    f"{error:.2g} from that of its own run: it depends on the step or on earlier "
                     "steps, which the policy's probability cannot"
                 )
-        return f"{name}: {steps} velocities equal the pipeline's own to {worst:.1g}"
+        return f"{name}: the velocity equals the pipeline's own at all {steps} steps"
 
 
 def check_class(pipeline: Any) -> None:
