@@ -85,10 +85,12 @@ def adapted_layers(lora: LoRAOptions, backbone: Backbone) -> tuple[str, ...]:
     Raises UserError for dual attention in a network that has none.
     """
     targets = tuple(lora.targets or backbone.lora_targets)
-    if not lora.dual_attention:
-        return targets
     network: Any = backbone.transformer
     family = family_of(type(backbone.pipeline).__name__)
+    if not (lora.targets or family.lora_targets):
+        LOG.info("lora.targets is null: adapters on %s", ", ".join(targets))
+    if not lora.dual_attention:
+        return targets
     return targets + second_attention(family, type(network).__name__, network.config)
 
 

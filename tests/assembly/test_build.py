@@ -1,9 +1,15 @@
 """What is built of a recipe: options arrive, and what cannot work is refused before it starts."""
 
-import pytest
+import logging
 
-from flowrl.assembly.backbone import build_backbone
+import diffusers
+import pytest
+import torch
+
+from flowrl.assembly.backbone import adapted_layers, build_backbone
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_learner, build_run
+from flowrl.backbones.pipeline import PipelineBackbone
+from flowrl.backbones.small import small_pipeline
 from flowrl.errors import UserError
 from flowrl.training.stop_rule import StopRule
 from flowrl.utils.distributed import Runtime
@@ -29,7 +35,7 @@ def test_what_cannot_work_is_refused(make_learner, tiny_config, tmp_path, monkey
     with pytest.raises(UserError, match="8 trees cannot be shared among 9 processes"):
         make_learner()
     kind = type("StableDiffusionXLPipeline", (), {"__module__": "diffusers.pipelines.xl"})
-    with pytest.raises(UserError, match="is a StableDiffusionXLPipeline"):
+    with pytest.raises(UserError, match="StableDiffusionXLPipeline"):
         build_backbone(tiny_config().pipeline, kind(), guidance=1.0)
 
 
@@ -47,3 +53,45 @@ def test_options_of_measures_reach_the_evaluator_and_the_run(tiny_config, load_t
     assert (evaluator.quality, evaluator.paraphrases) == ("tiny_quality", False)
     run = build_run(config, learner, evaluator, None, resumed=False)
     assert run.stop == StopRule(held_out="tiny_quality", patience=2, margin=0.5)
+
+
+def drifting(pipeline):
+    """Let the network's output depend on how often it was called."""
+    calls = []
+
+    def drift(module, args, output):
+        calls.append(None)
+        return (output[0] * (1 + 0.1 * len(calls)),)
+
+    pipeline.transformer.register_forward_hook(drift)
+    return pipeline
+
+
+def test_a_velocity_that_depends_on_the_step_is_refused_before_training(tiny_config, load_tiny):
+    for encoders in ("keep", "free"):
+        config = tiny_config(memory={"text_encoders": encoders})
+        given = ProvidedObjects(pipeline=drifting(load_tiny()))
+        with pytest.raises(UserError, match="depends on the step"):
+            build_learner(config, Runtime(device="cpu"), given)
+
+
+@pytest.mark.parametrize("encoders", ["keep", "offload", "free"])
+def test_the_velocity_is_compared_once_and_nothing_random_moves(
+    encoders, tiny_config, load_tiny, caplog
+):
+    before = torch.random.get_rng_state()
+    config = tiny_config(memory={"text_encoders": encoders})
+    with caplog.at_level(logging.INFO, "flowrl"):
+        build_learner(config, Runtime(device="cpu"), ProvidedObjects(pipeline=load_tiny()))
+    assert caplog.text.count("at all 4 steps") == 1
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_layers_that_are_read_off_the_network_are_logged(tiny_config, caplog):
+    pipeline = small_pipeline(diffusers.Flux2KleinPipeline)
+    pipeline.set_progress_bar_config(disable=True)
+    backbone = PipelineBackbone(pipeline, height=64, width=64)
+    lora = tiny_config().lora
+    with caplog.at_level(logging.INFO, "flowrl"):
+        targets = adapted_layers(lora, backbone)
+    assert f"adapters on {', '.join(targets)}" in caplog.text
