@@ -13,7 +13,7 @@ ODE = {
     "group_size": 4,
     "num_inference_steps": 4,
     "tree": {"kind": "ode"},
-    "batch_size": 8,
+    "batch_size": 1,  # so that no rows are made up
 }
 CASES = {
     "chains": ({}, {"kind": "grpo", "kl_coef": 0.1}, 2),
@@ -50,6 +50,7 @@ def test_an_iteration_takes_as_many_forwards_as_are_counted(make_learner, tiny_c
         return [float(i) for i in range(len(images))]
 
     learner = make_learner(rewards={"vivid": vivid}, **changes)
+    learner.iterate(0)  # the pipeline is tried once on two rows
     seen = {True: 0, False: 0}
     forward = learner.policy.network.forward
 
@@ -58,11 +59,11 @@ def test_an_iteration_takes_as_many_forwards_as_are_counted(make_learner, tiny_c
         return forward(*args, **kwargs)
 
     learner.policy.network.forward = counted
-    rollout = learner.source.collect(0, Timer())
+    rollout = learner.source.collect(1, Timer())
     work = of(tiny_config(**changes))
     assert seen == {True: 0, False: work.sampling + work.previews}
     assert len(rollout.images) == work.images
-    learner.learn(rollout, 0)
+    learner.learn(rollout, 1)
     without = seen[False] - work.sampling
     with_graph = seen[True]
     assert without + with_graph == work.training + work.recomputed + work.reference
