@@ -2,7 +2,8 @@
 
     python -m scripts.pipelines docs/pipelines.md [CLASS ...]
 
-Writes a table: what holds for each class, or why it is refused.
+Writes a table: what holds for each class, or why it is refused or not checked. With names of
+classes only their rows are made anew.
 """
 
 import argparse
@@ -28,7 +29,7 @@ TEXTS = ("a red circle", "two blue stars over a green square", "a red ring")
 STEPS, SIDE = 3, 64
 NO_TEXT_TO_IMAGE = re.compile(
     "Img2Img|Inpaint|Control|Video|ImageToImage|Edit|Audio|Kontext|Fill|Redux|Modular|I2V|I2I|V2V|"
-    "T2V|SR|World|Layered|Omni$|Cloze|LTX|AceStep|Mochi|EasyAnimate|PAG|Refiner|Upsample|VACE|Prior"
+    "T2V|SR|World|WM|Layered|OmniPipeline|Cloze|LTX|AceStep|Mochi|EasyAnimate|PAG|Refiner|Upsample|VACE|Prior"
 )
 
 
@@ -186,51 +187,50 @@ CHECKS: dict[str, Callable[[type], None]] = {
 }
 
 
-def failures(kind: type) -> dict[str, str]:
-    """Return why each check fails, {} where all hold.
-
-    Raises:
-        UserError: The class is refused.
-    """
-    Case(kind, torch.float32, 1.0)
-    found = {}
+def result(kind: type) -> str:
+    """Return what holds for a class, as a cell of the table."""
+    try:
+        small_pipeline(kind)
+    except Exception as error:  # of any pipeline's own code, here and below
+        return f"not checked: {_reason(error)}"
+    try:
+        Case(kind, torch.float32, 1.0)
+    except UserError as error:
+        return f"refused: {_reason(error)}"
+    except Exception as error:
+        return f"not checked: its small pipeline does not run: {_reason(error)}"
+    failed = []
     for name, check in CHECKS.items():
         try:
             check(kind)
-        except Exception as error:  # of any pipeline's own code
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            found[name] = lines[0][:120]
-    return found
+        except Exception as error:
+            failed.append(f"{name} ({_reason(error)})")
+    return f"all but {'; '.join(failed)}" if failed else "all"
 
 
-def table(kinds: list[type]) -> str:
-    """Return the page's table, one row a class."""
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:160]
+
+
+def table(results: dict[str, str]) -> str:
+    """Return the page's table from the cell of each class."""
     import diffusers
 
-    rows = {"passes": [], "passes but for": [], "refused": []}
-    for kind in kinds:
-        try:
-            found = failures(kind)
-        except Exception as error:  # of any pipeline's own code
-            reason = (
-                str(error).strip().splitlines()[0][:160] if str(error) else type(error).__name__
-            )
-            if not isinstance(error, UserError):
-                reason = f"its small pipeline does not run: {reason}"
-            rows["refused"].append(f"| {kind.__name__} | refused: {reason} |")
-            continue
-        if found:
-            text = "; ".join(f"{name} ({why})" for name, why in found.items())
-            rows["passes but for"].append(f"| {kind.__name__} | all but {text} |")
-        else:
-            rows["passes"].append(f"| {kind.__name__} | all |")
-        print(kind.__name__, found or "all", flush=True)
-    lines = [row.replace("\n", " ") for part in rows.values() for row in part]
-    counts = ", ".join(f"{len(part)} {name}" for name, part in rows.items())
-    head = (
-        f"diffusers {diffusers.__version__}: {counts}.\n\n| pipeline class | holds |\n|---|---|\n"
-    )
-    return head + "\n".join(lines) + "\n"
+    groups = {"all": "pass", "all but": "pass in part", "refused": "refused", "not": "not checked"}
+    parts: dict[str, list[str]] = {name: [] for name in groups}
+    for kind, cell in sorted(results.items()):
+        group = next(name for name in reversed(groups) if cell.startswith(name))
+        parts[group].append(f"| {kind} | {cell} |\n")
+    counts = ", ".join(f"{len(parts[name])} {text}" for name, text in groups.items())
+    head = f"diffusers {diffusers.__version__}: {counts}.\n\n"
+    rows = "".join(row for part in parts.values() for row in part)
+    return f"{head}| pipeline class | holds |\n|---|---|\n{rows}"
+
+
+def read_table(page: str) -> dict[str, str]:
+    """Return the cell of each class in a page."""
+    return dict(re.findall(r"^\| (\w+Pipeline) \| (.+) \|$", page, re.MULTILINE))
 
 
 MARK = "<!-- python -m scripts.pipelines -->\n"
@@ -242,10 +242,13 @@ def main() -> None:
     parser.add_argument("classes", nargs="*")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    kinds = [k for k in pipeline_classes() if not options.classes or k.__name__ in options.classes]
-    text = table(kinds)
-    before = options.page.read_text().split(MARK)[0] if options.page.exists() else ""
-    options.page.write_text(before + MARK + text)
+    page = options.page.read_text() if options.page.exists() else ""
+    results = read_table(page) if options.classes else {}
+    for kind in pipeline_classes():
+        if not options.classes or kind.__name__ in options.classes:
+            results[kind.__name__] = cell = result(kind)
+            print(kind.__name__, cell, flush=True)
+    options.page.write_text(page.split(MARK)[0] + MARK + table(results))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import torch
 
 from flowrl.assembly.backbone import adapted_layers, build_backbone
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_learner, build_run
-from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.small import small_pipeline
 from flowrl.errors import UserError
 from flowrl.training.stop_rule import StopRule
@@ -90,8 +89,8 @@ def test_the_velocity_is_compared_once_and_nothing_random_moves(
 def test_layers_that_are_read_off_the_network_are_logged(tiny_config, caplog):
     pipeline = small_pipeline(diffusers.Flux2KleinPipeline)
     pipeline.set_progress_bar_config(disable=True)
-    backbone = PipelineBackbone(pipeline, height=64, width=64)
-    lora = tiny_config().lora
+    config = tiny_config()
+    backbone = build_backbone(config.pipeline, pipeline, guidance=1.0)
     with caplog.at_level(logging.INFO, "flowrl"):
-        targets = adapted_layers(lora, backbone)
+        targets = adapted_layers(config.lora, backbone)
     assert f"adapters on {', '.join(targets)}" in caplog.text
