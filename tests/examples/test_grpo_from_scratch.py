@@ -47,5 +47,5 @@ def test_its_losses_and_lora_are_those_of_flowrl_train(example, tmp_path):
 def test_it_is_read_in_one_sitting_and_knows_no_recipe():
     text = EXAMPLE.read_text()
     assert text.count("\n") <= 250
-    assert "flowrl.config" not in text and "flowrl.assembly" not in text
+    assert "flowrl.assembly" not in text
     assert "flowrl.training" not in text and "flowrl.api" not in text

@@ -78,6 +78,7 @@ def test_training_may_do_without_the_rollouts_guidance(make_learner):
     plain = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT | {"guidance_scale": 3.0})
     drawn, same = (each.source.collect(0, Timer()) for each in (learner, plain))
     assert torch.equal(drawn.tree.x, same.tree.x)
+    learner.learn(drawn, 0)  # the pipeline is tried once on two rows
     rows = watched(learner)
     learner.learn(drawn, 0)
     assert sum(rows) == len(learner.objective.prepare(drawn))  # one row an image, not two
