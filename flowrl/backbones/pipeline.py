@@ -28,8 +28,13 @@ SHORT, LONG = (
 )
 FINE = 1000  # steps of the table of times
 # Largest difference of two velocities that are the same but for rounding, relative to the largest
-# number, by the network's dtype.
-ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
+# number, by the network's dtype; times are fp32 also for fp64.
+ROUNDING = {
+    torch.float64: 1e-3,
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.05,
+    torch.float16: 0.01,
+}
 
 
 class PipelineBackbone:
