@@ -467,7 +467,7 @@ class _BlockCounts:
         self.inputs: dict[nn.Module, int] = {}
         self.operations: dict[nn.Module, float] = {}
         self._began: dict[nn.Module, tuple[int, float]] = {}
-        self._inputs: set[int] = set()
+        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._hooks: list[Any] = []
         for block in blocks:
             self._hooks += [
@@ -477,15 +477,16 @@ class _BlockCounts:
 
     def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._began[block] = self.counter.saved, self.counter.operations
-        storages = {
-            id(s): s.nbytes()
-            for t in tree_leaves((args, kwargs))
-            if isinstance(t, Tensor)
-            for s in [t.untyped_storage()]
-        }
-        # Inputs that blocks share, such as the time's embedding, are kept once.
-        self.inputs[block] = sum(n for key, n in storages.items() if key not in self._inputs)
-        self._inputs |= storages.keys()
+        tensors = (t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        storages = {id(s): s for s in (t.untyped_storage() for t in tensors)}
+        # Inputs that blocks share, such as the time's embedding, are kept once. An id alone may be
+        # that of a storage that is gone.
+        self.inputs[block] = sum(s.nbytes() for s in storages.values() if not self._is_known(s))
+        self._inputs |= {key: weakref.ref(storage) for key, storage in storages.items()}
+
+    def _is_known(self, storage: torch.UntypedStorage) -> bool:
+        reference = self._inputs.get(id(storage))
+        return reference is not None and reference() is storage
 
     def _end(self, block: nn.Module, args: Any, output: Any) -> None:
         saved, operations = self._began[block]
