@@ -1,7 +1,7 @@
 """Inject single-line bugs one at a time, and report which of them the tests catch.
 
-    python scripts/mutate.py          # all of scripts/mutations.json, on the tests listed there
-    python scripts/mutate.py 3 17     # some of them
+    python scripts/mutate.py             # all of scripts/mutations/, each on the tests it lists
+    python scripts/mutate.py plan obj:3  # those of plan.json, and number 3 of obj.json
 
 Each is made in a temporary copy of the clone. A bug is caught when a listed test fails.
 """
@@ -15,35 +15,43 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = shutil.ignore_patterns(".git", ".ci", "runs", "gallery", "__pycache__")
+FOLDER = ROOT / "scripts" / "mutations"
+IGNORED = shutil.ignore_patterns(".git", ".ci", "runs", "gallery", "__pycache__")
 
 
-def main(wanted: list[str]) -> None:
-    mutations = json.loads((ROOT / "scripts" / "mutations.json").read_text())
-    chosen = [m for m in mutations if not wanted or str(m["id"]) in wanted]
+def main(chosen: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "flowrl"
-        shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
-        results = [inject(copy, mutation) for mutation in chosen]
+        shutil.copytree(ROOT, copy, ignore=IGNORED)
+        results = [
+            inject(copy, f"{path.stem}:{mutation['id']}", mutation)
+            for path in sorted(FOLDER.glob("*.json"))
+            for mutation in json.loads(path.read_text())
+            if not chosen or {path.stem, f"{path.stem}:{mutation['id']}"} & set(chosen)
+        ]
     print(f"caught {results.count('caught')} of {len(results)}")
 
 
-def inject(copy: Path, mutation: dict) -> str:
+def inject(copy: Path, name: str, mutation: dict) -> str:
     """Make one mutation in the copy, run its tests, undo it; return and print what happened."""
     path = copy / mutation["file"]
-    text = path.read_text()
+    text = path.read_text() if path.exists() else ""
+    missing = [test for test in mutation["tests"] if not (copy / test).exists()]
     if text.count(mutation["line"]) != 1:
-        result = "its line is not there once: update scripts/mutations.json"
+        result = "its line is not there once: update its entry"
+    elif missing or not mutation["tests"]:
+        result = f"its tests do not exist: {missing}"
     else:
         path.write_text(text.replace(mutation["line"], mutation["mutant"]))
-        tests = [test for test in mutation["tests"] if (copy / test).exists()]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True)
+        done = subprocess.run(
+            [*command, *mutation["tests"]], cwd=copy, env=environment, capture_output=True
+        )
         names = {0: "survived", 1: "caught"}
         result = names.get(done.returncode, f"pytest ended with {done.returncode}")
         path.write_text(text)
-    print(f"{mutation['id']:3} {mutation['file']}: {mutation['what']}: {result}", flush=True)
+    print(f"{name:9} {mutation['file']}: {mutation['what']}: {result}", flush=True)
     return result
 
 
