@@ -1,20 +1,18 @@
-"""Contract tests for a backbone, an objective or a reward of your own; call them from pytest.
+"""Contract tests for an objective or a reward of your own; call them from pytest.
 
 Each raises AssertionError with one sentence: the fact that does not hold, its figure, and what to
-change. They run on a CPU in seconds, on the tiny SD3 where they need a pipeline of their own.
+change. They run on a CPU in seconds; objectives learn from a rollout of the tiny SD3.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowrl.assembly.learner import ProvidedObjects, build_learner
-from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.policy import POLICY
 from flowrl.config import parse_config
@@ -30,14 +28,9 @@ from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.loop import Learner
 from flowrl.training.metrics import RowMeans
-from flowrl.trajectory import Conditioning, Metrics, Rollout
+from flowrl.trajectory import Metrics, Rollout
 from flowrl.utils.distributed import Runtime
 
-ROWS = 4
-PROMPTS = ("a red circle", "two blue stars", "a green square and a yellow triangle", "the word OK")
-NEAR_NOISE = 0.9  # sigma at which a trained network predicts little but the noise
-# Largest relative distance between two computations of one velocity, by the network's dtype.
-ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 SUM_ORDER = 1e-3  # largest relative distance between gradients whose sums differ in order
 
 
@@ -59,216 +52,6 @@ def cosine(a: Tensor, b: Tensor) -> float:
 def _expect(holds: bool, topic: str, sentence: str) -> None:
     if not holds:
         raise AssertionError(f"{topic}: {sentence}")
-
-
-# --- backbones ----------------------------------------------------------------------------------
-
-
-def check_backbone(make: Callable[[float], Backbone], guidance: float = 1.0) -> None:
-    """Check a backbone against `flowrl/backbones/base.py`.
-
-    Args:
-        make: guidance -> a backbone around the same loaded pipeline.
-        guidance: scale at which velocities are checked; 2 and 5 are tried besides.
-
-    Raises:
-        AssertionError: the first fact that does not hold.
-    """
-    backbone = make(guidance)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(ROWS, *backbone.latent_shape(), generator=generator)
-    x = x.to(backbone.device, backbone.dtype)
-    sigma = torch.full((ROWS,), NEAR_NOISE, device=backbone.device)
-    cond = backbone.encode(PROMPTS, [""] * ROWS)
-    with torch.no_grad():
-        _check_texts(backbone, cond)
-        _check_velocity(backbone, x, sigma, cond)
-        _check_rows(backbone, x, sigma, cond)
-        _check_inputs(backbone, x, sigma, cond)
-        _check_network(backbone, x, sigma, cond)
-        _check_guidance(make, x, sigma)
-        _check_schedule(backbone)
-    _check_gradient("velocity", lambda z: backbone.velocity(z, sigma, cond), x)
-    _check_images(backbone, x)
-
-
-def _check_texts(backbone: Backbone, cond: Conditioning) -> None:
-    """Texts have one row per prompt, whose shape and values do not depend on other prompts."""
-    alone = backbone.encode(PROMPTS[:1], [""])  # the shortest prompt
-    shapes = [{name: t.shape[1:] for name, t in c.tensors.items()} for c in (cond, alone)]
-    _expect(
-        shapes[0] == shapes[1] and len(cond) == ROWS, "texts",
-        f"`encode` returns shapes {shapes[0]} for {ROWS} prompts and {shapes[1]} for one: pad to "
-        "max_sequence_length, and return a mask or a length",
-    )  # fmt: skip
-    moved = max(distance(t[:1].float(), alone.tensors[n].float()) for n, t in cond.tensors.items())
-    _expect(
-        moved <= ROUNDING[backbone.dtype], "texts",
-        f"a prompt alone and among {ROWS} differs by {moved:.1e}: encode each prompt by itself",
-    )  # fmt: skip
-
-
-def _check_velocity(backbone: Backbone, x: Tensor, sigma: Tensor, cond: Conditioning) -> None:
-    v, again = (backbone.velocity(x, sigma, cond) for _ in range(2))
-    _expect(
-        v.shape == x.shape and v.dtype in (backbone.dtype, torch.float32)
-        and bool(v.isfinite().all()), "velocity",
-        f"expected finite numbers of shape {tuple(x.shape)} in {backbone.dtype} or fp32, got "
-        f"{tuple(v.shape)} in {v.dtype}, finite: {bool(v.isfinite().all())}",
-    )  # fmt: skip
-    _expect(
-        torch.equal(v, again), "velocity",
-        f"two equal calls differ by {distance(v, again):.1e}: call .eval(), and draw no random "
-        "numbers",
-    )  # fmt: skip
-    moved = distance(backbone.velocity(x, sigma[0], cond), v)
-    _expect(
-        moved <= ROUNDING[backbone.dtype], "velocity",
-        f"one sigma for all rows and the same one per row differ by {moved:.1e}: expand sigma",
-    )  # fmt: skip
-    _expect(
-        cosine(v, x) >= 0, "velocity",
-        f"its cosine with the noise at sigma {NEAR_NOISE:g} is {cosine(v, x):.2f}: expected noise "
-        "minus data, turn its sign",
-    )  # fmt: skip
-    if backbone.dtype == torch.float32:
-        moved = distance(backbone.velocity(x.bfloat16().float(), sigma, cond), v)
-        _expect(
-            moved > 1e-6, "velocity",
-            "latents rounded to 16 bits give the same velocity: pass them on in `dtype`",
-        )  # fmt: skip
-
-
-def _check_rows(backbone: Backbone, x: Tensor, sigma: Tensor, cond: Conditioning) -> None:
-    """A row must depend neither on the other rows nor on their number."""
-    v, close = backbone.velocity(x, sigma, cond), ROUNDING[backbone.dtype]
-    other_x, other_sigma = x.clone(), sigma.clone()
-    other_x[-1], other_sigma[-1] = 3 * x[0] + 1, 0.2
-    other_cond = cond.take(torch.tensor([0, 1, 2, 0], device=x.device))
-    moved = distance(backbone.velocity(other_x, other_sigma, other_cond)[:-1], v[:-1])
-    _expect(
-        moved <= close / 10, "rows",
-        f"another last row changes the other rows by {moved:.1e}: average nothing over the batch",
-    )  # fmt: skip
-    first = cond.take(torch.tensor([0], device=x.device))
-    moved = distance(backbone.velocity(x[:1], sigma[:1], first), v[:1])
-    _expect(moved <= close, "rows", f"a row alone and among {ROWS} differs by {moved:.1e}")
-
-
-def _check_inputs(backbone: Backbone, x: Tensor, sigma: Tensor, cond: Conditioning) -> None:
-    """Each row's text and sigma must reach the network."""
-    v = backbone.velocity(x, sigma, cond)
-    other = cond.take(torch.tensor([0, 1, 2, 0], device=x.device))
-    moved = distance(backbone.velocity(x, sigma, other)[-1], v[-1])
-    _expect(moved > 1e-5, "texts", "another prompt does not change a row's velocity")
-    lower = sigma.clone()
-    lower[-1] /= 3
-    moved = distance(backbone.velocity(x, lower, cond)[-1], v[-1])
-    _expect(moved > 1e-5, "sigma", "another sigma does not change a row's velocity")
-
-
-class _Called(Exception):
-    """The network of a copy was called."""
-
-
-class _Probe(nn.Module):
-    """A stand-in for a network with its attributes, which raises when it is called."""
-
-    def __init__(self, network: nn.Module):
-        super().__init__()
-        self.__dict__["network"] = network
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["network"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Called
-
-
-def _check_network(backbone: Backbone, x: Tensor, sigma: Tensor, cond: Conditioning) -> None:
-    """`velocity` must call `self.transformer` as it is now: copies hold other networks."""
-    other = copy.copy(backbone)
-    other.transformer = _Probe(backbone.transformer)
-    try:
-        other.velocity(x, sigma, cond)
-    except _Called:
-        return
-    raise AssertionError(
-        "network: `velocity` of a copy calls another network than its `transformer`: read "
-        "self.transformer in every call"
-    )
-
-
-def _check_guidance(make: Callable[[float], Backbone], x: Tensor, sigma: Tensor) -> None:
-    weak, strong = make(2.0), make(5.0)
-    if getattr(getattr(weak.transformer, "config", None), "guidance_embeds", None) is False:
-        return  # the network takes a guidance scale as an input, and this one has no such input
-    v = [b.velocity(x, sigma, b.encode(PROMPTS, [""] * ROWS)) for b in (weak, strong)]
-    _expect(
-        distance(v[1], v[0]) > 1e-5, "guidance",
-        "guidance 5 and 2 give the same velocity: the constructor's `guidance` is ignored",
-    )  # fmt: skip
-
-
-def _check_schedule(backbone: Backbone) -> None:
-    sigmas = backbone.sigmas(6)
-    falls = bool((sigmas.diff() < 0).all()) and 0.9 < sigmas[0].item() <= 1 and not sigmas[-1]
-    _expect(
-        sigmas.shape == (7,) and sigmas.dtype == torch.float32 and falls, "schedule",
-        f"6 steps are {sigmas.tolist()}: expected 7 falling fp32 numbers from about 1 to 0",
-    )  # fmt: skip
-
-
-def _check_gradient(topic: str, function: Callable[[Tensor], Tensor], at: Tensor) -> None:
-    """Compare autograd with central differences along the gradient, in fp32 only."""
-    if at.dtype != torch.float32:
-        return  # differences are smaller than the rounding
-    point = at.clone().requires_grad_()
-    out = function(point)
-    _expect(out.requires_grad, topic, "has no gradient: use no no_grad, detach or .data in it")
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-    (gradient,) = torch.autograd.grad((out * weight).sum(), point)
-    size = max(gradient.norm().item(), 1e-30)
-    slopes = []
-    with torch.no_grad():
-        for step in (0.1, 0.03, 0.01):
-            ends = [((function(at + s * gradient / size) * weight).double()).sum().item()
-                    for s in (step, -step)]  # fmt: skip
-            slopes.append((ends[0] - ends[1]) / (2 * step))
-    error = min(abs(slope - size) / max(size, abs(slope)) for slope in slopes)
-    _expect(
-        error < 0.05, topic,
-        f"its gradient and finite differences differ by {error:.1e}: a part of it is cut off from "
-        "the gradient (detach, .data, no_grad)",
-    )  # fmt: skip
-
-
-def _check_images(backbone: Backbone, x: Tensor) -> None:
-    """`decode` gives images in [0, 1] of the promised size, and `encode_images` inverts it."""
-    with torch.no_grad():
-        images = backbone.decode(x[:2])
-    expected, shape = (3, *backbone.image_size()), tuple(images.shape[1:])
-    low, high = images.min().item(), images.max().item()
-    _expect(
-        shape == expected and images.dtype == torch.float32 and 0 <= low <= high <= 1, "images",
-        f"decoded to {shape} in {images.dtype} within [{low:.2f}, {high:.2f}], expected {expected} "
-        "in fp32 within [0, 1]",
-    )  # fmt: skip
-    squares = scoring.plain_images(*backbone.image_size())[:2]
-    latents = backbone.encode_images(squares)
-    _expect(
-        tuple(latents.shape[1:]) == tuple(backbone.latent_shape()), "images",
-        f"encoded to {tuple(latents.shape[1:])}, expected latent_shape()",
-    )  # fmt: skip
-    with torch.no_grad():
-        back = backbone.decode(latents).cpu()
-    likeness = cosine(back - back.mean(), squares - squares.mean())
-    _expect(
-        likeness > 0.5, "images",
-        f"an image encoded and decoded has the correlation {likeness:.2f} with itself: compare "
-        "scale, shift and range of `encode_images` and `decode`",
-    )  # fmt: skip
-    _check_gradient("images", backbone.decode, latents.to(backbone.dtype))
 
 
 # --- rewards ------------------------------------------------------------------------------------

@@ -6,125 +6,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.config.objectives import AdvantageOptions, GRPOOptions, NoisingOptions
 from flowrl.functional.gaussian import log_ratio
 from flowrl.objectives.advantage import image_advantages
 from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.batches import Endpoints
 from flowrl.objectives.noising import noise_images
-from flowrl.testing import check_backbone, check_objective, check_reward
-from flowrl.trajectory import Conditioning
-
-# --- backbones ----------------------------------------------------------------------------------
-
-
-class RowsMixed(PipelineBackbone):
-    def velocity(self, x, sigma, cond):
-        v = super().velocity(x, sigma, cond)
-        return v - 0.05 * v.mean(0, keepdim=True)
-
-
-class WrongSign(PipelineBackbone):
-    def velocity(self, x, sigma, cond):
-        return -super().velocity(x, sigma, cond)
-
-
-class GuidanceIgnored(PipelineBackbone):
-    def __init__(self, pipeline, *, guidance=1.0, **options):
-        super().__init__(pipeline, guidance=min(guidance, 1.0), **options)
-
-
-class RoundedLatents(PipelineBackbone):
-    def velocity(self, x, sigma, cond):
-        return super().velocity(x.bfloat16().to(x.dtype), sigma, cond)
-
-
-class NoGradient(PipelineBackbone):
-    @torch.no_grad()
-    def velocity(self, x, sigma, cond):
-        return super().velocity(x, sigma, cond)
-
-
-class PartlyDetached(PipelineBackbone):
-    def velocity(self, x, sigma, cond):
-        return super().velocity(x, sigma, cond) - 0.5 * x.detach() + 0.5 * x
-
-
-class KeptNetwork(PipelineBackbone):
-    """Calls the network that it was made with, whatever it is given later."""
-
-    def velocity(self, x, sigma, cond):
-        given, self.transformer = self.transformer, self.pipeline.transformer
-        try:
-            return super().velocity(x, sigma, cond)
-        finally:
-            self.transformer = given
-
-
-class FirstText(PipelineBackbone):
-    """Every row gets the first row's text."""
-
-    def velocity(self, x, sigma, cond):
-        return super().velocity(x, sigma, cond.take(torch.zeros(len(x)).long()))
-
-
-class TextsOfOneLength(PipelineBackbone):
-    """Pads to the longest text of the batch."""
-
-    def encode(self, prompts, negatives):
-        texts, longest = super().encode(prompts, negatives), max(len(p.split()) for p in prompts)
-        return Conditioning(
-            tensors={
-                name: t[:, :, :longest] if t.ndim == 4 else t for name, t in texts.tensors.items()
-            }
-        )
-
-
-class SigmaIgnored(PipelineBackbone):
-    def velocity(self, x, sigma, cond):
-        return super().velocity(x, torch.full_like(sigma, 0.9), cond)
-
-
-class NoScale(PipelineBackbone):
-    """Decodes latents without the autoencoder's shift, and to [-1, 1]."""
-
-    def decode(self, x0):
-        return super().decode(x0) * 2 - 1
-
-
-class RisingSchedule(PipelineBackbone):
-    def sigmas(self, steps):
-        return super().sigmas(steps).flip(0)
-
-
-class Dropout(PipelineBackbone):
-    def velocity(self, x, sigma, cond):
-        return super().velocity(x, sigma, cond) * (1 + 0.01 * torch.rand(()))
-
-
-class WrittenOutGuidance(PipelineBackbone):
-    """Good: guidance written out, one forward for each half."""
-
-    def velocity(self, x, sigma, cond):
-        if self.guidance <= 1:
-            return super().velocity(x, sigma, cond)
-        weak = PipelineBackbone(self.pipeline, max_sequence_length=self.max_sequence_length)
-        weak.transformer, text = self.transformer, cond.tensors
-        positive, negative = (
-            Conditioning(tensors={"1/0/4/0@0": text[embeds], "1/0/4/2@0": text[pooled]})
-            for embeds, pooled in (("1/0/4/0@0", "1/0/4/2@0"), ("1/0/4/1@0", "1/0/4/3@0"))
-        )
-        with_text, without = (weak.velocity(x, sigma, c) for c in (positive, negative))
-        return without + self.guidance * (with_text - without)
-
-
-BACKBONES = {  # the fault, and the topic that names it
-    RowsMixed: "rows", WrongSign: "velocity", GuidanceIgnored: "guidance",
-    RoundedLatents: "velocity", NoGradient: "velocity", PartlyDetached: "velocity",
-    KeptNetwork: "network", FirstText: "texts", TextsOfOneLength: "texts", SigmaIgnored: "sigma",
-    NoScale: "images", RisingSchedule: "schedule", Dropout: "velocity",
-}  # fmt: skip
+from flowrl.testing import check_objective, check_reward
 
 # --- rewards ------------------------------------------------------------------------------------
 
@@ -330,22 +218,6 @@ def some(faults, sample):
         pytest.param(f, marks=() if f in sample else pytest.mark.slow, id=f.__name__)
         for f in faults
     ]
-
-
-def check_tiny(kind, load_tiny, family="sd3"):
-    pipeline = load_tiny(family=family)
-    check_backbone(lambda guidance: kind(pipeline, guidance=guidance, max_sequence_length=12))
-
-
-@pytest.mark.parametrize("fault", BACKBONES)
-def test_a_backbones_fault_is_named(fault, load_tiny):
-    with pytest.raises(AssertionError, match=f"^{BACKBONES[fault]}: "):
-        check_tiny(fault, load_tiny)
-
-
-@pytest.mark.parametrize("good", [PipelineBackbone, WrittenOutGuidance])
-def test_a_good_backbone_passes(good, load_tiny):
-    check_tiny(good, load_tiny)
 
 
 @pytest.mark.parametrize("fault", REWARDS)
