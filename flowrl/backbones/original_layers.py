@@ -187,7 +187,7 @@ def key_map_of(network: str) -> KeyMap:
     if network not in _key_maps():
         raise UserError(
             f"flowrl knows ComfyUI's names for {', '.join(_key_maps())}, and not for {network}: "
-            "export with --format diffusers or merged"
+            "export with --to diffusers or merged"
         )
     return _key_maps()[network]
 
@@ -215,7 +215,7 @@ def comfyui_state(
         if stack is None:
             raise UserError(
                 f"the LoRA adapts {name}, which has no place in ComfyUI's {network}: export with "
-                "--format diffusers or merged"
+                "--to diffusers or merged"
             )
         factors = (down, up * scales[name]) if common is None else (down, up)
         stacks.setdefault(stack.original, (stack, {}))[1][name] = _swapped(network, name, factors)

@@ -1,17 +1,19 @@
 """`flowrl export`: the LoRA of a run in the formats that other programs load."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from flowrl.cli._console import LoraAlpha
 from flowrl.errors import UserError
 
-FORMATS = ("diffusers", "comfyui", "merged", "hub")
 # The formats that an option is for.
-OPTIONS: dict[str, tuple[str, ...]] = dict.fromkeys(("--base", "--revision"), FORMATS[:3])
-OPTIONS |= {"--dtype": ("merged",)} | dict.fromkeys(("--repo-id", "--private"), ("hub",))
+FILES = ("diffusers", "comfyui", "merged")
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "-o": FILES, "--base": FILES, "--revision": FILES, "--dtype": ("merged",),
+    "--repo-id": ("hub",), "--private": ("hub",),
+}  # fmt: skip
 
 
 def export(
@@ -23,15 +25,6 @@ def export(
         ),
     ],
     to: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT|FOLDER|FILE", help="A format's name, as --format; or where, as -o."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FOLDER|FILE", help="Where.")
-    ] = None,
-    format: Annotated[
         Literal["diffusers", "comfyui", "merged", "hub"],
         typer.Option(
             help="diffusers: a file for diffusers. comfyui: one file with ComfyUI's keys (SD3, "
@@ -39,6 +32,9 @@ def export(
             "weights. hub: upload LoRA and card."
         ),
     ] = "diffusers",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FOLDER|FILE", help="Where.")
+    ] = None,
     repo_id: Annotated[
         str | None,
         typer.Option("--repo-id", metavar="NAME", help="hub: repository; the run's name if left."),
@@ -62,52 +58,33 @@ def export(
 
     Examples:
 
-      flowrl export runs/quickstart --to lora
+      flowrl export runs/quickstart -o lora
 
       flowrl export runs/quickstart --to comfyui -o quickstart.safetensors
 
       flowrl export runs/quickstart --to merged -o merged
 
-      flowrl export OWNER/NAME/checkpoint-3/lora --to diffusers -o lora
+      flowrl export OWNER/NAME/checkpoint-3/lora -o lora
 
-      flowrl export runs/quickstart --format hub --repo-id me/quickstart
+      flowrl export runs/quickstart --to hub --repo-id me/quickstart
     """
-    format, place = _format_and_place(source, to, output, format)
     values = {
-        "--repo-id": repo_id, "--private": private, "--dtype": dtype, "--base": base,
-        "--revision": revision,
+        "-o": output, "--base": base, "--revision": revision, "--dtype": dtype,
+        "--repo-id": repo_id, "--private": private,
     }  # fmt: skip
     for name, value in values.items():
-        formats = OPTIONS[name]
-        if value and format not in formats:
+        if value and to not in OPTIONS[name]:
             raise UserError(
-                f"{name} is for --format {' or '.join(formats)}, but the format is {format}: leave "
+                f"{name} is for --to {' or '.join(OPTIONS[name])}, and the format is {to}: leave "
                 f"{name} out."
             )
+    if output is None and to != "hub":
+        raise UserError(f"{to} needs a place, as in flowrl export {source} --to {to} -o lora.")
     from flowrl.api import export as export_lora
 
     typer.echo(
         export_lora(
-            source, place, format=format, repo_id=repo_id, private=private, base=base,
+            source, output, format=to, repo_id=repo_id, private=private, base=base,
             revision=revision, dtype=dtype, lora_alpha=lora_alpha,
         )
     )  # fmt: skip
-
-
-def _format_and_place(
-    source: str, to: str | None, output: Path | None, format: str
-) -> tuple[Any, Path | None]:
-    """Return format and place: --to may name either. Raises UserError for too many or too few."""
-    named = to if to in FORMATS else None
-    if named is not None and format not in (named, FORMATS[0]):
-        raise UserError(f"--to {to} and --format {format} name two formats: leave one out.")
-    if named is None and to is not None and output is not None:
-        raise UserError(f"--to {to} and -o {output} are two places: leave one out.")
-    chosen, place = named or format, output if named or to is None else Path(to)
-    if place is not None and chosen == "hub":
-        raise UserError(f"{place} is given with --format hub, which uploads: leave it out.")
-    if place is None and chosen != "hub":
-        raise UserError(
-            f"{chosen} needs a place, as in flowrl export {source} --to {chosen} -o lora."
-        )
-    return chosen, place

@@ -20,22 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.assembly.learner import (
-    ProvidedObjects,
-    build_evaluated_pipeline,
-    build_evaluator,
-    build_rewards,
-    check_evaluation_alone,
-    check_unseen,
-    evaluation_key,
-    evaluation_prompts,
-)
-from flowrl.backbones.lora_files import fit_lora, load_lora, network_of, unload_lora
+from flowrl.assembly.learner import build_rewards, evaluation_key
+from flowrl.backbones.lora_files import load_lora, unload_lora
 from flowrl.backbones.lora_formats import LoRA, open_lora
 from flowrl.config import Config
-from flowrl.errors import DamagedFile, UserError
+from flowrl.errors import DamagedFile
 from flowrl.evaluation.benchmark import kind_of
 from flowrl.evaluation.drawing import lora_digest
+from flowrl.evaluation.loading import held_out_prompts, load_evaluator, one_process
 from flowrl.functional.contrasts import Contrast, holm, paired_contrast, resamples_for
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.scoring.combine import combine
@@ -126,17 +118,9 @@ def compare_loras(
     opened = [open_lora(source, alpha=lora_alpha) for source in loras]
     runtime = one_process(config, "several LoRAs are compared")
     specs = build_rewards(config, gpu=runtime.gpu)
-    held_out = evaluation_prompts(config, ProvidedObjects())
-    if not held_out:
-        raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
-    check_evaluation_alone(config, specs, held_out)
-    check_unseen(config, held_out)
     with closing(specs):
-        pipeline, texts = build_evaluated_pipeline(config, runtime, held_out)
-        network, kind = network_of(pipeline), type(pipeline)
-        opened = [fit_lora(lora, network, kind) for lora in opened]
-        evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects(), texts)
-        assert evaluator is not None  # there are prompts
+        held_out = held_out_prompts(config, specs)
+        evaluator, opened = load_evaluator(config, runtime, specs, held_out, opened)
         prompts = _prompts_of_images(config, held_out, per_prompt)
         specs = [spec for spec in specs if spec.asked_in("evaluation")]
         evaluator = replace(evaluator, prompts=prompts, specs=specs, keep=max(PART, per_prompt))
@@ -158,14 +142,6 @@ def compare_loras(
         held_out=frozenset(spec.name for spec in specs if not spec.trained),
         title=config.pipeline.path,
     )
-
-
-def one_process(config: Config, task: str) -> Runtime:
-    """Return the runtime of a single-process task. Raises UserError for several processes."""
-    runtime = Runtime(device=config.pipeline.device)
-    if runtime.world_size > 1:
-        raise UserError(f"{task} by one process: start this without a launcher")
-    return runtime
 
 
 def compare_pairs(entries: Sequence[Entry], prompt: Tensor) -> list[PairContrast]:

@@ -134,7 +134,7 @@ def export_hub(source: str, *, repository: str | None, private: bool) -> str:
     """Upload the public files of a run's folder; return the address."""
     folder = Path(source)
     if not (folder / FILE).is_file():
-        raise UserError(f"--format hub takes a run's folder with {FILE}, got {source}")
+        raise UserError(f"--to hub takes a run's folder with {FILE}, got {source}")
     if open_lora(folder).prefix is None:
         raise UserError(
             f"{folder / FILE} has no alpha, or other keys: export it with --to diffusers and "
@@ -149,4 +149,4 @@ def _check_free(path: Path) -> None:
     if path.is_dir() and not any(path.iterdir()):
         path.rmdir()
     if path.exists():
-        raise UserError(f"{path} exists already: give --to another place, or remove it")
+        raise UserError(f"{path} exists already: give -o another place, or remove it")

@@ -93,7 +93,7 @@ def is_hub_name(path: str) -> bool:
 
 def push_later(folder: Path, repository: str) -> str:
     """Return the command that uploads the run, as part of a sentence."""
-    words = ["flowrl", "export", str(folder), "--format", "hub", "--repo-id", repository]
+    words = ["flowrl", "export", str(folder), "--to", "hub", "--repo-id", repository]
     return f"push it later with {shlex.join(words)}"
 
 

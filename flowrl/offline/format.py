@@ -23,7 +23,7 @@ from flowrl.errors import DamagedFile, UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.utils.digests import check_seal, content_digest, digest, notes_of, seal, sealed_digest
 from flowrl.utils.files import foreign_entries, write_bytes, write_text
-from flowrl.utils.untrusted import read_json
+from flowrl.utils.untrusted import read_bytes, read_json
 
 METADATA, SHARDS = "store.json", "shards"
 LATENTS, SCORES, ROWS = "x0", "scores", "rows"  # names in a shard's file
@@ -71,20 +71,6 @@ class DatasetMetadata:
     def text(self) -> str:
         content = asdict(self)
         return json.dumps(content | {DIGEST: content_digest(content)}, indent=1) + "\n"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredImage:
-    """One image to write."""
-
-    record: PromptRecord
-    group: int  # number in the data set
-    image: int  # number in its group
-    valid: bool
-    scores: Sequence[float]  # by reward, NaN where missing
-    seed: int
-    iteration: int
-    root: int  # number of its tree in the group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,22 +153,33 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return {k: v for part in inner for k, v in part.items()}
 
 
-def append_shard(folder: Path, shard: int, x0: Tensor, images: Sequence[StoredImage]) -> None:
-    """Write the latents x0 (n, *latent), scores and rows of n images as one file."""
-    if len(x0) != len(images):
-        raise ValueError(f"got {len(x0)} latents of {len(images)} images")
+def append_shard(
+    folder: Path,
+    shard: int,
+    x0: Tensor,
+    scores: Tensor,
+    records: Sequence[PromptRecord],
+    groups: Sequence[int],
+) -> None:
+    """Write n images as one file.
+
+    Args:
+        x0: latents (n, *latent).
+        scores: (n, K), a column for each reward; what is not finite is stored as missing, NaN.
+        records: n prompts.
+        groups: n numbers of groups in the data set.
+    """
     rows = [
         {
-            "uid": image.record.uid, "prompt": image.record.text,
-            "negative": image.record.negative, "metadata": image.record.metadata,
-            "group": image.group, "image": image.image, "valid": image.valid,
-            "seed": image.seed, "iteration": image.iteration, "root": image.root,
+            "uid": record.uid, "prompt": record.text, "negative": record.negative,
+            "metadata": record.metadata, "group": group,
         }
-        for image in images
+        for record, group in zip(records, groups, strict=True)
     ]  # fmt: skip
-    scores = torch.tensor([list(image.scores) for image in images], dtype=torch.float32)
-    scores = torch.where(scores.isfinite(), scores, torch.nan)
-    tensors = {LATENTS: x0.detach().cpu().contiguous(), SCORES: scores}
+    if not len(x0) == len(scores) == len(rows):
+        raise ValueError(f"got {len(x0)} latents and {len(scores)} scores of {len(rows)} images")
+    scores = torch.where(scores.isfinite(), scores, torch.nan).float().cpu()
+    tensors = {LATENTS: x0.detach().cpu().contiguous(), SCORES: scores.contiguous()}
     write_bytes(shard_file(folder, shard), seal(save(tensors, metadata={ROWS: json.dumps(rows)})))
 
 
@@ -240,7 +237,7 @@ def _read_file(
     path: Path, mtime: int, size: int
 ) -> tuple[list[Row], Tensor, torch.Size, torch.dtype]:
     """Return rows, scores, and shape and dtype of the latents of a file, checked by its digest."""
-    data = path.read_bytes()
+    data = read_bytes(path, limit=None)
     if not check_seal(data, path):
         raise ValueError("it has no digest")
     tensors = load(data)

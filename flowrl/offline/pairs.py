@@ -16,9 +16,19 @@ from PIL import Image
 
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, records_of
-from flowrl.prompts.sources import HUB, MAX_FILE, check_row, is_json, json_lines, json_rows
-from flowrl.utils.digests import digest
-from flowrl.utils.untrusted import read_text
+from flowrl.prompts.sources import (
+    HUB,
+    MAX_FILE,
+    check_row,
+    dataset_errors,
+    is_json,
+    json_lines,
+    json_rows,
+    open_table,
+    split_name,
+)
+from flowrl.utils.digests import digest, digest_of_file
+from flowrl.utils.untrusted import open_regular, read_text
 
 CHOSEN = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 LABELLED = ("prompt", "first", "second", "label")
@@ -40,7 +50,7 @@ class Cell:
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str) and value:
-            return Image.open(self.folder / value)
+            return Image.open(open_regular(self.folder / value))
         if not isinstance(value, bytes):
             raise OSError("it is neither a path nor an image")
         return Image.open(io.BytesIO(value))
@@ -98,15 +108,11 @@ def read_pairs(source: str, columns: Columns | None = None) -> tuple[list[Pair],
 
 
 def pairs_digest(source: str, columns: Columns | None = None) -> str:
-    """Return what identifies a file, the files of a folder by name and size, or a Hub data set."""
-    path, parts = Path(source), [repr(sorted((columns or CHOSEN).items()))]
-    if path.is_file():
-        parts.append(digest(path.read_bytes()))
-    elif path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file())
-        parts += [f"{p.relative_to(path)} {p.stat().st_size}" for p in files]
-    else:
-        parts.append(source)
+    """Return what identifies a file, the files of a folder, or a Hub data set by its name."""
+    path, parts = Path(source), [repr(sorted((columns or CHOSEN).items())), source]
+    if path.exists():
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        parts[1:] = map(digest_of_file, files)
     return digest("\n".join(parts).encode())
 
 
@@ -164,32 +170,13 @@ def _read_json(source: str, columns: Columns) -> Iterator[tuple[str, dict, Any]]
 
 def _read_table(source: str, columns: Columns) -> Iterator[tuple[str, dict, Any]]:
     """Yield the rows of a table without its images, which stay in the file; and the table."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"cannot read pairs {source} without the package datasets: pip install datasets, or "
-            "give a .jsonl file"
-        ) from error
-    path = Path(source)
-    name, _, split = source.removeprefix(HUB).partition(":")
-    if not source.startswith(HUB) and not path.exists():
-        raise UserError(f"cannot read pairs {source}: no such file or folder")
-    try:
-        if source.startswith(HUB):
-            table: Any = datasets.load_dataset(name, split=split or "train")
-        elif path.is_dir():
-            table = datasets.load_dataset(source, split="all")
-        else:
-            kind = path.suffix[1:].lower()
-            table = datasets.load_dataset(kind, data_files=source, split="train")
-        for column, kind in table.features.items():
-            if isinstance(kind, datasets.Image):
-                table = table.cast_column(column, datasets.Image(decode=False))
-    except Exception as error:  # of many libraries: files, network, permissions, names
-        reason = " ".join(str(error).split())
-        raise UserError(f"cannot read pairs {source}: {reason}") from error
-    # Images stay in the file; what JSON cannot hold, such as dates, is no metadata.
+    place, split, _ = split_name(source.removeprefix(HUB))
+    with dataset_errors(f"cannot read pairs {source}"):
+        table = open_table(place, split, hub=source.startswith(HUB))
+        kinds = {name: type(kind) for name, kind in table.features.items()}
+        for name in (name for name, kind in kinds.items() if kind.__name__ == "Image"):
+            table = table.cast_column(name, kinds[name](decode=False))
+    # What JSON cannot hold, such as dates, is no metadata.
     other = [name for name, kind in table.features.items() if not is_json(kind)]
     images = {column.split(".")[0] for column in columns.values()} & {*other}
     for number, row in enumerate(table.remove_columns(other)):

@@ -13,7 +13,6 @@ from flowrl.errors import DamagedFile, UserError
 from flowrl.offline.format import (
     DatasetMetadata,
     OfflineDataset,
-    StoredImage,
     append_shard,
     create_dataset,
     finished_shards,
@@ -22,7 +21,7 @@ from flowrl.offline.format import (
     shard_file,
 )
 from flowrl.offline.pairs import Pair
-from flowrl.sampling.rollout import Sampler, Timer, occurrences
+from flowrl.sampling.rollout import Sampler, Timer
 from flowrl.trajectory import Rollout
 from flowrl.utils.files import locked_folder
 from flowrl.utils.images import to_tensor
@@ -53,36 +52,14 @@ def write_groups(
             if runtime.world_size > 1:  # as bytes, since back ends differ in the dtypes they gather
                 x0 = runtime.gather(x0.contiguous().view(torch.uint8)).view(x0.dtype)
             if runtime.is_main:
-                append_shard(folder, shard, x0, list(_rollout_rows(rollout, sampler, shard)))
+                records, groups = sampler.prompts.at(shard), rollout.group.tolist()
+                append_shard(
+                    folder, shard, x0, rollout.scores, [records[group] for group in groups],
+                    [shard * len(records) + group for group in groups],
+                )  # fmt: skip
             advance(rollout)
         runtime.wait()
         return open_dataset(folder)
-
-
-def _rollout_rows(rollout: Rollout, sampler: Sampler, shard: int) -> Iterator[StoredImage]:
-    """Yield the rows of all processes' images; groups are numbered through the whole data set."""
-    records = sampler.prompts.at(shard)
-    before = occurrences(records)
-    groups, leaves = rollout.group.tolist(), len(rollout.tree.leaf)
-    images = [0] * len(records)  # of each group, so far
-    scores, valid = rollout.scores.tolist(), rollout.valid.tolist()
-    # Trees are numbered among all candidates of their group.
-    trees = len(groups) // len(records) // leaves
-    chosen = torch.arange(trees).expand(len(records), -1)
-    if rollout.explored is not None:
-        chosen, trees = rollout.explored.chosen, rollout.explored.proxy.shape[1]
-    for i, group in enumerate(groups):
-        yield StoredImage(
-            record=records[group],
-            group=shard * len(records) + group,
-            image=images[group],
-            valid=valid[i],
-            scores=scores[i],
-            seed=sampler.seed,
-            iteration=shard,
-            root=before[group] * trees + int(chosen[group, images[group] // leaves]),
-        )
-        images[group] += 1
 
 
 # --- pairs of images ----------------------------------------------------------------------------
@@ -148,25 +125,20 @@ def _write_shard(
 ) -> list[str]:
     """Encode and write one shard, unless no pair of it is usable; return why pairs were not."""
     reasons: list[str] = []
-    rows: list[StoredImage] = []
+    groups: list[int] = []  # a pair is a group
     latents: list[Tensor] = []
     for start in range(part.start, part.stop, per_batch):
         images = []
         for number in range(start, min(start + per_batch, part.stop)):
             try:
                 images.append(_load_pair(pairs[number], backbone.image_size()))
+                groups += [number, number]
             except UserError as error:
                 reasons.append(str(error))
-                continue
-            rows += [
-                StoredImage(
-                    record=pairs[number].record, group=number, image=image, valid=True,
-                    scores=[1.0 - image], seed=0, iteration=number // SHARD, root=image,
-                )
-                for image in range(2)
-            ]  # fmt: skip
         if images:
             latents.append(backbone.encode_images(torch.cat(images)).cpu())
-    if rows:
-        append_shard(folder, part.start // SHARD, torch.cat(latents), rows)
+    if groups:
+        scores = torch.tensor([[1.0], [0.0]]).repeat(len(groups) // 2, 1)  # chosen, rejected
+        records = [pairs[number].record for number in groups]
+        append_shard(folder, part.start // SHARD, torch.cat(latents), scores, records, groups)
     return reasons

@@ -11,13 +11,14 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import UserError
 from flowrl.utils.fields import check_unicode
-from flowrl.utils.untrusted import parse_json, read_text
+from flowrl.utils.untrusted import check_regular, parse_json, read_text
 
 TINY, HUB = "tiny:", "hf:"
 SPLITS = ("train", "test")
@@ -25,6 +26,7 @@ COLUMNS = ("prompt", "text", "caption", "prompts", "prompt_en")  # the first of 
 TABLES = (".jsonl", ".json", ".csv", ".tsv")  # text files with columns
 WITH_COLUMN = re.compile(r"(.+\.(?:jsonl|json|csv|tsv)):([^:/\\]+)", re.IGNORECASE)
 MAX_FILE = 2**30  # bytes of a file of prompts
+MAX_ROWS = 10**7  # of a data set of prompts
 JSON_TYPES = ("string", "large_string", "bool", "int", "uint", "float", "null")  # Arrow's names
 
 
@@ -41,6 +43,7 @@ def read_rows(source: str | Path, *, split: str = "train") -> Iterator[dict]:
     if match := WITH_COLUMN.fullmatch(name):
         return _file(Path(match[1]), match[2])
     if (file := _of_split(path, split)) is not None:
+        check_regular(path)
         return _file(file)
     if path.is_dir() and (table := path / f"{split}.parquet").is_file():  # verl's folders
         name, path = str(table), table
@@ -234,6 +237,15 @@ def _last_user_message(messages: list, where: str) -> str:
     return content
 
 
+# --- data sets ------------------------------------------------------------------------------------
+
+
+def split_name(name: str) -> tuple[str, str, str]:
+    """Return place, split ("train" by default) and column ("" by default) of PLACE:SPLIT:COLUMN."""
+    place, split, column = [*re.split(r":(?![^\[]*\])", name), "", ""][:3]
+    return place, split or "train", column
+
+
 def read_dataset(name: str, *, hub: bool) -> Iterator[dict]:
     """Yield the rows of NAME, NAME:SPLIT or NAME:SPLIT:COLUMN, with COLUMN under "prompt".
 
@@ -247,62 +259,64 @@ def read_dataset(name: str, *, hub: bool) -> Iterator[dict]:
     Raises UserError when the package `datasets`, the network, the set, its split or column is
     missing, and for a damaged file when its row is read.
     """
-    place, split, column = [*re.split(r":(?![^\[]*\])", name), "", ""][:3]
-    split = split or "train"
+    place, split, column = split_name(name)
     if not place.strip():
         raise UserError(f"cannot read prompts {name!r}: name the data set or folder, as hf:NAME")
-    if not hub and not Path(place).exists():
-        raise UserError(f"cannot read prompts {place}: no such file or folder")
-    row = 0
-    with tempfile.TemporaryDirectory() as cache:
-        try:
-            table = _open(place, split, cache)
-            table, column = _select(table, place, split, column)
-            for fields in table:
-                yield _as_json_line(fields, column)
-                row += 1
-        except ImportError as error:
-            raise UserError(
-                f"cannot read prompts {place!r} without the package datasets: pip install "
-                "datasets, or give a .jsonl file"
-            ) from error
-        except UserError:
-            raise
-        except Exception as error:  # of many libraries: files, network, permissions, names
-            reason = " ".join(str(error).split())
-            after = f"after row {row}, is the file whole? " if row else ""
-            raise UserError(
-                f"cannot read prompts {place!r}, split {split!r}: {after}{reason}{_remedy(reason)}"
-            ) from error
+    what = f"cannot read prompts {place!r}, split {split!r}"
+    with tempfile.TemporaryDirectory() as cache, dataset_errors(what):
+        table = open_table(place, split, hub=hub, cache=cache)
+        table, column = _select(table, place, split, column)
+        for number, fields in enumerate(table):
+            if number == MAX_ROWS:
+                raise UserError(f"{what}: it has more than {MAX_ROWS:,} rows, cut the split")
+            yield _as_json_line(fields, column)
 
 
-def _open(place: str, split: str, cache: str) -> Any:
+@contextmanager
+def dataset_errors(what: str) -> Iterator[None]:
+    """Turn errors of `datasets`, and of the libraries below it, into UserErrors."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ImportError as error:
+        raise UserError(
+            f"{what} without the package datasets: pip install datasets, or give a .jsonl file"
+        ) from error
+    except Exception as error:  # of many libraries: files, network, permissions, names
+        reason = " ".join(str(error).split())
+        raise UserError(f"{what}: {reason}{_remedy(reason)}") from error
+
+
+def open_table(place: str, split: str, *, hub: bool, cache: str | None = None) -> Any:
     """Return a split of a Hub data set, of local files, or of a folder that save_to_disk wrote.
 
-    Local files are read row by row unless the split is cut.
+    Args:
+        cache: a folder for temporary files, of a table whose rows are read once and in order:
+            local files are then not copied, unless the split is cut.
     """
     import datasets
 
     path = Path(place)
     if not path.exists():
+        if not hub:
+            raise UserError(f"cannot read {place}: no such file or folder")
         return datasets.load_dataset(place, split=split)
-    name, bracket, rest = split.partition("[")
+    check_regular(path)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         saved = datasets.load_from_disk(place)
         splits: dict[Any, Any] = saved if isinstance(saved, dict) else {"train": saved}
-        if name not in splits:
-            raise ValueError(
-                f"Unknown split {name!r}. Available splits: {', '.join(map(str, splits))}"
-            )
-        table = splits[name]
-        cut = datasets.ReadInstruction.from_spec(f"{name}{bracket}{rest}")
-        (part,) = cut.to_absolute({name: len(table)})
-        return table.select(range(len(table))[part.from_ : part.to])
-    kind, files = (path.suffix[1:], place) if path.is_file() else (place, None)
-    load = functools.partial(datasets.load_dataset, kind, data_files=files, split=split)
-    table: Any = load(streaming=not bracket, cache_dir=cache)
+        if split not in splits:
+            names = ", ".join(map(str, splits))
+            raise ValueError(f"Unknown split {split!r}. Available splits: {names}")
+        return splits[split]
+    kind, files = (path.suffix[1:].lower(), place) if path.is_file() else (place, None)
+    load = functools.partial(
+        datasets.load_dataset, kind, data_files=files, split=split, cache_dir=cache
+    )
+    table: Any = load(streaming=cache is not None and "[" not in split)
     # The columns of JSON are known only when it is read as a whole.
-    return load(cache_dir=cache) if table.features is None else table
+    return load() if table.features is None else table
 
 
 def _select(table: Any, place: str, split: str, column: str) -> tuple[Any, str]:

@@ -2,16 +2,18 @@
 
 import json
 from collections.abc import Mapping
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
 from flowrl.errors import DamagedFile
+from flowrl.utils.untrusted import open_regular
 
 SEAL = "flowrl_digest"  # in the header, beside what others keep there
 NOTES = "__metadata__"  # safetensors' name for the texts in a header
+MAX_HEADER = 100_000_000  # bytes, safetensors' own limit
 _HEX = 32
 _PLACE = f'"{SEAL}":"'.encode()  # in a header that `seal` wrote; quotes inside a text are escaped
 
@@ -19,6 +21,12 @@ _PLACE = f'"{SEAL}":"'.encode()  # in a header that `seal` wrote; quotes inside 
 def digest(data: bytes) -> str:
     """Return 32 hex digits that identify the bytes."""
     return blake2b(data, digest_size=_HEX // 2).hexdigest()
+
+
+def digest_of_file(path: Path) -> str:
+    """Return the digest of a regular file, read in pieces."""
+    with open_regular(path) as file:
+        return file_digest(file, lambda: blake2b(digest_size=_HEX // 2)).hexdigest()
 
 
 def content_digest(content: Any) -> str:
@@ -69,9 +77,9 @@ def notes_of(data: bytes) -> dict[str, str]:
 
 def sealed_digest(path: Path) -> str | None:
     """Return the digest in a file's header, unchecked; None for a file without."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = int.from_bytes(file.read(8), "little")
-        header = from_json(file.read(size))
+        header = from_json(file.read(min(size, MAX_HEADER)))
     return header.get(NOTES, {}).get(SEAL)
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load, save
 
 from flowrl.errors import DamagedFile, UserError
 from flowrl.utils.digests import check_seal, notes_of, seal
+from flowrl.utils.untrusted import read_bytes
 
 TEMPORARY = ".tmp"  # ending of files that are being written
 _HALF_WRITTEN = re.compile(rf"\.(.+)\.[a-z0-9_]{{8}}{re.escape(TEMPORARY)}")
@@ -136,9 +137,9 @@ def state_bytes(state: Any) -> bytes:
 def load_state(path: Path) -> Any:
     """Return the state that `save_state` wrote, with the tensors on the CPU.
 
-    Raises DamagedFile when the file is not what was written.
+    Raises DamagedFile when the file is not what was written, and what `read_bytes` raises.
     """
-    return parse_state(Path(path).read_bytes(), path)
+    return parse_state(read_bytes(path, limit=None), path)
 
 
 def parse_state(data: bytes, path: Path) -> Any:

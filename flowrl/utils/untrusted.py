@@ -43,6 +43,22 @@ def open_regular(path: Path, *, inside: Path | None = None) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
+def check_regular(path: Path) -> None:
+    """Check a file, or all files below a folder, before a library opens them by their names.
+
+    Raises RefusedFile for what is no regular file, and for a link out of the folder. Links between
+    the folders of one repository in the cache of the Hub are in order.
+    """
+    if not path.is_dir():
+        open_regular(path).close()
+        return
+    root = path.resolve()
+    inside = root.parents[1] if root.parent.name == "snapshots" else root
+    for file in path.rglob("*"):
+        if not file.is_dir():
+            open_regular(file, inside=inside).close()
+
+
 def is_readable(path: Path, *, inside: Path | None = None) -> bool:
     """Return whether `open_regular` would open the file."""
     try:
@@ -51,20 +67,21 @@ def is_readable(path: Path, *, inside: Path | None = None) -> bool:
         return False
 
 
-def read_bytes(path: Path, *, inside: Path | None = None, limit: int = MAX_BYTES) -> bytes:
+def read_bytes(path: Path, *, inside: Path | None = None, limit: int | None = MAX_BYTES) -> bytes:
     """Return the content of a regular file.
 
     Args:
         inside: as in `open_regular`.
-        limit: bytes; a longer file is refused.
+        limit: bytes; a longer file is refused. None is the size that the file says it has.
 
     Raises:
         OSError, RefusedFile: as `open_regular`, and for a longer file.
     """
     with open_regular(path, inside=inside) as file:
         # Not limit + 1: the buffer is allocated at once.
-        data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
-    if len(data) > limit:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(size if limit is None else min(limit, size) + 1)
+    if limit is not None and len(data) > limit:
         raise RefusedFile(f"{path} has more than {limit} bytes")
     return data
 

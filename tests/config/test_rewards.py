@@ -1,6 +1,5 @@
 """The options of rewards, as a recipe gives them."""
 
-
 import pytest
 
 from flowrl.config import config_yaml, parse_config

@@ -39,7 +39,7 @@ ELSEWHERE = {  # how a command begins that is not run here, and what it needs
     "flowrl benchmark geneval": "weights of a detector",
     "flowrl train flux.1-dev-nft-12gb --encode-only": "weights of text encoders",
     "flowrl train quickstart --push_to_hub": "an account",
-    "flowrl export runs/quickstart --format hub": "an account",
+    "flowrl export runs/quickstart --to hub": "an account",
     "export HF_TOKEN": "an account",
     "python -m scripts.bench iteration --json": "CUDA: networks of real size",
     "python -m scripts.bench iteration --size flux.1-dev": "CUDA: a network of real size",

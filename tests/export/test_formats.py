@@ -129,11 +129,11 @@ def test_the_pipeline_of_the_run_is_loaded_as_the_run_loaded_it(tiny_config, tmp
 @pytest.mark.parametrize(
     "words",
     [
-        "--format hub -o x", "--to comfyui --format merged", "--to merged", "--to a -o b",
-        "--to a --repo-id me/x", "--to a --dtype bf16", "--format hub --base tiny-sd3",
+        "-o x --to hub", "--to merged", "--repo-id me/x -o a", "--dtype bf16 -o a",
+        "--base tiny-sd3 --to hub",
     ],
 )  # fmt: skip
 def test_options_that_contradict_each_other_are_refused_by_name(words, capsys):
     with pytest.raises(SystemExit) as end:
         main(["export", "run", *words.split()])
-    assert end.value.code and words.split()[1] in capsys.readouterr().err
+    assert end.value.code and words.split()[0] in capsys.readouterr().err

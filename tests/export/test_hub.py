@@ -155,7 +155,7 @@ def test_a_failed_upload_loses_nothing_and_says_how_to_push_later(
         publish(run, repository_of(pushed(tiny_config, folder)))
         (line,) = caplog.messages
         assert "the upload to me/my run failed: the network went away" in line
-        assert f"flowrl export '{folder}' --format hub --repo-id 'me/my run'" in line
+        assert f"flowrl export '{folder}' --to hub --repo-id 'me/my run'" in line
         caplog.clear()
         hub.fails.clear()
         publish(run, "me/x")
@@ -183,8 +183,8 @@ def test_a_finished_run_is_pushed_by_the_command(hub, tmp_path, capsys):
     assert set(hub.files) == {FILE, "README.md", "card/curve.png"}
     assert hub.files["README.md"].endswith(b"pipe.load_lora_weights('me/other')\n")
     with pytest.raises(SystemExit):
-        main(["export", str(tmp_path), "--format", "hub"])
-    assert "--format hub takes a run's folder" in capsys.readouterr().err
+        main(["export", str(tmp_path), "--to", "hub"])
+    assert "--to hub takes a run's folder" in capsys.readouterr().err
 
 
 def test_options_have_the_names_of_diffusers_scripts():

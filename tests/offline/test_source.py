@@ -186,9 +186,7 @@ def test_stores_that_do_not_fit_are_refused(store, tmp_path):
     with pytest.raises(UserError, match="no scores of the reward 'new', only of a, b"):
         source(store, specs=[spec(), spec("new")])
     # A store with nothing to compare and too many processes are refused.
-    with pytest.raises(
-        UserError, match="rollout.prompts_per_iteration is 3"
-    ):
+    with pytest.raises(UserError, match="rollout.prompts_per_iteration is 3"):
         source(store, process=Process(world_size=4))
     empty = write(tmp_path / "s", torch.full((GROUPS * SIZE, 2), math.nan))
     with pytest.raises(UserError, match="no group in .* has two images with a reward"):

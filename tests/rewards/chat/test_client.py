@@ -1,4 +1,3 @@
-
 import pytest
 import torch
 from chat_servers import Scripted, completion, free_port, refusal, scripted, text_of
