@@ -114,12 +114,6 @@ def prompts(
     words: Annotated[
         Path | None, typer.Option(metavar="FILE", help="ocr: words, one per line.")
     ] = None,
-    templates: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="ocr: templates with {}, one per line.")
-    ] = None,
-    new_words: Annotated[
-        bool, typer.Option("--new-words", help="ocr: test.jsonl has words of its own.")
-    ] = False,
 ) -> None:
     """Write a list of training prompts and a held-out one, with the metadata that rewards need.
 
@@ -141,7 +135,7 @@ def prompts(
 
       flowrl prompts geneval -o prompts/geneval --exclude evaluation_metadata.jsonl
 
-      flowrl prompts ocr -o prompts/ocr --words words.txt --new-words
+      flowrl prompts ocr -o prompts/ocr --words words.txt
 
       flowrl train RECIPE prompts.train=prompts/ocr/train.jsonl \\
         evaluation.prompts=prompts/ocr/test.jsonl
@@ -152,26 +146,19 @@ def prompts(
 
     if not count + held_out:
         raise UserError("--count and --held-out are both 0: nothing to write.")
-    ours = (words, templates, new_words or None)
-    wrong = ours if kind == "geneval" else (classes, exclude or None)
-    if any(option is not None for option in wrong):
-        named = "--words, --templates and --new-words", "--classes and --exclude"
-        theirs = named[kind == "ocr"]
-        raise UserError(f"{theirs} are not for {kind}: leave them out, see flowrl prompts --help.")
+    of_kind = {"geneval": {"--classes": classes, "--exclude": exclude}, "ocr": {"--words": words}}
+    for option, value in of_kind["ocr" if kind == "geneval" else "geneval"].items():
+        if value:
+            raise UserError(f"{option} is not for {kind}: leave it out, see flowrl prompts --help.")
     sizes, parts = (count, held_out, seed), _parts(ratio)
     if kind == "geneval":
         names = read_list(classes) if classes else geneval.COCO
-        ratio_of = parts or geneval.RATIO
         excluded = requests_in(exclude or [])
-        sets = geneval.geneval_sets(*sizes, classes=names, ratio=ratio_of, excluded=excluded)
+        parts = parts or geneval.RATIO
+        sets = geneval.geneval_sets(*sizes, classes=names, ratio=parts, excluded=excluded)
     else:
-        sets = ocr.ocr_sets(
-            *sizes,
-            words=read_list(words) if words else ocr.WORDS,
-            templates=read_list(templates) if templates else ocr.TEMPLATES,
-            ratio=parts or ocr.RATIO,
-            new_words=new_words,
-        )
+        names = read_list(words) if words else ocr.WORDS
+        sets = ocr.ocr_sets(*sizes, words=names, ratio=parts or ocr.RATIO)
     for path, rows in zip(write_sets(output_dir, sets), filter(None, sets), strict=True):
         typer.echo(f"{path}  {len(rows)} prompts")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flowrl.errors import UserError
 from flowrl.prompts.generate.geneval import KINDS, RATIO, TEST_RATIO, geneval_sets
-from flowrl.prompts.generate.ocr import TEMPLATES, ocr_sets
+from flowrl.prompts.generate.ocr import ocr_sets
 from flowrl.prompts.generate.templates import (
     COCO,
     apportion,
@@ -102,11 +102,6 @@ def test_what_cannot_be_is_refused():
         ocr_sets(100, 0, words=["a", "b", "c"])
     train, test = geneval_sets(1920 - 8, 6, ratio=(0, 1, 0, 0, 0, 0))
     assert len(train) + len(test) == 1918  # all but the other wordings of what is held out
-    # Own templates and words are taken as they are or refused.
-    train, _ = ocr_sets(3, 0, words=["Ab", "Cd"], templates=["{a} {}"], ratio=(1, 1, 0, 0))
-    assert {row["prompt"] for row in train} <= {"{a} Ab", "{a} Cd", "{a} Ab Cd", "{a} Cd Ab"}
-    with pytest.raises(UserError, match="'no place' has 0 places"):
-        ocr_sets(1, 0, templates=["no place"])
     for word in ("two words", 'a"b', ""):
         with pytest.raises(UserError, match="expected one plain word"):
             ocr_sets(1, 0, words=[word])
@@ -137,14 +132,12 @@ def test_excluded_requests_are_in_neither_list_in_any_words():
 
 
 @few
-@given(st.integers(0, 1000), st.integers(0, 200), st.integers(0, 99), st.booleans())
-def test_ocr_sets_share_no_text_and_with_new_words_no_word(count, held_out, seed, new):
-    train, test = ocr_sets(count, held_out, seed, new_words=new)
+@given(st.integers(0, 1000), st.integers(0, 200), st.integers(0, 99))
+def test_ocr_sets_share_no_text(count, held_out, seed):
+    train, test = ocr_sets(count, held_out, seed)
     assert (len(train), len(test)) == (count, held_out)
     assert len({row["prompt"] for row in train + test}) == count + held_out
     assert not set(map(folded, train)) & set(map(folded, test))
-    words = [{w for row in rows for w in row["ocr_text"].split()} for rows in (train, test)]
-    assert not (new and words[0] & words[1])
 
 
 def test_texts_have_their_lengths_and_the_reward_finds_them():
@@ -157,7 +150,7 @@ def test_texts_have_their_lengths_and_the_reward_finds_them():
     texts = [row["ocr_text"].split() for row in train]
     assert Counter(map(len, texts)) == {1: 100, 2: 300, 3: 300, 4: 300}
     assert all(len(set(text)) == len(text) for text in texts)
-    short, _ = ocr_sets(10, 0, ratio=(1, 0, 0, 0), words=["a", "b"], templates=TEMPLATES)
+    short, _ = ocr_sets(10, 0, ratio=(1, 0, 0, 0), words=["a", "b"])
     assert {row["ocr_text"] for row in short} == {"a", "b"}
     # A long list of words has more texts than a machine word counts.
     words = [f"w{i}" for i in range(100_000)]

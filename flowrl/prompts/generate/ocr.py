@@ -1,7 +1,6 @@
 """Prompts that ask for a written text, as in Flow-GRPO's OCR task, in our own wordings."""
 
-import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from math import perm
 
 from flowrl.errors import UserError
@@ -9,14 +8,11 @@ from flowrl.prompts.generate.templates import (
     WORDS,
     Sets,
     TemplateKind,
-    apportion,
     sample_sets,
-    shuffled,
 )
 
 LENGTHS = ("1 word", "2 words", "3 words", "4 words")
 RATIO = (1, 3, 3, 3)
-HELD_OUT = 5  # with new words, one word in five is for the held-out set alone
 TEMPLATES = (
     'a shop sign that reads "{}"',
     'a poster with the words "{}" in large letters',
@@ -43,41 +39,21 @@ def ocr_sets(
     seed: int = 0,
     *,
     words: Sequence[str] = WORDS,
-    templates: Sequence[str] = TEMPLATES,
     ratio: Sequence[int] = RATIO,
-    new_words: bool = False,
 ) -> Sets:
     """Return `count` and `held_out` prompts for one to four different words, in "ocr_text", too.
 
-    No text is in both sets, in any case or spacing; with new_words, no word is. ratio: parts of
-    texts of 1, 2, 3 and 4 words. Raises UserError when there are not enough, and for templates
-    without one {} and words that cannot be quoted.
+    No text is in both sets, in any case or spacing. ratio: parts of texts of 1, 2, 3 and 4 words.
+    Raises UserError when there are not enough, and for words that cannot be quoted.
     """
-    for template in templates:
-        if (places := template.count("{}")) != 1:
-            raise UserError(f"the template {template!r} has {places} places {{}}, expected one")
     for word in words:
         if '"' in word or len(word.split()) != 1:
             raise UserError(f"the word {word!r} has spaces or quotes, expected one plain word")
-    if not new_words:
-        kinds = ocr_kinds(words, templates)
-        return sample_sets(kinds, count, held_out, seed, ratio=ratio, test_ratio=ratio)
-    names = sorted({word.casefold() for word in words})
-    random.Random(f"{seed}/words").shuffle(names)
-    new_names = set(names[: -(-len(names) // HELD_OUT)])
-    old = [word for word in words if word.casefold() not in new_names]
-    new = [word for word in words if word.casefold() in new_names]
-    taken: set[Hashable] = set()
-    test = _one_set(new, templates, held_out, ratio, f"{seed}/test", taken)
-    return _one_set(old, templates, count, ratio, f"{seed}/train", taken), test
+    kinds = [_kind(name, n, words) for n, name in enumerate(LENGTHS, start=1)]
+    return sample_sets(kinds, count, held_out, seed, ratio=ratio, test_ratio=ratio)
 
 
-def ocr_kinds(words: Sequence[str], templates: Sequence[str]) -> list[TemplateKind]:
-    """Return the kinds of texts with one to four different words."""
-    return [_kind(name, n, words, templates) for n, name in enumerate(LENGTHS, start=1)]
-
-
-def _kind(name: str, length: int, words: Sequence[str], templates: Sequence[str]) -> TemplateKind:
+def _kind(name: str, length: int, words: Sequence[str]) -> TemplateKind:
     def text(index: int) -> str:
         left, chosen = list(words), []
         for _ in range(length):
@@ -88,28 +64,14 @@ def _kind(name: str, length: int, words: Sequence[str], templates: Sequence[str]
 
     def make(index: int, wording: int) -> dict:
         target = text(index)
-        prompt = templates[wording].replace("{}", target)
+        prompt = TEMPLATES[wording].replace("{}", target)
         return {"tag": "ocr", "prompt": prompt, "ocr_text": target}
 
     return TemplateKind(
         name=name,
         combinations=perm(len(words), length),
-        wordings=len(templates),
+        wordings=len(TEMPLATES),
         make=make,
         # As the OCR reward compares texts: without case and spaces.
         key=lambda index: text(index).replace(" ", "").casefold(),
     )
-
-
-def _one_set(
-    words: Sequence[str],
-    templates: Sequence[str],
-    count: int,
-    ratio: Sequence[int],
-    seed: str,
-    taken: set[Hashable],
-) -> list[dict]:
-    counts = apportion(count, LENGTHS, ratio)
-    kinds = ocr_kinds(words, templates)
-    rows = [row for kind in kinds for row in kind.sample((counts[kind.name],), seed, taken)[0]]
-    return shuffled(rows, seed)
