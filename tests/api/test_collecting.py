@@ -86,15 +86,13 @@ def test_encoders_are_freed_after_all_prompts_and_not_loaded_with_all_on_disk(
     torch.testing.assert_close(first, kept, rtol=0, atol=1e-3)  # encoded two at a time there
 
 
-def test_the_table_and_the_rows_tell_where_images_come_from_and_their_means(collected):
+def test_the_table_has_means_and_the_rows_have_groups(collected):
     folder, (row,) = collected
     store = open_dataset(folder)
     assert (row["groups"], row["images"]) == (6, 24)
     assert row["compressibility"] == pytest.approx(store.scores[:, 1].mean().item())
     rows, _ = read_shard(shard_file(folder, 2), store.metadata)
     assert [row["group"] for row in rows] == [4] * 4 + [5] * 4
-    assert [row["image"] for row in rows] == [row["root"] for row in rows] == [0, 1, 2, 3] * 2
-    assert {row["iteration"] for row in rows} == {2} and {row["valid"] for row in rows} == {True}
     assert rows[0]["metadata"]["tag"]
 
 
@@ -130,10 +128,8 @@ def test_missing_scores_are_stored_as_missing(make_learner, config, tmp_path):
     stage = replace(sampler.generator, specs=specs, failures=FailureLimit(max_invalid_fraction=1.0))
     sampler = replace(sampler, generator=stage)
     store = write_groups(tmp_path / "s", dataset_metadata(config, sampler), sampler, shards=2)
-    rows = [r for n in (0, 1) for r in read_shard(shard_file(store.folder, n), store.metadata)[0]]
     missing = store.scores[:, 0].isnan()
     assert 0 < int(missing.sum()) < len(store)
-    assert [row["valid"] for row in rows] == (~missing).tolist()
 
 
 def test_a_lora_draws_other_images_and_is_named(

@@ -10,7 +10,6 @@ import torch
 from flowrl.errors import DamagedFile, UserError
 from flowrl.offline.format import (
     DatasetMetadata,
-    StoredImage,
     append_shard,
     create_dataset,
     open_dataset,
@@ -44,20 +43,19 @@ def record(text: str, **options) -> PromptRecord:
     return PromptRecord(uid=f"uid of {text[:3]!r}", text=text, **options)
 
 
-def images(count=4, *, shard=0, scores=None, records=None):
-    """Groups of two."""
-    return [
-        StoredImage(
-            record=(records or [record("a star"), record("a ring")])[i // 2],
-            group=shard * 2 + i // 2, image=i % 2, valid=True,
-            scores=scores[i] if scores else [0.1 * i, 1.0], seed=0, iteration=shard, root=i % 2,
-        )
-        for i in range(count)
-    ]  # fmt: skip
-
-
 def latents(count=4, dtype=torch.float32):
     return torch.randn(count, *SHAPE, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+def add(folder, shard, x0, *, scores=None, records=None):
+    """Write a shard of groups of two."""
+    scores = torch.tensor(scores or [[0.1 * i, 1.0] for i in range(len(x0))])
+    records = records or [record("a star"), record("a ring")]
+    number = range(len(x0))
+    append_shard(
+        folder, shard, x0, scores, [records[i // 2] for i in number],
+        [shard * 2 + i // 2 for i in number],
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -74,7 +72,7 @@ def test_latents_scores_and_groups_come_back_bit_for_bit_in_any_order(tmp_path, 
     scores = [[0.1, math.nan], [math.inf, 0.0], [-math.inf, 1 / 3], [1e-30, -2.5]]
     for shard in (1, 0):  # an interrupted collection may fill a gap later
         x0 = parts[shard]
-        append_shard(tmp_path, shard, x0, images(len(x0), shard=shard, scores=scores[: len(x0)]))
+        add(tmp_path, shard, x0, scores=scores[: len(x0)])
     store, order = open_dataset(tmp_path), torch.tensor([5, 0, 3, 3, 4])
     read = store.latents(order)
     assert read.dtype == dtype and store.metadata == about(dtype=name) and len(store) == 6
@@ -89,13 +87,13 @@ def test_latents_scores_and_groups_come_back_bit_for_bit_in_any_order(tmp_path, 
 def test_any_prompt_comes_back(folder):
     for shard, text in enumerate(HOSTILE):
         prompt = record(text, negative=text, metadata={text: [text, {"n": None}], "count": 2})
-        append_shard(folder, shard, latents(2), images(2, shard=shard, records=[prompt]))
+        add(folder, shard, latents(2), records=[prompt])
         assert open_dataset(folder).groups[shard].record == prompt
 
 
 def test_every_flipped_byte_is_named_and_a_deleted_shard_can_be_made_again(folder):
     for shard in range(2):
-        append_shard(folder, shard, latents(), images(shard=shard))
+        add(folder, shard, latents())
     generator = random.Random(0)
     for path in (shard_file(folder, 1), folder / "store.json"):
         whole = path.read_bytes()
@@ -112,9 +110,9 @@ def test_every_flipped_byte_is_named_and_a_deleted_shard_can_be_made_again(folde
     before = open_dataset(folder)
     shard_file(folder, 1).unlink()
     assert len(open_dataset(folder)) == 4
-    append_shard(folder, 1, latents(), images(shard=1))
+    add(folder, 1, latents())
     assert open_dataset(folder).identity == before.identity
-    append_shard(folder, 1, torch.zeros(4, 3, 2, 3), images(shard=1))
+    add(folder, 1, torch.zeros(4, 3, 2, 3))
     with pytest.raises(DamagedFile, match="000001"):
         open_dataset(folder)
 
@@ -128,7 +126,7 @@ def test_a_folder_that_cannot_be_opened_or_continued_is_refused(tmp_path, folder
     create_dataset(folder, other)  # it holds nothing yet
     assert DatasetMetadata.read(folder) == other
     create_dataset(folder, about())
-    append_shard(folder, 0, latents(), images())
+    add(folder, 0, latents())
     create_dataset(folder, about())
     with pytest.raises(UserError, match="recipe.rollout.num_inference_steps = 3.* has 4"):
         create_dataset(folder, replace(other, rewards=about().rewards))

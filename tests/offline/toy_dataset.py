@@ -7,7 +7,6 @@ import torch
 from flowrl.backbones.text_cache import TextCache
 from flowrl.offline.format import (
     DatasetMetadata,
-    StoredImage,
     append_shard,
     create_dataset,
     open_dataset,
@@ -87,18 +86,14 @@ def write(folder, scores, *, first=0.0, names=("a", "b")):
     for shard, start in enumerate(range(0, GROUPS, SHARD)):
         numbers = range(start * SIZE, min(start + SHARD, GROUPS) * SIZE)
         x0 = first + torch.tensor([*numbers]).float().view(-1, 1, 1, 1).expand(-1, *SHAPE)
-        append_shard(folder, shard, x0, [image(i, shard, scores[i].tolist()) for i in numbers])
+        groups = [i // SIZE for i in numbers]
+        append_shard(folder, shard, x0, scores[[*numbers]], [record(g) for g in groups], groups)
     return open_dataset(folder)
 
 
-def image(number, shard, scores):
-    group = number // SIZE
+def record(group):
     kind = "round" if group % 2 else "square"
-    asked = PromptRecord(uid=f"u{group}", text="x" * (group + 1), metadata={"kind": kind})
-    return StoredImage(
-        record=asked, group=group, image=number % SIZE, valid=True, scores=scores, seed=0,
-        iteration=shard, root=number % SIZE,
-    )  # fmt: skip
+    return PromptRecord(uid=f"u{group}", text="x" * (group + 1), metadata={"kind": kind})
 
 
 def plain_scores():

@@ -7,7 +7,6 @@ import torch
 import flowrl.sampling.rollout
 from flowrl.assembly.offline import dataset_metadata
 from flowrl.errors import UserError
-from flowrl.offline.format import read_shard, shard_file
 from flowrl.offline.writer import write_groups
 from flowrl.sampling.rollout import Timer
 from flowrl.sampling.two_stage import fill_selection
@@ -229,14 +228,13 @@ def test_a_process_without_a_share_draws_nothing(make_learner, drawn, monkeypatc
     assert drawn == []
 
 
-def test_a_store_knows_which_candidates_its_images_were(make_learner, tiny_config, tmp_path):
+def test_a_store_holds_the_candidates_that_were_chosen(make_learner, tiny_config, tmp_path):
     explore = FEW | {"candidates": 9, "num_inference_steps": 2}
     changes = {"objective": {"kind": "gdro"}, "rollout": ODE | {"explore": explore}}
     sampler = make_learner(**changes).source
     store = write_groups(
         tmp_path / "s", dataset_metadata(tiny_config(**changes), sampler), sampler, shards=1
     )
-    chosen = sampler.collect(0, Timer()).explored.chosen
-    rows, _ = read_shard(shard_file(store.folder, 0), store.metadata)
-    assert [row["root"] for row in rows] == chosen.flatten().tolist()
+    leaves = sampler.collect(0, Timer()).tree.leaves()
+    assert torch.equal(store.latents(torch.arange(len(store))), leaves)
     assert store.metadata.recipe["rollout"]["explore"]["candidates"] == 9
