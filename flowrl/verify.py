@@ -10,24 +10,23 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
+from flowrl.api import training_runtime
 from flowrl.assembly.learner import ProvidedObjects, build_learner, build_run, prompts_of_iterations
-from flowrl.backbones.lora_files import read_lora
 from flowrl.backbones.lora_formats import FILE, open_lora
 from flowrl.backbones.original_layers import layers_of
 from flowrl.config import Config, load_config
 from flowrl.config.sections import LoRAOptions
 from flowrl.errors import CheckResult, UserError
-from flowrl.offline.format import METADATA, OfflineDataset, open_dataset
+from flowrl.evaluation.drawing import lora_digest
+from flowrl.offline.format import METADATA, open_dataset
 from flowrl.scoring.spec import closing
 from flowrl.training.checkpoint import CONFIG, STATE, Checkpoints, read_checkpoint, step_of
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.ledger import Ledger
 from flowrl.training.tracking import read_rows
 from flowrl.utils.digests import sealed_digest
-from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import load_state
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, SafetensorError, UserError)
@@ -51,9 +50,9 @@ def verify(path: Path, *, pipeline: Any = None) -> Iterator[CheckResult]:
 
 
 def _result(topic: str, holds: bool, detail: str, remedy: str = "") -> CheckResult:
-    if holds:
-        return CheckResult(topic=topic, state="ok", detail=detail)
-    return CheckResult(topic=topic, state="problem", detail=detail, remedy=remedy)
+    """Return a check; remedy: what to do where it does not hold."""
+    state = "ok" if holds else "problem"
+    return CheckResult(topic=topic, state=state, detail=detail, remedy="" if holds else remedy)
 
 
 def _warning(topic: str, detail: str, remedy: str = "") -> CheckResult:
@@ -112,47 +111,25 @@ def _check_checkpoint(folder: Path, trained: LoRAOptions | None = None) -> Itera
 
 
 def _check_evaluation(path: Path) -> CheckResult:
-    remedy = "Delete it: it is made again."
     try:
-        evaluation = Evaluation.load(path)
+        scores = Evaluation.load(path).scores
     except UNREADABLE as error:
+        remedy = "Delete it: it is made again."
         return _result("evaluation", False, f"{path.name}: {_reason(error)}", remedy)
-    rows, rewards = evaluation.scores.shape
-    fits = rewards == len(evaluation.names) and len(evaluation.images) == len(evaluation.prompts)
-    missing = int(evaluation.scores.isnan().sum())
-    detail = f"{path.name}: {rows} images, {rewards} rewards, {missing} scores missing"
-    finite = not bool(evaluation.scores.isinf().any())
-    return _result("evaluation", fits and finite, detail, remedy)
+    detail = f"{path.name}: {len(scores)} images, {int(scores.isnan().sum())} scores missing"
+    return _result("evaluation", True, detail)
 
 
 def _check_store(folder: Path) -> Iterator[CheckResult]:
-    """Check rows, latents and scores of an offline data set."""
+    """Check the digests of an offline data set."""
     try:
         store = open_dataset(folder)
     except UNREADABLE as error:
         yield _result("store", False, _reason(error))
         return
-    detail = f"{len(store.groups)} groups, {len(store)} images, {', '.join(store.metadata.names)}"
+    missing = int(store.scores.isnan().sum())
+    detail = f"{len(store.groups)} groups, {len(store)} images, {missing} scores missing"
     yield _result("store", True, detail)
-    scores = store.scores
-    detail = f"{int(scores.isfinite().sum())} of {scores.numel()} scores are finite"
-    yield _result("scores", not bool(scores.isinf().any()), detail, "Collect again.")
-    yield _check_latents(store)
-
-
-def _check_latents(store: OfflineDataset) -> CheckResult:
-    wrong = []
-    for shard in store.shard.unique().tolist():
-        try:
-            x0 = store.latents((store.shard == shard).nonzero().flatten()).float().flatten(1)
-        except UNREADABLE as error:
-            wrong.append(f"shard {shard}: {_reason(error)}")
-            continue
-        bad = ~x0.isfinite().all(1) | (x0.std(1) == 0)
-        rows = bad.nonzero().flatten().tolist()
-        wrong += [f"shard {shard}, latent {row} is constant or not finite" for row in rows[:3]]
-    detail = "; ".join(wrong[:3]) or "finite, none constant"
-    return _result("latents", not wrong, detail, "Delete that shard and collect again.")
 
 
 # --- runs ---------------------------------------------------------------------------------------
@@ -168,8 +145,7 @@ def _check_run(folder: Path, pipeline: Any) -> Iterator[CheckResult]:
     results += [
         _check_evaluation(path) for path in sorted(folder.glob("evaluations/*.safetensors"))
     ]
-    if (folder / FILE).exists():
-        results += _check_lora(folder, config.lora)
+    results += _check_exported(folder, checkpoints, config.lora)
     yield from results
     if not steps:
         yield _warning("replay", "the run has no checkpoint to compute an iteration from")
@@ -178,6 +154,24 @@ def _check_run(folder: Path, pipeline: Any) -> Iterator[CheckResult]:
             yield from _replay(config, folder, steps, pipeline)
         except Exception as error:  # a reward of one's own may raise anything
             yield _result("replay", False, f"{type(error).__name__}: {_reason(error)}")
+
+
+def _check_exported(
+    folder: Path, checkpoints: Checkpoints, trained: LoRAOptions
+) -> Iterator[CheckResult]:
+    """Check the LoRA at the root, and that it is that of the newest checkpoint."""
+    if (folder / FILE).exists():
+        yield from _check_lora(folder, trained)
+    if not (steps := checkpoints.steps()):
+        return
+    newest = checkpoints.path(steps[-1])
+    try:
+        same = lora_digest(open_lora(folder)) == lora_digest(open_lora(newest))
+        detail = f"it {'equals' if same else 'differs from'} the LoRA of {newest.name}"
+    except UNREADABLE as error:
+        same, detail = False, _reason(error)
+    remedy = f"Copy {newest / FILE} to {folder}."
+    yield _result("lora", same, detail, remedy)
 
 
 def _check_ledger(folder: Path, checkpoints: Checkpoints) -> Iterator[CheckResult]:
@@ -202,44 +196,22 @@ def _replay(
     """Compute the iteration after a checkpoint again, in a folder of its own."""
     logged = {row["step"]: row for row in read_rows(folder) if "loss" in row}
     start = next((step for step in reversed(steps) if step + 1 in logged), None)
-    first = steps[-1] if start is None else start
-    state = load_state(Checkpoints(folder, keep=1).path(first) / STATE)
+    if start is None:
+        yield _warning("replay", "no iteration after a checkpoint was logged to compare with")
+        return
+    state = load_state(Checkpoints(folder, keep=1).path(start) / STATE)
     with tempfile.TemporaryDirectory() as scratch:
         section = config.run.model_copy(update={"output_dir": scratch, "trackers": []})
         config = config.model_copy(update={"run": section})
         provided = ProvidedObjects(pipeline=pipeline)
-        runtime = Runtime(device=config.pipeline.device)
-        if config.run.threads is not None:
-            torch.set_num_threads(config.run.threads)
-        needed = prompts_of_iterations(config, provided, first + 1, first)
-        learner = build_learner(config, runtime, provided, needed=needed)
+        needed = prompts_of_iterations(config, provided, start + 1, start)
+        learner = build_learner(config, training_runtime(config), provided, needed=needed)
         with closing(learner.specs):
-            yield _check_exported(learner, steps[-1], folder)
             run = build_run(config, learner, None, state, resumed=True)
             run.begin(learner.policy, learner.optimizer)
-            if start is None:
-                yield _warning("replay", f"no iteration after {first} was logged to compare with")
-                return
             with run.report or nullcontext():
                 _, metrics = learner.iterate(start)
     yield _compare(start + 1, metrics, logged[start + 1])
-
-
-def _check_exported(learner: Any, newest: int, folder: Path) -> CheckResult:
-    """Compare the LoRA at the root with the newest checkpoint, layer by layer."""
-    remedy, policy = "Export the run again: flowrl export RUN.", learner.policy
-    if not (folder / FILE).exists():
-        return _result("lora", False, f"there is no {FILE} beside the recipe", remedy)
-    try:
-        policy.start_from(read_lora(folder)[0])
-    except UserError as error:
-        return _result("lora", False, str(error), remedy)
-    state = load_state(Checkpoints(folder, keep=1).path(newest) / STATE)
-    saved = state["policy"]["adapters"][policy.export_adapter]
-    pairs = zip(policy.parameters(), saved, strict=True)
-    same = sum(torch.equal(a.data.cpu(), b.cpu().to(a.dtype)) for a, b in pairs)
-    detail = f"{same} of {len(saved)} tensors equal the newest checkpoint's"
-    return _result("lora", same == len(saved), detail, remedy)
 
 
 def _compare(step: int, metrics: dict[str, float], logged: dict[str, Any]) -> CheckResult:

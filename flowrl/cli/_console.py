@@ -33,6 +33,12 @@ Lora = Annotated[
         help="LoRA to add: a run folder, a file, or OWNER/NAME/SUBFOLDER@REVISION on the Hub.",
     ),
 ]
+Guidance = Annotated[float | None, typer.Option(min=0, help="Guidance; 1 is none.")]
+NumSteps = Annotated[int | None, typer.Option("--steps", min=1, help="Denoising steps.")]
+Tokens = Annotated[int | None, typer.Option(min=1, help="T5 text tokens.")]
+Revision = Annotated[
+    str | None, typer.Option(help="Of a pipeline from the Hub: a branch, tag or commit.")
+]
 LoraAlpha = Annotated[
     float | None, typer.Option(help="Alpha of a LoRA whose file has none. Default: its rank.")
 ]

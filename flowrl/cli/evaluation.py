@@ -9,8 +9,12 @@ import typer
 from flowrl.cli._console import (
     AsJson,
     Device,
+    Guidance,
     Lora,
     LoraAlpha,
+    NumSteps,
+    Revision,
+    Tokens,
     arguments_of,
     print_scores,
     print_table,
@@ -21,18 +25,6 @@ from flowrl.errors import UserError
 if TYPE_CHECKING:
     from flowrl.evaluation.drawing import DrawingOptions
     from flowrl.prompts.records import PromptRecord
-
-Negative = Annotated[str, typer.Option(help="Negative prompt; acts if guidance > 1.")]
-Guidance = Annotated[float | None, typer.Option(min=0, help="Guidance; 1 is none.")]
-NumSteps = Annotated[int | None, typer.Option("--steps", min=1, help="Denoising steps.")]
-Tokens = Annotated[int | None, typer.Option(min=1, help="T5 text tokens.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of each prompt's first image.")]
-PerPrompt = Annotated[int, typer.Option(min=1, help="Images of each prompt.")]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output-dir", "-o", help="Folder for the images; a second call resumes."),
-]
-Revision = Annotated[str | None, typer.Option(help="Of a pipeline from the Hub.")]
 
 
 def evaluate(
@@ -135,14 +127,17 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
         Path | None,
         typer.Option(metavar="FILE", help="geneval: evaluation_metadata.jsonl, or rows like it."),
     ] = None,
-    output_dir: Output = None,
-    per_prompt: PerPrompt = 4,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option("--output-dir", "-o", help="Folder for the images; a second call resumes."),
+    ] = None,
+    per_prompt: Annotated[int, typer.Option(min=1, help="Images of each prompt.")] = 4,
     lora: Lora = None,
     lora_alpha: LoraAlpha = None,
-    negative: Negative = "",
+    negative: Annotated[str, typer.Option(help="Negative prompt; acts if guidance > 1.")] = "",
     guidance: Guidance = None,
     steps: NumSteps = None,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of each prompt's first image.")] = 0,
     max_sequence_length: Tokens = None,
     revision: Revision = None,
     device: Device = "auto",

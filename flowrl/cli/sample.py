@@ -5,12 +5,20 @@ from typing import Annotated
 
 import typer
 
-from flowrl.cli._console import AsJson, Device, Lora, LoraAlpha, arguments_of, print_scores
+from flowrl.cli._console import (
+    AsJson,
+    Device,
+    Guidance,
+    Lora,
+    LoraAlpha,
+    NumSteps,
+    Revision,
+    Tokens,
+    arguments_of,
+    print_scores,
+)
 from flowrl.errors import UserError
 
-Revision = Annotated[
-    str | None, typer.Option(help="Of a pipeline from the Hub: a branch, tag or commit.")
-]
 PromptFile = Annotated[
     str | None, typer.Option("--prompts", metavar="FILE|SPLIT", help="Take the prompts from here.")
 ]
@@ -25,11 +33,11 @@ def sample(  # noqa: PLR0913  # an argument for each option
         str,
         typer.Option(help="Negative prompt, unless a prompt of --prompts has one."),
     ] = "",
-    guidance: Annotated[float | None, typer.Option(min=0, help="Guidance; 1 is none.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
+    guidance: Guidance = None,
+    steps: NumSteps = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first image.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Images of each prompt.")] = 1,
-    max_sequence_length: Annotated[int | None, typer.Option(min=1, help="T5 text tokens.")] = None,
+    max_sequence_length: Tokens = None,
     output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="Folder for them.")] = Path(
         "samples"
     ),
