@@ -12,6 +12,7 @@ from typing import Any
 from flowrl.config.messages import name_of, show
 from flowrl.config.yaml12 import MAX_DEPTH, MAX_DIGITS, MAX_TEXT, check_size, load_yaml, shorten
 from flowrl.errors import UserError
+from flowrl.utils.untrusted import read_text
 
 MAX_PARENTS = 3
 
@@ -154,10 +155,10 @@ def _read(path: Path, children: list[Path]) -> list[dict[str, Any]]:
             f"({_chain([*children, path])}): shorten the chain of `extends`."
         )
     try:
-        with open(path, encoding="utf-8") as file:
-            data = load_yaml(file.read(MAX_TEXT + 1), path.name)
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, limit=4 * MAX_TEXT)  # bytes
+    except (OSError, UserError) as error:
         raise UserError(f"Cannot read the recipe {path}: {shorten(error)}.") from error
+    data = load_yaml(text, path.name)
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise UserError(f"{path.name} holds a {type(data).__name__}, expected keys and values.")

@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, load_prompts
 from flowrl.scoring.files import ImageFile, ScoredFiles, labelled_images, score_files
 from flowrl.scoring.spec import RewardSpec, closing, load_reward
 from flowrl.utils.files import write_text
-from flowrl.utils.images import to_tensor
+from flowrl.utils.images import read_image, to_tensor
 from flowrl.utils.progress import Steps
 
 GENEVAL = "geneval"
@@ -107,8 +105,7 @@ def layout_images(folder: Path) -> list[ImageFile]:
 
 def _judged(reward: Any, image: ImageFile) -> Row:
     try:
-        with Image.open(image.path) as file:
-            pixels = to_tensor([file.convert("RGB")])
+        pixels = to_tensor([read_image(image.path)])
     except Exception as error:  # Pillow has no common class for the errors of broken files
         verdict: Row = {"correct": None, "reason": f"cannot be read: {error}", "details": {}}
     else:

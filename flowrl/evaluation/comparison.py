@@ -24,7 +24,7 @@ from flowrl.assembly.learner import build_rewards, evaluation_key
 from flowrl.backbones.lora_files import load_lora, unload_lora
 from flowrl.backbones.lora_formats import LoRA, open_lora
 from flowrl.config import Config
-from flowrl.errors import DamagedFile
+from flowrl.errors import DamagedFile, UserError
 from flowrl.evaluation.benchmark import kind_of
 from flowrl.evaluation.drawing import lora_digest
 from flowrl.evaluation.loading import held_out_prompts, load_evaluator, one_process
@@ -37,6 +37,7 @@ from flowrl.utils.digests import digest
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import load_state, locked_folder, save_state, write_bytes
 from flowrl.utils.images import png, to_pil
+from flowrl.utils.untrusted import read_bytes
 
 LOG = logging.getLogger(__name__)
 BASE, OVERALL, DIVERSITY = "base", "overall", "diversity"
@@ -287,11 +288,11 @@ def _saved_part(folder: Path, start: int) -> dict[str, Any] | None:
     try:
         state = load_state(path)
         for row, wanted in enumerate(state["images"], start):
-            if digest(_image(folder, row).read_bytes()) != wanted:
+            if digest(read_bytes(_image(folder, row), inside=folder, limit=None)) != wanted:
                 raise DamagedFile(f"{_image(folder, row)} is damaged")
     except FileNotFoundError:
         return None
-    except DamagedFile as error:
+    except UserError as error:  # damaged, or no file at all
         LOG.warning("%s: its part is generated and scored again", error)
         return None
     return state

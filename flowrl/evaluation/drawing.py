@@ -25,8 +25,9 @@ from flowrl.scoring.files import METADATA, SAMPLES
 from flowrl.training.checkpoint import CONFIG
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import foreign_entries, write_bytes, write_text
-from flowrl.utils.images import png, to_pil
+from flowrl.utils.images import is_whole_png, png, to_pil
 from flowrl.utils.progress import Steps
+from flowrl.utils.untrusted import read_text
 
 SETTINGS = "drawn.json"  # beside the folders of prompts: how they were drawn
 
@@ -147,7 +148,7 @@ def draw_prompts(
     how |= {"distinct_noise": True, "per_prompt": per_prompt} if distinct_noise else {}
     text = json.dumps(how, indent=2, sort_keys=True, default=str) + "\n"
     saved = folder / SETTINGS
-    if saved.is_file() and saved.read_text("utf-8") != text:
+    if saved.is_file() and read_text(saved, inside=folder) != text:
         raise UserError(
             f"the images in {folder} have another pipeline, LoRA, prompts or settings, see "
             f"{saved}: give another folder, or remove it"
@@ -181,5 +182,5 @@ def _missing(
         write_text(place / METADATA, row + "\n")
         for number in range(per_prompt):
             path = place / SAMPLES / f"{number:04d}.png"
-            if not path.is_file():
+            if not is_whole_png(path):
                 yield record, path, index, number

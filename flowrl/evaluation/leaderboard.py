@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from flowrl.evaluation.benchmark import Row, write_csv
 from flowrl.evaluation.comparison import (
     BASE,
@@ -16,7 +14,7 @@ from flowrl.evaluation.comparison import (
 )
 from flowrl.functional.contrasts import fewest_prompts
 from flowrl.utils.files import write_text
-from flowrl.utils.images import data_url
+from flowrl.utils.images import data_url, read_image
 from flowrl.utils.templates import render, signed
 
 SHOWN = 12  # prompts whose images are on the page
@@ -169,7 +167,6 @@ def _images_of(comparison: Comparison, row: int) -> dict[str, Any]:
     images = []
     for entry in comparison.entries:
         scores = {m: v[row].item() for m, v in entry.measures.items() if v[row].isfinite()}
-        with Image.open(comparison.images(entry)[row]) as file:
-            url = data_url(file.convert("RGB"))
+        url = data_url(read_image(comparison.images(entry)[row], inside=entry.folder))
         images.append({"name": entry.name, "url": url, "scores": scores})
     return {"prompt": comparison.prompts[row].text, "images": images}

@@ -18,6 +18,7 @@ from flowrl.backbones.lora_files import FILE
 from flowrl.config.yaml12 import dump_yaml, load_yaml
 from flowrl.errors import UserError
 from flowrl.training.run import Run
+from flowrl.utils.untrusted import read_bytes
 
 CARD, CONFIG = "README.md", "config.yaml"
 PUBLIC = [FILE, CARD, CONFIG, "card/*.png"]
@@ -102,7 +103,7 @@ def stage(folder: Path, to: Path, repository: str) -> list[str]:
     paths = sorted({path for pattern in PUBLIC for path in folder.glob(pattern) if path.is_file()})
     names = [path.relative_to(folder).as_posix() for path in paths]
     for name, path in zip(names, paths, strict=True):
-        data = path.read_bytes()
+        data = read_bytes(path, inside=folder, limit=None)
         if name == CARD:
             data = public_card(data.decode(), repository).encode()
         if name == CONFIG:

@@ -28,7 +28,7 @@ from flowrl.prompts.sources import (
     split_name,
 )
 from flowrl.utils.digests import digest, digest_of_file
-from flowrl.utils.untrusted import open_regular, read_text
+from flowrl.utils.untrusted import read_bytes, read_text
 
 CHOSEN = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 LABELLED = ("prompt", "first", "second", "label")
@@ -50,7 +50,7 @@ class Cell:
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str) and value:
-            return Image.open(open_regular(self.folder / value))
+            value = read_bytes(self.folder / value)
         if not isinstance(value, bytes):
             raise OSError("it is neither a path nor an image")
         return Image.open(io.BytesIO(value))

@@ -90,7 +90,7 @@ def _load_pair(pair: Pair, size: tuple[int, int]) -> Tensor:
         try:
             with cell.open() as file:
                 loaded.append(fit_image(file, size))
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        except (OSError, ValueError, SyntaxError, UserError, Image.DecompressionBombError) as error:
             raise UserError(
                 f"{pair.where}: cannot read the {name} image {cell}: {error}"
             ) from error

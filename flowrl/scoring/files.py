@@ -15,7 +15,7 @@ from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import RewardSpec
-from flowrl.utils.images import to_tensor
+from flowrl.utils.images import read_image, to_tensor
 from flowrl.utils.untrusted import parse_json, read_text
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -243,8 +243,7 @@ def _read(files: Sequence[ImageFile], missing: _Missing) -> Iterator[Opened]:
     """Yield the files that can be read, with their images."""
     for file in files:
         try:
-            with Image.open(file.path) as image:
-                yield file, image.convert("RGB")
+            yield file, read_image(file.path)
         except Exception as error:  # Pillow has no common class for what it finds in broken files
             missing.add(str(file.path), "", file.path, f"cannot read {file.path}: {error}")
 

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFont, features
 from torch import Tensor
 
+from flowrl.errors import UserError
+from flowrl.utils.untrusted import read_bytes
+
+LOG = logging.getLogger(__name__)
 Color = tuple[int, int, int]
 
 PAPER: Color = (255, 255, 255)
@@ -49,12 +54,32 @@ def to_tensor(images: Sequence[Image.Image]) -> Tensor:
     return torch.from_numpy(rows).permute(0, 3, 1, 2).float() / 255
 
 
+def read_image(path: Path, *, inside: Path | None = None) -> Image.Image:
+    """Return an image file in RGB.
+
+    Raises errors of `flowrl.utils.untrusted.read_bytes`, and of Pillow for what is no image.
+    """
+    with Image.open(io.BytesIO(read_bytes(path, inside=inside))) as image:
+        return image.convert("RGB")
+
+
+def is_whole_png(path: Path) -> bool:
+    """Return whether a PNG file exists and has the checksums that it was written with."""
+    try:
+        with Image.open(io.BytesIO(read_bytes(path)), formats=["PNG"]) as image:
+            image.verify()
+    except (OSError, SyntaxError, ValueError, UserError, Image.DecompressionBombError) as error:
+        if not isinstance(error, FileNotFoundError):
+            LOG.warning("%s is damaged, and is generated again: %s", path, error)
+        return False
+    return True
+
+
 def png_of_file(path: Path) -> bytes | None:
     """Return an image file as PNG, and None for one that is not there or no image."""
     try:
-        with Image.open(path) as image:
-            return png(image.convert("RGB"))
-    except (OSError, ValueError, Image.DecompressionBombError):
+        return png(read_image(path))
+    except (OSError, ValueError, UserError, Image.DecompressionBombError):
         return None
 
 

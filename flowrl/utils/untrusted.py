@@ -7,8 +7,9 @@ parser overflows its stack. Everything of that kind is refused here, with one se
 
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic_core import from_json
 
@@ -21,7 +22,7 @@ class RefusedFile(UserError):
     """A file that is not read: no regular file, outside of its folder, or too large."""
 
 
-def open_regular(path: Path, *, inside: Path | None = None) -> BinaryIO:
+def open_regular(path: Path, *, inside: Path | None = None) -> BufferedReader:
     """Open a regular file for reading, and never wait for one.
 
     Args:

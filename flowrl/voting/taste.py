@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from PIL import Image, UnidentifiedImageError
+from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from flowrl.errors import UserError
-from flowrl.utils.images import to_tensor
+from flowrl.utils.images import read_image, to_tensor
 from flowrl.utils.progress import Steps
 
 GRID = 4  # cells of the autoencoder's latents, each way
@@ -94,8 +94,7 @@ def image_features(
 
 def _image(path: Path, size: tuple[int, int]) -> Tensor:
     try:
-        with Image.open(path) as image:
-            pixels = to_tensor([image.convert("RGB")])
+        pixels = to_tensor([read_image(path)])
     except (OSError, UnidentifiedImageError) as error:
         raise UserError(f"{path} cannot be read as an image: {error}") from error
     if pixels.shape[-2:] != size:
