@@ -47,14 +47,20 @@ LOG = logging.getLogger(__name__)
 FILE = "training-precision.json"
 
 
-def build_backbone(options: PipelineOptions, pipeline: Any, *, guidance: float) -> Backbone:
-    """Return the backbone around a pipeline. Raises UserError for one that samples no flow."""
+def build_backbone(
+    options: PipelineOptions, pipeline: Any, *, guidance: float, runtime: Runtime | None = None
+) -> Backbone:
+    """Return the backbone around a pipeline. Raises UserError for one that samples no flow.
+
+    runtime: of the processes that share the network's parts; None for one that is whole.
+    """
     return PipelineBackbone(
         pipeline,
         guidance=guidance,
         max_sequence_length=options.max_sequence_length,
         height=options.height,
         width=options.width,
+        in_step=int if runtime is None else runtime.rounds,
     )
 
 

@@ -95,11 +95,11 @@ def build_learner(
     stored = stored_prompts(config, specs)
     check_overlap([p for _, p in stored], held_out, allowed=config.prompts.allow_overlap)
     pipeline = _pipeline_after_texts(config, runtime, caches, [*needed, *stored], needs)
-    backbone = build_backbone(p, pipeline, guidance=r.guidance_scale)
+    backbone = build_backbone(p, pipeline, guidance=r.guidance_scale, runtime=runtime)
     set_precision(config, backbone, runtime)
     learning = backbone
     if r.training_guidance_scale is not None:
-        learning = build_backbone(p, pipeline, guidance=r.training_guidance_scale)
+        learning = build_backbone(p, pipeline, guidance=r.training_guidance_scale, runtime=runtime)
     policy = build_policy(config, learning, start, keep_old=needs.old is not None)
     parts = RolloutParts(
         config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone,
@@ -353,14 +353,20 @@ def build_evaluator(
     specs: Sequence[RewardSpec],
     provided: ProvidedObjects,
     caches: TextCaches | None = None,
+    runtime: Runtime | None = None,
 ) -> Evaluator | None:
-    """Return the evaluator; None without held-out prompts."""
+    """Return the evaluator; None without held-out prompts.
+
+    runtime: see `build_backbone`.
+    """
     e = config.evaluation
     prompts = evaluation_prompts(config, provided)
     if not prompts:
         return None
     caches = caches or TextCaches(config, provided.pipeline)
-    backbone = build_backbone(evaluated_pipeline(config), pipeline, guidance=e.guidance_scale)
+    backbone = build_backbone(
+        evaluated_pipeline(config), pipeline, guidance=e.guidance_scale, runtime=runtime
+    )
     text_cache = caches.get(backbone, e.guidance_scale)
     first, *at_steps = (
         Schedule(sigmas=backbone.sigmas(steps), kernel=KERNELS["flow_sde"], noise_level=0.0)

@@ -6,7 +6,7 @@ embeddings of time are the pipeline's. A latent is what its scheduler sees.
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,15 @@ from flowrl.backbones.call import call_arguments, is_guided
 from flowrl.backbones.families import family_of, lora_targets
 from flowrl.backbones.gate import NETWORKS, RowTimes, Stop, Visit, call_through
 from flowrl.backbones.latent_map import LatentMap
-from flowrl.backbones.texts import entries_of, kinds_of, ragged, record_of, rows_of, same_shapes
+from flowrl.backbones.texts import (
+    entries_of,
+    has_shapes,
+    kinds_of,
+    ragged,
+    record_of,
+    rows_of,
+    same_shapes,
+)
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
@@ -44,6 +52,8 @@ class PipelineBackbone:
         guidance: The pipeline's own guidance; no guidance, and half the work, up to 1.
         max_sequence_length: Text tokens; None for the pipeline's default.
         height, width: Pixels; None for the size that the networks were made for.
+        in_step: Turns a count of calls into the most of all processes, where these must call a
+            sharded network equally often (see `Batches`).
 
     Raises:
         UserError: The pipeline does not sample a flow in a way that can be trained.
@@ -57,6 +67,7 @@ class PipelineBackbone:
         max_sequence_length: int | None = None,
         height: int | None = None,
         width: int | None = None,
+        in_step: Callable[[int], int] = int,
     ):
         check_class(pipeline)
         check_scheduler(pipeline.scheduler)
@@ -68,7 +79,7 @@ class PipelineBackbone:
         self.family = family_of(type(pipeline).__name__)
         self.guidance = guidance
         self.guided = is_guided(pipeline, guidance)
-        self.max_sequence_length = max_sequence_length
+        self.max_sequence_length, self.in_step = max_sequence_length, in_step
         self.arguments = call_arguments(
             pipeline,
             guidance=guidance,
@@ -249,28 +260,26 @@ class PipelineBackbone:
         if self.example is None:
             self.example = cond.take(torch.tensor([0]))
         groups = same_shapes(cond)
-        if sigma.ndim and not self._takes_many_sigmas(x, sigma, cond):
+        by_level = sigma.ndim > 0 and not self._takes_many_sigmas(x, sigma, cond)
+        if by_level:
             levels = sigma.tolist()
             groups = [
                 [row for row in group if levels[row] == level]
                 for group in groups
                 for level in dict.fromkeys(levels[row] for row in group)
             ]
-            # One number for the rows of a group.
-            parts = [self._rows(x, sigma[group[0]], cond, group) for group in groups]
-        elif len(groups) == 1:
+        calls = self.in_step(len(groups)) if by_level or has_shapes(cond) else 1
+        if calls == 1 and not by_level:
             return self._velocity(x, sigma, cond)
-        else:
-            parts = [
-                self._rows(x, sigma[group] if sigma.ndim else sigma, cond, group)
-                for group in groups
-            ]
+        # Where other processes have more groups: a row again. It stays in the graph, so that their
+        # backward passes are alike too, and its gradient is 0.
+        parts = []
+        for group in [*groups, *([groups[0][:1]] * (calls - len(groups)))]:
+            rows = torch.tensor(group, device=x.device)
+            level = sigma if not sigma.ndim else sigma[group[0]] if by_level else sigma[rows]
+            parts.append(self._velocity(x[rows], level, cond.take(rows)))
         order = torch.tensor([row for group in groups for row in group], device=x.device)
         return torch.cat(parts)[order.argsort()]
-
-    def _rows(self, x: Tensor, sigma: Tensor, cond: Conditioning, group: list[int]) -> Tensor:
-        rows = torch.tensor(group, device=x.device)
-        return self._velocity(x[rows], sigma, cond.take(rows))
 
     def _velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         """Return the velocity of rows with texts of equal shapes."""

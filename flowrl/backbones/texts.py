@@ -98,6 +98,11 @@ def ragged(parts: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> dict[
     return joined
 
 
+def has_shapes(cond: Conditioning) -> bool:
+    """Return whether shapes depend on the text: for all texts of a pipeline, or for none."""
+    return any(name.endswith(SHAPE) for name in cond.tensors)
+
+
 def same_shapes(cond: Conditioning) -> list[list[int]]:
     """Return groups of rows whose texts have equal shapes, all rows where none depend on a text."""
     shapes = [t for name, t in cond.tensors.items() if name.endswith(SHAPE)]

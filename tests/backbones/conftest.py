@@ -1,6 +1,8 @@
 """What the tests of all backbones share: requests, images of the tiny world, both samplers."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -20,6 +22,8 @@ from flowrl.tiny.draw import draw as draw_tiny
 from flowrl.tiny.world import split_prompts
 from flowrl.trees.plan import ode_plan
 from flowrl.utils.images import to_tensor
+
+sys.path.insert(0, str(Path(__file__).parent))  # scripts that tests start lie beside them
 
 COUNT, STEPS = 4, 3
 NEGATIVE = "a red circle"
