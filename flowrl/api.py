@@ -558,7 +558,7 @@ def audit(
 
 # --- flowrl export -----------------------------------------------------------------------------
 
-Format = Literal["diffusers", "comfyui", "merged", "hub"]
+Format = Literal["diffusers", "comfyui", "kohya", "merged", "hub"]
 
 
 def export(
@@ -580,8 +580,10 @@ def export(
     if format == "hub":
         return formats.export_hub(source, repository=repo_id, private=private)
     assert to is not None
-    if format == "comfyui":
-        return formats.export_comfyui(source, to, base=base, revision=revision, alpha=lora_alpha)
+    if format in ("comfyui", "kohya"):
+        return formats.export_original(
+            source, to, keys=format, base=base, revision=revision, alpha=lora_alpha
+        )
     if format == "merged":
         return formats.export_merged(
             source, to, base=base, revision=revision, dtype=dtype, alpha=lora_alpha

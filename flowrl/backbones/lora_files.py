@@ -20,9 +20,11 @@ from flowrl.backbones.lora_formats import (
     open_lora,
     plain_name,
 )
+from flowrl.backbones.original_layers import PREFIX as PREFIX_OF_ORIGINAL
 from flowrl.backbones.original_layers import (
     Factors,
     from_original,
+    kohya_state,
     layers_of,
     state_of,
     weight_change,
@@ -107,9 +109,9 @@ def fit_lora(lora: LoRA, network: nn.Module, pipeline: type) -> LoRA:
     layers: dict[str, Factors] = {}
     scales: dict[str, float] = {}
     unknown = []
-    for name, factors in layers_of(lora.state).items():
-        if (own_name := names.get(name.replace(".", "_"))) is not None:
-            parts: Mapping[str, Factors] | None = {own_name: factors}
+    for name, factors in lora.layers.items():
+        if (layer := names.get(name.replace(".", "_"))) is not None:
+            parts: Mapping[str, Factors] | None = {layer: factors}
         else:
             parts = from_original(name, factors, kind)
         if parts is None or not parts.keys() <= modules.keys():
@@ -149,25 +151,24 @@ def _converted(lora: LoRA, pipeline: type) -> dict[str, Factors]:
 
     {} where it fails or leaves outputs out, as some converters do with layers unknown to them.
     """
-    reader = getattr(pipeline, "lora_state_dict", None)
-    if reader is None:
-        return {}
-    state: dict[str, Tensor] = {}
-    for name, (down, up) in layers_of(lora.state).items():
-        # Kohya's names have no dots. The scale goes into a factor, as converters round it.
-        start, ends = ("diffusion_model.", ("lora_A", "lora_B"))
-        if "." not in name:
-            start, ends = "lora_unet_", ("lora_down", "lora_up")
-        state[f"{start}{name}.{ends[0]}.weight"] = down.clone()
-        state[f"{start}{name}.{ends[1]}.weight"] = up * lora.scales[name]
+    # The scale goes into a factor, as converters round it.
+    layers = {name: (a.clone(), b * lora.scales[name]) for name, (a, b) in lora.layers.items()}
+    state = {f"{PREFIX_OF_ORIGINAL}{name}": tensor for name, tensor in state_of(layers).items()}
+    if not any("." in name for name in layers):
+        state = kohya_state(state)
+    read = converted_layers(state, pipeline)
+    outputs = [sum(len(up) for _, up in one.values()) for one in (layers, read)]
+    return read if outputs[0] == outputs[1] else {}
+
+
+def converted_layers(state: Mapping[str, Tensor], pipeline: type) -> dict[str, Factors]:
+    """Return the layers that diffusers reads in a file for a pipeline class; {} if it cannot."""
     try:
-        tensors = reader(state)
-        tensors = tensors[0] if isinstance(tensors, tuple) else tensors
-        layers = layers_of({plain_name(name): tensor for name, tensor in tensors.items()})
+        read = pipeline.lora_state_dict(dict(state))  # type: ignore[attr-defined]
+        tensors = read[0] if isinstance(read, tuple) else read
+        return layers_of({plain_name(name): tensor for name, tensor in tensors.items()})
     except Exception:  # each converter has its own, also AssertionError without a text
         return {}
-    outputs = [sum(len(up) for _, up in one.values()) for one in (layers_of(lora.state), layers)]
-    return layers if outputs[0] == outputs[1] else {}
 
 
 # --- load and merge -------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ def merge_lora(pipeline: Any, source: str | Path | LoRA) -> int:
                 f"{name} of {type(network).__name__} is quantised, and a LoRA cannot be added to "
                 "such weights: merge into the pipeline in 16 or 32 bits"
             )
-    for name, (down, up) in layers_of(lora.state).items():
+    for name, (down, up) in lora.layers.items():
         weight: Any = weights[name]
         change = weight_change(down, up, lora.scales[name]).to(weight.device)
         weight.data = (weight.data.float() + change).to(weight.dtype)

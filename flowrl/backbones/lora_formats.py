@@ -1,5 +1,6 @@
 """Read LoRAs of any program into one form: diffusers', PEFT's, kohya's and ComfyUI's."""
 
+import functools
 import json
 import logging
 import math
@@ -7,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from flowrl.backbones.loading import hub_error_message
-from flowrl.backbones.original_layers import layers_of
+from flowrl.backbones.original_layers import Factors, layers_of
 from flowrl.errors import DamagedFile, UserError
 from flowrl.utils.digests import check_seal, notes_of, seal
 from flowrl.utils.distributed import Runtime
@@ -35,7 +36,7 @@ NAMED = 3  # layers that an error names
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)((?:/[\w.-]+)*)(?:@([\w./-]+))?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoRA:
     """A LoRA of a transformer: layers as the file names them, without wrappers' prefixes.
 
@@ -49,6 +50,11 @@ class LoRA:
     scales: dict[str, float]  # alpha / rank, by layer
     prefix: str | None = None  # of the keys, where diffusers loads the file with these scales
 
+    @functools.cached_property
+    def layers(self) -> dict[str, Factors]:
+        """The factors by layer."""
+        return layers_of(self.state)
+
     @property
     def scale(self) -> float:
         """The scale of all layers. Raises UserError where it differs."""
@@ -57,8 +63,7 @@ class LoRA:
     @property
     def rank(self) -> int:
         """The rank of all layers. Raises UserError where it differs."""
-        downs = (tensor for name, tensor in self.state.items() if ".lora_A." in name)
-        return int(self._common("rank", map(len, downs)))
+        return int(self._common("rank", (len(down) for down, _ in self.layers.values())))
 
     def _common(self, what: str, values: Iterable[float]) -> float:
         distinct = set(values)
@@ -67,18 +72,7 @@ class LoRA:
                 f"{self.name} has layers of {what} {min(distinct):g} to {max(distinct):g}, "
                 f"expected one {what} for all layers here"
             )
-        return next(iter(distinct))
-
-    def packed(self) -> bytes:
-        """Return it for another process, see `unpacked`."""
-        texts = {"name": self.name, "path": str(self.path), "make": self.make}
-        return state_bytes(texts | {"state": self.state, "scales": self.scales})
-
-    @staticmethod
-    def unpacked(data: bytes) -> "LoRA":
-        """Return the LoRA that another process has read, whose file this one may not see."""
-        fields = parse_state(data, Path("a LoRA"))
-        return LoRA(**fields | {"path": Path(fields["path"])})
+        return distinct.pop()
 
     def header(self) -> dict[str, Any]:
         """Return PEFT's configuration of it, with the ranks and alphas of single layers.
@@ -86,7 +80,7 @@ class LoRA:
         PEFT takes keys of patterns for ends of names, in regular expressions: `proj_out` would be
         that of every block, too.
         """
-        ranks = {name: len(down) for name, (down, _) in layers_of(self.state).items()}
+        ranks = {name: len(down) for name, (down, _) in self.layers.items()}
         alphas = {name: round(self.scales[name] * rank, 9) for name, rank in ranks.items()}
         rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
 
@@ -104,24 +98,21 @@ class LoRA:
         }
 
 
-def lora_of_main(
-    source: str | Path,
-    runtime: Runtime | None,
-    *,
-    alpha: float | None = None,
-    default_alpha: float | None = None,
-) -> LoRA:
+def lora_of_main(source: str | Path, runtime: Runtime | None, **alphas: float | None) -> LoRA:
     """Read a LoRA on the main process, whose disk alone may hold it; return it on all.
 
     runtime: None for a process alone. See `open_lora`, whose UserError all of them raise.
     """
     if runtime is None or runtime.world_size == 1:
-        return open_lora(source, alpha=alpha, default_alpha=default_alpha)
-    return LoRA.unpacked(
-        runtime.from_main(
-            lambda: open_lora(source, alpha=alpha, default_alpha=default_alpha).packed()
-        )
-    )
+        return open_lora(source, **alphas)
+
+    def read() -> bytes:
+        lora = open_lora(source, **alphas)
+        texts = {"name": lora.name, "path": str(lora.path), "make": lora.make}
+        return state_bytes(texts | {"state": lora.state, "scales": lora.scales})
+
+    fields = parse_state(runtime.from_main(read), Path("a LoRA"))
+    return LoRA(**fields | {"path": Path(fields["path"])})
 
 
 def open_lora(
@@ -140,20 +131,17 @@ def open_lora(
     path = lora_file(source)
     tensors, texts = _read(path)
     state, alphas = _factors(tensors, path)
-    make, beside = _make(tensors, path), path.with_name(PEFT_CONFIG)
-    if make == "PEFT":
-        config = _peft_config(beside) if beside.is_file() else None
-    else:
-        config = _header(texts, path)
-    scales = _scales(state, alphas, config, path, alpha, default_alpha)
+    make = _make(tensors, path)
+    config = _configuration(texts, path, make)
     prefix = PREFIX if any(key.startswith(PREFIX) for key in tensors) else ""
-    # As it is: nothing was renamed, converted or left out.
-    as_it_is = {f"{prefix}{name}" for name in state} == set(tensors)
-    as_it_is &= all(tensor.dtype in KEPT for tensor in tensors.values())
+    # Whether diffusers loads the file as it is: nothing was renamed, converted or left out.
     complete = make == "diffusers" and bool(config and config.get("target_modules"))
+    complete &= {f"{prefix}{name}" for name in state} == set(tensors)
+    complete &= all(tensor.dtype in COMPUTED for tensor in tensors.values())
     return LoRA(
-        name=str(source), path=path, make=make, state=state, scales=scales,
-        prefix=prefix if complete and as_it_is else None,
+        name=str(source), path=path, make=make, state=state,
+        scales=_scales(state, alphas, config, path, alpha, default_alpha),
+        prefix=prefix if complete else None,
     )  # fmt: skip
 
 
@@ -162,18 +150,21 @@ def open_lora(
 
 def lora_file(source: str | Path) -> Path:
     """Return the path of a LoRA's file; download it from the Hub. Raises UserError for none."""
-    path = Path(source)
+    path, file = Path(source), None
     if path.is_file():
         return path
     if path.is_dir():
-        if (file := _in_folder(path)) is not None:
-            return file
+        file = _in_folder(path)
     elif (match := HUB_NAME.fullmatch(str(source))) is not None and ".." not in path.parts:
-        return _on_hub(str(source), match[1], match[2].strip("/"), match[3])
-    raise UserError(
-        f"no LoRA at {source}: give a .safetensors file, a folder with {FILE} or {PEFT_FILE}, or a "
-        "name on the Hub as OWNER/NAME, OWNER/NAME/SUBFOLDER or OWNER/NAME@REVISION"
-    )
+        name, subfolder, revision = match[1], match[2].strip("/"), match[3]
+        place = _download(str(source), name, subfolder, revision) / subfolder
+        file = place if place.is_file() else _in_folder(place)
+    if file is None:
+        raise UserError(
+            f"no LoRA at {source}: give a .safetensors file, a folder with {FILE} or {PEFT_FILE}, "
+            "or a name on the Hub as OWNER/NAME, OWNER/NAME/SUBFOLDER or OWNER/NAME@REVISION"
+        )
+    return file
 
 
 def _in_folder(folder: Path) -> Path | None:
@@ -194,42 +185,27 @@ def _in_folder(folder: Path) -> Path | None:
     return next(iter(nested.values()), files[0] if len(files) == 1 else None)
 
 
-def _on_hub(source: str, name: str, subfolder: str, revision: str | None) -> Path:
-    """Download a LoRA with the configuration beside it."""
-    from huggingface_hub import hf_hub_download
+def _download(source: str, name: str, subfolder: str, revision: str | None) -> Path:
+    """Download the LoRAs of a repository, or of a subfolder, with their configurations."""
+    from huggingface_hub import snapshot_download
 
-    def get(path: PurePosixPath) -> Path:
-        return Path(hf_hub_download(name, str(path), revision=revision))
-
-    inside = PurePosixPath(subfolder)
-    places = [place / file for place in (inside, inside / "lora") for file in (FILE, PEFT_FILE)]
-    places = [inside] if inside.suffix == ".safetensors" else places
-    for place in places:
-        try:
-            if place.name == PEFT_FILE:
-                get(place.with_name(PEFT_CONFIG))
-            return get(place)
-        except Exception as error:  # HTTP libraries have errors of their own
-            kinds = {kind.__name__ for kind in type(error).__mro__}
-            if "EntryNotFoundError" in kinds and (
-                "LocalEntryNotFoundError" not in kinds or place is not places[-1]
-            ):
-                continue
-            if message := hub_error_message(error, name, revision):
-                raise UserError(
-                    f"{source} is no local file or folder, and the Hub gave no LoRA: {message}"
-                ) from error
-            raise
-    shown = f"{name}/{subfolder}".rstrip("/")
-    raise UserError(
-        f"{shown} on the Hub has none of {', '.join(map(str, places))}: name its subfolder as "
-        f"{name}/SUBFOLDER"
-    )
+    inside = f"{subfolder}/" if subfolder else ""
+    names = (FILE, PEFT_FILE, PEFT_CONFIG)
+    files = [f"{inside}{place}{n}" for place in ("", "lora/", "checkpoint-*/lora/") for n in names]
+    files = [subfolder] if subfolder.endswith(".safetensors") else files
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+    except Exception as error:  # HTTP libraries have errors of their own
+        if message := hub_error_message(error, name, revision):
+            raise UserError(
+                f"{source} is no local file or folder, and the Hub gave no LoRA: {message}"
+            ) from error
+        raise
 
 
 # --- tensors --------------------------------------------------------------------------------------
 
-KEPT = (torch.float32, torch.float16, torch.bfloat16)
+COMPUTED = (torch.float32, torch.float16, torch.bfloat16)
 CONVERTED = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)  # to fp32
 # Names that wrappers and programs put before a layer's.
 WRAPPERS = (
@@ -323,7 +299,7 @@ def _float(tensor: Tensor, key: str, path: Path) -> Tensor:
     """Return a tensor in a type that networks compute in. Raises UserError for other types."""
     if tensor.dtype in CONVERTED:
         tensor = tensor.float()
-    elif tensor.dtype not in KEPT:
+    elif tensor.dtype not in COMPUTED:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise UserError(
             f"{path} holds {key} in {kind}, expected floating-point numbers: quantised LoRAs are "
@@ -343,88 +319,77 @@ def few(names: Iterable[str]) -> str:
 
 # --- PEFT's configuration -------------------------------------------------------------------------
 
-# All fields of peft.LoraConfig.
 UNDERSTOOD = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
-IRRELEVANT = {  # to what the tensors of a trained LoRA mean
+# Fields that do not change what the tensors of a trained LoRA mean.
+IRRELEVANT = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "layers_to_transform",
     "layers_pattern", "megatron_core", "runtime_config", "qalora_group_size", "velora_config",
 }  # fmt: skip
-REFUSED = {  # unless false, empty or plain: these change the base, other tensors or the formula
-    "fan_in_fan_out", "bias", "modules_to_save", "init_lora_weights", "megatron_config",
-    "trainable_token_indices", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-    "use_dora", "alora_invocation_tokens", "use_qalora", "monteclora_config", "layer_replication",
-    "lora_bias", "target_parameters", "use_bdlora", "arrow_config", "kasa_config",
-    "ensure_weight_tying",
-}  # fmt: skip
+# All other fields change the base, other tensors or the formula: refused unless false or empty.
 PLAIN = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
 # A name, or the end of one, as PEFT and diffusers write them: escaped, with ^ and $ or without.
 PATTERN = re.compile(r"\^?(?:\w|\\?[.-])+\$?")
 LARGEST = 1e6  # rank or alpha
 
 
-def _peft_config(path: Path) -> dict[str, Any]:
-    config = read_json(path)
-    kind = config.get("peft_type") if isinstance(config, dict) else None
-    if kind != "LORA" or not {"r", "lora_alpha"} <= set(config):
-        raise UserError(
-            f"{path} describes {kind or 'no adapter'}, expected peft_type LORA with r and "
-            "lora_alpha"
-        )
-    _check_config(config, f"{path} has", "")
-    return config
+def _configuration(texts: Mapping[str, str], path: Path, make: str) -> dict[str, Any] | None:
+    """Return PEFT's configuration beside the file, or of its header; None without r and alpha.
 
-
-def _header(texts: Mapping[str, str], path: Path) -> dict[str, Any] | None:
-    """Return the configuration in a file's header, None where it does not say rank and alpha.
-
-    Raises UserError, naming the entry, for one that diffusers would not read as flowrl does.
+    Raises UserError, naming the entry, unless it is a plain LoRA's.
     """
-    header = parse_json(texts.get(METADATA, "{}"), f"{path}, its header {METADATA},")
-    if not isinstance(header, dict):
-        raise UserError(f"{path} has a header {METADATA} that is no JSON object: {REMEDY}")
-    config = {
-        key.removeprefix(PREFIX): value
-        for key, value in header.items()
-        if not key.startswith(TEXT_ENCODERS)
-    }
-    _check_config(config, f"{path} has", f" in its header {METADATA}")
-    return config if {"r", "lora_alpha"} <= set(config) else None
+    beside = path.with_name(PEFT_CONFIG)
+    if make == "PEFT" and beside.is_file():
+        where, config = str(beside), read_json(beside)
+    else:
+        where = f"{path}, its header {METADATA},"
+        header = parse_json(texts.get(METADATA, "{}"), where)
+        config = isinstance(header, dict) and {
+            key.removeprefix(PREFIX): value
+            for key, value in header.items()
+            if not key.startswith(TEXT_ENCODERS)
+        }
+    if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
+        raise UserError(f"{where} has no configuration of a LoRA: {REMEDY}")
+    complete = {"r", "lora_alpha"} <= set(config)
+    if make == "PEFT" and config and not complete:
+        raise UserError(f"{where} has no r and lora_alpha: {REMEDY}")
+    _check_entries(config, where)
+    return config if complete else None
 
 
-def _check_config(config: Mapping[str, Any], before: str, after: str) -> None:
-    """Raise UserError, "BEFORE NAME = VALUE AFTER, ...", unless it is a plain LoRA's."""
+def _check_entries(config: Mapping[str, Any], where: str) -> None:
+    """Raise UserError, naming the entry, unless a configuration is a plain LoRA's."""
     for name, value in config.items():
-        if name in UNDERSTOOD | IRRELEVANT or not value or value in PLAIN.get(name, ()):
-            continue
-        raise UserError(
-            f"{before} {name} = {value!r:.40}{after}, but flowrl reads plain LoRAs only: convert "
-            "it, for example with PEFT's merge_and_unload"
-        )
-    numbers = [(name, name, config[name]) for name in ("r", "lora_alpha") if name in config]
-    for name, kind in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        if not (name in UNDERSTOOD | IRRELEVANT or not value or value in PLAIN.get(name, ())):
+            raise UserError(
+                f"{where} has {name} = {value!r:.40}, but flowrl reads plain LoRAs only: convert "
+                "it, for example with PEFT's merge_and_unload"
+            )
+    for name in ("r", "lora_alpha"):
+        if name in config:
+            _check_number(name, config[name], whole=name == "r", where=where)
+    for name in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(name) or {}
         if not isinstance(patterns, dict):
-            raise UserError(
-                f"{before} {name} = {patterns!r:.40}{after}, expected an object: {REMEDY}"
-            )
-        numbers += [(f"{name}[{key!r:.60}]", kind, value) for key, value in patterns.items()]
-        if odd := [key for key in patterns if not PATTERN.fullmatch(key)]:
-            raise UserError(
-                f"{before} {name}[{odd[0]!r:.60}]{after}, expected the name of a layer or its end; "
-                "other regular expressions are not supported"
-            )
-    for name, kind, value in numbers:
-        if isinstance(value, bool) or not isinstance(value, int if kind == "r" else int | float):
-            valid = False
-        else:
-            valid = 0 < value <= LARGEST
-        if not valid:
-            wanted = "a whole number" if kind == "r" else "a number"
-            raise UserError(
-                f"{before} {name} = {value!r:.40}{after}, expected {wanted} above 0 and at most "
-                f"{LARGEST:.0f}: {REMEDY}"
-            )
+            raise UserError(f"{where} has {name} = {patterns!r:.40}, expected an object: {REMEDY}")
+        for key, value in patterns.items():
+            if not PATTERN.fullmatch(key):
+                raise UserError(
+                    f"{where} has {name}[{key!r:.60}], expected the name of a layer or its end; "
+                    "other regular expressions are not supported"
+                )
+            _check_number(f"{name}[{key!r:.60}]", value, whole=name[0] == "r", where=where)
+
+
+def _check_number(name: str, value: Any, *, whole: bool, where: str) -> None:
+    """Raise UserError unless a rank is a whole number, or an alpha any, above 0."""
+    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not (number and 0 < value <= LARGEST):
+        raise UserError(
+            f"{where} has {name} = {value!r:.40}, expected {'a whole' if whole else 'a'} number "
+            f"above 0 and at most {LARGEST:.0f}: {REMEDY}"
+        )
 
 
 def _matches(pattern: str, layer: str) -> bool:
@@ -448,8 +413,7 @@ def _scales(
         return {name: _configured(name, rank, config, path) for name, rank in ranks.items()}
     if alphas:
         for value in alphas.values():
-            if not 0 < value <= LARGEST:
-                raise UserError(f"{path} has alpha {value:g}, expected a number above 0")
+            _check_number("alpha", value, whole=False, where=str(path))
             _check_alpha(value, alpha, path)
         if missing := sorted(set(ranks) - set(alphas)):
             raise UserError(f"{path} has alphas, but none for {few(missing)}")

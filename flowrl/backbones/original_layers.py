@@ -1,15 +1,14 @@
 """Names of layers in the original checkpoints, which ComfyUI loads LoRAs for, and in diffusers.
 
 The original checkpoints stack some layers that diffusers has one by one. The maps between them, in
-assets/comfyui_keys.json, are those of the converters in diffusers.loaders.single_file_utils;
-Qwen-Image has the same names in both.
+assets/comfyui_keys.json, are those of the converters in diffusers.loaders.single_file_utils.
 """
 
 import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 import torch
@@ -25,71 +24,62 @@ Factors = tuple[Tensor, Tensor]  # down (r, in), up (out, r)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackedLayers:
-    """Layers of diffusers whose outputs the original stacks into one layer."""
+    """Layers of diffusers whose outputs the original stacks into one layer.
+
+    `*` stands for the number of a block.
+    """
 
     original: str
     layers: tuple[str, ...]  # in the order of the outputs
     widths: tuple[int, ...]  # relative numbers of outputs
+    swapped: bool = False  # scale and shift, the halves of the outputs, in the other order
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyMap:
-    """The layers of an original transformer; `*` stands for the number of a block."""
-
-    by_original: Mapping[str, StackedLayers]  # with underscores for dots
-    by_layer: Mapping[str, StackedLayers]
-
-    @staticmethod
-    def parse(names: Mapping[str, str]) -> "KeyMap":
-        """Read a map.
-
-        names: the original's layer -> layers of diffusers, separated by spaces, with `:WIDTH` after
-            one that is WIDTH times as wide as the others.
-        """
-        stacks = []
-        for original, text in names.items():
-            pairs = [word.partition(":") for word in text.split()]
-            layers = tuple(layer for layer, _, _ in pairs)
-            widths = tuple(int(width or 1) for _, _, width in pairs)
-            stacks.append(StackedLayers(original=original, layers=layers, widths=widths))
-        return KeyMap(
-            by_original={stack.original.replace(".", "_"): stack for stack in stacks},
-            by_layer={layer: stack for stack in stacks for layer in stack.layers},
-        )
-
-    def of_layer(self, layer: str) -> StackedLayers | None:
-        """Return the stacked original layer that holds a diffusers layer; None if unknown."""
-        block = re.search(r"(?<=\.)\d+(?=\.)", layer)
-        return _numbered(self.by_layer, layer, block)
-
-    def of_original(self, original: str) -> StackedLayers | None:
-        """Return the stack of an original layer; None for an unknown one.
-
-        original: its name, also with underscores for dots, as kohya writes it.
-        """
-        flat = original.replace(".", "_")
-        return _numbered(self.by_original, flat, re.search(r"(?<=_)\d+(?=_)", flat))
-
-
-def _numbered(
-    stacks: Mapping[str, StackedLayers], name: str, block: re.Match | None
-) -> StackedLayers | None:
-    """Look up a name with `*` for the number of its block; return the stack with that number."""
-    if block is None:
-        return stacks.get(name)
-    stack = stacks.get(f"{name[: block.start()]}*{name[block.end() :]}")
-    return stack and StackedLayers(
-        original=stack.original.replace("*", block[0]),
-        layers=tuple(layer.replace("*", block[0]) for layer in stack.layers),
-        widths=stack.widths,
-    )
+Stacks = Mapping[str, StackedLayers]
+NUMBER = re.compile(r"(?<=[._])\d+(?=[._])")  # of a block
 
 
 @functools.cache
-def _key_maps() -> dict[str, KeyMap]:
-    """Return the maps by the class of the network."""
-    text = resources.files("flowrl").joinpath("assets/comfyui_keys.json").read_text("utf-8")
-    return {network: KeyMap.parse(names) for network, names in json.loads(text).items()}
+def key_map_of(network: str) -> tuple[Stacks, Stacks]:
+    """Return a network's stacks by layer, and by original name with underscores for dots.
+
+    The file has for each class: original -> layers, separated by spaces, with `:WIDTH` after one
+    that is WIDTH times as wide as the others, or `:swapped`.
+
+    Raises:
+        UserError: the class is not in the file.
+    """
+    maps = json.loads(resources.files("flowrl").joinpath("assets/comfyui_keys.json").read_text())
+    if network not in maps:
+        raise UserError(
+            f"flowrl knows ComfyUI's names for {', '.join(maps)}, and not for {network}: "
+            "export with --to diffusers or merged"
+        )
+    by_layer, by_original = {}, {}
+    for original, text in maps[network].items():
+        pairs = [word.partition(":") for word in text.split()]
+        stack = StackedLayers(
+            original=original,
+            layers=tuple(layer for layer, _, _ in pairs),
+            widths=tuple(int(mark) if mark.isdigit() else 1 for _, _, mark in pairs),
+            swapped=pairs[0][2] == "swapped",
+        )
+        by_layer |= dict.fromkeys(stack.layers, stack)
+        by_original[original.replace(".", "_")] = stack
+    return by_layer, by_original
+
+
+def _stack_of(name: str, stacks: Stacks) -> StackedLayers | None:
+    """Return the stack of a layer with the number of its block; None for an unknown one."""
+    block = NUMBER.search(name)
+    if block is None:
+        return stacks.get(name)
+    stack = stacks.get(NUMBER.sub("*", name, count=1))
+    return stack and replace(
+        stack,
+        original=stack.original.replace("*", block[0]),
+        layers=tuple(layer.replace("*", block[0]) for layer in stack.layers),
+    )
 
 
 # --- low-rank factors -----------------------------------------------------------------------------
@@ -126,70 +116,33 @@ def stack_outputs(parts: Sequence[Factors | None], rows: Sequence[int]) -> Facto
     """Return the LoRA of layers whose outputs are concatenated: ranks add up, nothing is rounded.
 
     Args:
-        parts: the layers in order, None for one without LoRA.
+        parts: the layers in order, None for one without LoRA; not all are.
         rows: outputs of each.
 
     Returns:
         down (sum r_i, in), all `down` below each other; up (sum rows, sum r_i), block diagonal.
-
-    Raises:
-        ValueError: all are None, or an `up` has another number of rows.
     """
     present = [part for part in parts if part is not None]
-    if not present:
-        raise ValueError("no layer has a LoRA")
-    ranks = [0 if part is None else part[0].shape[0] for part in parts]
-    up = present[0][1].new_zeros(sum(rows), sum(ranks))
-    for i, part in enumerate(parts):
-        if part is None:
-            continue
-        if part[1].shape[0] != rows[i]:
-            raise ValueError(f"part {i} has {part[1].shape[0]} outputs, expected {rows[i]}")
-        top, left = sum(rows[:i]), sum(ranks[:i])
-        up[top : top + rows[i], left : left + ranks[i]] = part[1]
-    return torch.cat([down for down, _ in present]), up
+    none = present[0][1].new_zeros
+    ups = [none(n, 0) if part is None else part[1] for part, n in zip(parts, rows, strict=True)]
+    return torch.cat([down for down, _ in present]), torch.block_diag(*ups)
 
 
-def swap_halves(factors: Factors) -> Factors:
-    """Return the LoRA of the layer whose first and second half of outputs are swapped."""
+def _in_order(stack: StackedLayers, factors: Factors) -> Factors:
+    """Swap scale and shift where the original has the other order; the inverse of itself.
+
+    A norm of six parts has others between them; in the last block a text's has these two alone.
+    """
     down, up = factors
+    if not stack.swapped or ("norm1" in stack.layers[0] and len(up) != 2 * down.shape[1]):
+        return factors
     first, second = up.chunk(2)
     return down, torch.cat([second, first])
 
 
-# Layers of diffusers where scale and shift have changed places.
-SWAPPED = {
-    "SD3Transformer2DModel": ("norm_out.linear", "norm1_context.linear"),
-    "FluxTransformer2DModel": ("norm_out.linear",),
-    "Flux2Transformer2DModel": ("norm_out.linear",),
-}
-
-
-def _swapped(network: str, layer: str, factors: Factors) -> Factors:
-    """Swap scale and shift where the original has them in the other order.
-
-    SD3's blocks have other parts between them, except the last block, which normalises its text by
-    shift and scale alone.
-    """
-    down, up = factors
-    if not layer.endswith(SWAPPED.get(network, ())):
-        return factors
-    return factors if "norm1" in layer and len(up) != 2 * down.shape[1] else swap_halves(factors)
-
-
 # --- from diffusers' names to the original's, and back --------------------------------------------
 
-PREFIX = "diffusion_model."
-
-
-def key_map_of(network: str) -> KeyMap:
-    """Return the map of a network class. Raises UserError where ComfyUI's names are unknown."""
-    if network not in _key_maps():
-        raise UserError(
-            f"flowrl knows ComfyUI's names for {', '.join(_key_maps())}, and not for {network}: "
-            "export with --to diffusers or merged"
-        )
-    return _key_maps()[network]
+PREFIX, KOHYA = "diffusion_model.", "lora_unet_"  # of keys
 
 
 def comfyui_state(
@@ -207,18 +160,18 @@ def comfyui_state(
     Raises:
         UserError: the class or a layer is unknown.
     """
-    key_map = key_map_of(network)
+    by_layer, _ = key_map_of(network)
     common = min(scales.values()) if len(set(scales.values())) == 1 else None
     stacks: dict[str, tuple[StackedLayers, dict[str, Factors]]] = {}
     for name, (down, up) in layers_of(state).items():
-        stack = key_map.of_layer(name)
+        stack = _stack_of(name, by_layer)
         if stack is None:
             raise UserError(
                 f"the LoRA adapts {name}, which has no place in ComfyUI's {network}: export with "
                 "--to diffusers or merged"
             )
         factors = (down, up * scales[name]) if common is None else (down, up)
-        stacks.setdefault(stack.original, (stack, {}))[1][name] = _swapped(network, name, factors)
+        stacks.setdefault(stack.original, (stack, {}))[1][name] = _in_order(stack, factors)
     tensors: dict[str, Tensor] = {}
     for original, (stack, parts) in stacks.items():
         name, (down, up) = next(iter(parts.items()))
@@ -232,6 +185,17 @@ def comfyui_state(
     return tensors
 
 
+def kohya_state(comfyui: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a ComfyUI file with kohya's keys: `lora_unet_` and underscores."""
+    ends = {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight"}
+    tensors = {}
+    for key, tensor in comfyui.items():
+        layer, dot, end = key.removeprefix(PREFIX).partition(".lora_")
+        layer, end = (layer, f"lora_{end}") if dot else (layer.removesuffix(".alpha"), "alpha")
+        tensors[f"{KOHYA}{layer.replace('.', '_')}.{ends.get(end, end)}"] = tensor
+    return tensors
+
+
 def from_original(original: str, factors: Factors, network: str) -> dict[str, Factors] | None:
     """Return the LoRAs of diffusers' layers for that of an original layer: `comfyui_state` undone.
 
@@ -239,12 +203,16 @@ def from_original(original: str, factors: Factors, network: str) -> dict[str, Fa
     so that a file that flowrl wrote comes back as it was. None for a layer that the map of the
     network's class lacks, or whose outputs cannot be divided.
     """
-    stack = _key_maps()[network].of_original(original) if network in _key_maps() else None
     down, up = factors
+    try:
+        _, by_original = key_map_of(network)
+    except UserError:
+        return None
+    stack = _stack_of(original.replace(".", "_"), by_original)
     if stack is None or len(up) % sum(stack.widths):
         return None
     if len(stack.layers) == 1:
-        return {stack.layers[0]: _swapped(network, stack.layers[0], factors)}
+        return {stack.layers[0]: _in_order(stack, factors)}
     unit, layers = len(up) // sum(stack.widths), {}
     rows = up.split([unit * width for width in stack.widths])
     for name, part in zip(stack.layers, rows, strict=True):

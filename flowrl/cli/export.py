@@ -9,7 +9,7 @@ from flowrl.cli._console import LoraAlpha
 from flowrl.errors import UserError
 
 # The formats that an option is for.
-FILES = ("diffusers", "comfyui", "merged")
+FILES = ("diffusers", "comfyui", "kohya", "merged")
 OPTIONS: dict[str, tuple[str, ...]] = {
     "-o": FILES, "--base": FILES, "--revision": FILES, "--dtype": ("merged",),
     "--repo-id": ("hub",), "--private": ("hub",),
@@ -25,11 +25,11 @@ def export(
         ),
     ],
     to: Annotated[
-        Literal["diffusers", "comfyui", "merged", "hub"],
+        Literal["diffusers", "comfyui", "kohya", "merged", "hub"],
         typer.Option(
-            help="diffusers: a file for diffusers. comfyui: one file with ComfyUI's keys (SD3, "
-            "FLUX.1, FLUX.2, Qwen-Image, Z-Image). merged: the whole pipeline with the LoRA in its "
-            "weights. hub: upload LoRA and card."
+            help="diffusers: a file for diffusers. comfyui, kohya: one file with ComfyUI's or "
+            "kohya's keys, for the families in the documentation. merged: the whole pipeline with "
+            "the LoRA in its weights. hub: upload LoRA and card."
         ),
     ] = "diffusers",
     output: Annotated[

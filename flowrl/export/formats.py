@@ -1,17 +1,17 @@
-"""`flowrl export`: copy a run's LoRA, convert it for ComfyUI, merge it, or push it to the Hub."""
+"""`flowrl export`: copy a run's LoRA, convert it to other keys, merge it, or push it to the Hub."""
 
 import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors.torch import save
 
 from flowrl.backbones.loading import load_pipeline, outline
-from flowrl.backbones.lora_files import file_prefix, fit_lora, merge_lora
+from flowrl.backbones.lora_files import converted_layers, file_prefix, fit_lora, merge_lora
 from flowrl.backbones.lora_formats import FILE, PREFIX, lora_bytes, lora_file, open_lora
-from flowrl.backbones.original_layers import comfyui_state, key_map_of
+from flowrl.backbones.original_layers import comfyui_state, key_map_of, kohya_state
 from flowrl.config import Config, load_config
 from flowrl.errors import UserError
 from flowrl.export.hub import open_repository, push
@@ -65,21 +65,33 @@ def export_diffusers(
     return path
 
 
-def export_comfyui(
-    source: str, to: Path, *, base: str | None = None, revision: str | None = None,
-    alpha: float | None = None,
+def export_original(
+    source: str, to: Path, *, keys: Literal["comfyui", "kohya"] = "comfyui",
+    base: str | None = None, revision: str | None = None, alpha: float | None = None,
 ) -> Path:  # fmt: skip
-    """Write the LoRA with ComfyUI's keys to a file, or into a folder under the run's name."""
+    """Write the LoRA for the original checkpoint to a file, or a folder under the run's name.
+
+    Args:
+        keys: whose names of the layers; kohya's are written where diffusers reads them back.
+    """
     lora = open_lora(source, alpha=alpha)
     kind, network = outline(*_check_base(base, revision, source))
-    key_map_of(type(network).__name__)  # before anything is computed
+    name = type(network).__name__
+    key_map_of(name)  # before anything is computed
     lora = fit_lora(lora, network, kind)
     file = lora.path.resolve()
-    name = file.parent.name if file.name == FILE else file.stem
-    path = to if to.suffix == SUFFIX else to / f"{name}{SUFFIX}"
+    stem = file.parent.name if file.name == FILE else file.stem
+    path = to if to.suffix == SUFFIX else to / f"{stem}{SUFFIX}"
     _check_free(path)
-    tensors = comfyui_state(lora.state, lora.scales, type(network).__name__)
-    header = {"format": "pt", "flowrl": f"a LoRA for {kind.__name__} with ComfyUI's keys"}
+    tensors = comfyui_state(lora.state, lora.scales, name)
+    if keys == "kohya":
+        tensors = kohya_state(tensors)
+        if not lora.scales.keys() <= converted_layers(tensors, kind).keys():
+            raise UserError(
+                f"diffusers does not read kohya's keys for {kind.__name__} with these layers: "
+                "export with --to comfyui"
+            )
+    header = {"format": "pt", "flowrl": f"a LoRA for {kind.__name__} with {keys} keys"}
     write_bytes(path, seal(save(tensors, metadata=header)))
     return path
 

@@ -26,7 +26,7 @@ from flowrl.backbones.lora_files import (
     unload_lora,
 )
 from flowrl.backbones.lora_formats import open_lora
-from flowrl.backbones.original_layers import comfyui_state, layers_of, weight_change
+from flowrl.backbones.original_layers import comfyui_state, kohya_state, layers_of, weight_change
 from flowrl.backbones.small import small_pipeline
 from flowrl.errors import UserError
 
@@ -138,13 +138,7 @@ def test_the_layers_are_recognised_under_every_programs_names(trained, tmp_path)
     if name not in CLASSES[:5]:
         return
     original = comfyui_state(lora.state, lora.scales, kind)
-    kohya = {
-        "lora_unet_" + key.removeprefix("diffusion_model.").replace(".", "_", layer.count(".") - 1)
-        .replace(".lora_A", ".lora_down").replace(".lora_B", ".lora_up"): tensor
-        for key, tensor in original.items()
-        for layer in [key.partition(".lora_")[0].removesuffix(".alpha")]
-    }  # fmt: skip
-    for tensors in (original, kohya):
+    for tensors in (original, kohya_state(original)):
         save_file(tensors, tmp_path / FILE)
         fitted = fit_lora(open_lora(tmp_path), network, type(pipeline))
         assert fitted.scales == lora.scales
