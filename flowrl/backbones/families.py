@@ -30,6 +30,7 @@ class Family:
     """One pipeline class, or several that share a network."""
 
     name: str  # short, as in names of recipes
+    built_in: str = ""  # a tiny pipeline of the class that comes with flowrl
     lora_targets: tuple[str, ...] = ()  # name endings of adapted layers; () reads the network
     second_attention: tuple[str, ...] = ()  # name endings for lora.dual_attention
     network: str = ""  # class of the network that `layer_rules` are for
@@ -64,6 +65,7 @@ _JOINT = tuple(
 # are those of Sol-RL's released code (2604.06916), put into diffusers' names.
 SD3 = Family(
     name="sd3",
+    built_in="tiny-sd3",
     network="SD3Transformer2DModel",
     lora_targets=_JOINT,
     second_attention=tuple(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
@@ -80,6 +82,7 @@ SD3 = Family(
 # blocks only the attention's inputs match these endings.
 FLUX = Family(
     name="flux",
+    built_in="tiny-flux",
     network="FluxTransformer2DModel",
     lora_targets=(
         *_JOINT, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
@@ -97,6 +100,7 @@ FLUX = Family(
 # width there, are two here, and both too small for min_dim.
 SANA = Family(
     name="sana",
+    built_in="tiny-sana",
     network="SanaTransformer2DModel",
     lora_targets=tuple(
         f"{attention}.{name}"
@@ -139,6 +143,16 @@ FAMILIES: dict[str, Family] = {
         name="hunyuan-image", guidance="distilled_guidance_scale", unguided=None
     ),
 }  # fmt: skip
+
+
+# How names on the Hub begin, the licence, and its file, as the cards of these repositories say;
+# without a file it is an identifier of the Hub. SANA's card has none and says "NSCL v2-custom".
+LICENCES = (
+    ("stabilityai/stable-diffusion-3.5-", "stabilityai-ai-community", "LICENSE.md"),
+    ("black-forest-labs/FLUX.1-dev", "flux-1-dev-non-commercial-license", "LICENSE.md"),
+    ("black-forest-labs/FLUX.1-schnell", "apache-2.0", ""),
+    ("Efficient-Large-Model/Sana_", "nscl-v2-custom", "LICENSE.txt"),
+)
 
 
 def family_of(pipeline_class: str) -> Family:

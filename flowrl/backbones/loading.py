@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from flowrl.backbones.families import FAMILIES
 from flowrl.backbones.offload import place_pipeline
 from flowrl.errors import UserError
 
-TINY = ("tiny-sd3", "tiny-flux", "tiny-sana")  # built in
+TINY = tuple(family.built_in for family in FAMILIES.values() if family.built_in)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NETWORK = {
     "ConnectError", "ConnectionError", "NetworkError", "TimeoutException", "TimeoutError",
@@ -197,9 +198,9 @@ ANYWHERE = (NATIVE, "_native_math", "flex")  # the others need an accelerator
 def set_attention(network: Any, name: str, device: torch.device) -> None:
     """Set the attention back end of a diffusers transformer; copies of the network keep it.
 
-    diffusers also takes the choice as the default of every other network in the process. In
-    diffusers 0.42 FLUX has the switch for back ends, SD3 an older one for xformers alone, and SANA
-    always calls torch's own function.
+    diffusers also takes the choice as the default of every other network in the process. Some
+    networks have the switch for back ends, some an older one for xformers alone, and some always
+    call torch's own function.
 
     Raises:
         UserError: diffusers does not know the name, the device cannot run it, its library is
@@ -208,11 +209,11 @@ def set_attention(network: Any, name: str, device: torch.device) -> None:
     from diffusers.models.attention_dispatch import AttentionBackendName
 
     name = name.lower()
-    known = [member.value for member in AttentionBackendName]
-    if name not in known:
+    names = [member.value for member in AttentionBackendName]
+    if name not in names:
         raise UserError(
             f"pipeline.attention is {name!r}, expected null or a back end of diffusers: "
-            f"{', '.join(n for n in known if not n.startswith('_'))}"
+            f"{', '.join(n for n in names if not n.startswith('_'))}"
         )
     if name not in ANYWHERE and device.type == "cpu":
         raise UserError(
@@ -244,16 +245,16 @@ def set_attention(network: Any, name: str, device: torch.device) -> None:
 
 
 def _joint(network: Any) -> bool:
-    """Whether all layers have SD3's processor, the only one that xformers replaces by an equal."""
+    """Whether all layers have the joint processor, which alone xformers replaces by an equal."""
     from diffusers.models.attention_processor import JointAttnProcessor2_0
 
-    found = _processors(network)
-    return bool(found) and all(isinstance(p, JointAttnProcessor2_0) for p in found)
+    processors = _processors(network)
+    return bool(processors) and all(isinstance(p, JointAttnProcessor2_0) for p in processors)
 
 
 def _processors(network: Any) -> list[Any]:
-    found = (getattr(module, "processor", None) for module in network.modules())
-    return [processor for processor in found if processor is not None]
+    processors = (getattr(module, "processor", None) for module in network.modules())
+    return [processor for processor in processors if processor is not None]
 
 
 def enable_gradient_checkpointing(network: Any) -> None:

@@ -117,7 +117,7 @@ class PipelineBackbone:
 
     def _through(self, visit: Visit, count: int, **call: Any) -> Any:
         """Call the pipeline for `count` rows with this backbone's network."""
-        # Lists of their own each time: Z-Image writes into its prompts.
+        # Lists of their own each time: some pipelines write into their prompts.
         call = {"prompt": [SHORT] * count, "output_type": "latent", **self.arguments, **call}
         if "negative_prompt" in self.arguments and isinstance(call["negative_prompt"], str):
             call["negative_prompt"] = [call["negative_prompt"]] * count
@@ -191,7 +191,7 @@ class PipelineBackbone:
         shaped = [name for name in first if first[name].shape != second[name].shape]
         if shaped:
             return kinds, shaped, True
-        # Others' texts may matter in other ways: Bria drops all negatives where the first is "".
+        # Neighbours may matter in other ways: all negatives dropped where the first is "".
         same = entries_of(both) == kinds.keys()  # a mask may come with other lengths only
         together = rows_of(both, kinds, 2) if same else {}
         equal = together.keys() == first.keys() and all(

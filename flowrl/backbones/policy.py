@@ -58,7 +58,9 @@ class Policy:
             torch.manual_seed(seed)
             for name in names:
                 self._add(name, rank, alpha, tuple(targets or backbone.lora_targets))
-        self._layers = list(_lora_layers(self.network))  # FLUX has 4,700 modules and 342 of these
+        self._layers = list(
+            _lora_layers(self.network)
+        )  # looked for once, among thousands of modules
         self._by_name = {name: _parameters_of(self.network, name) for name in names}
         for name in self.copies:
             self._copy(POLICY, name)

@@ -133,7 +133,7 @@ def class_of(model: str) -> str:
         if re.search(words, kind):
             raise UserError(
                 f"{model} is a {kind}, which {what}: flowrl trains text-to-image pipelines that "
-                "sample a flow, such as black-forest-labs/FLUX.2-klein-base-4B."
+                "sample a flow; flowrl recipes names some."
             )
     return kind
 

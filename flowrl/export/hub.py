@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from flowrl.backbones.families import LICENCES
 from flowrl.backbones.loading import is_offline
 from flowrl.backbones.lora_files import FILE
 from flowrl.config.yaml12 import dump_yaml, load_yaml
@@ -208,16 +209,6 @@ class Licence:
     def header(self) -> dict[str, str]:
         entries = {"license": self.id, "license_name": self.name, "license_link": self.link}
         return {key: value for key, value in entries.items() if value}
-
-
-# (how names begin, licence, file) as the cards of these repositories say; without a file it is an
-# identifier of the Hub. SANA's card has no identifier and says "NSCL v2-custom" in its text.
-LICENCES = (
-    ("stabilityai/stable-diffusion-3.5-", "stabilityai-ai-community", "LICENSE.md"),
-    ("black-forest-labs/FLUX.1-dev", "flux-1-dev-non-commercial-license", "LICENSE.md"),
-    ("black-forest-labs/FLUX.1-schnell", "apache-2.0", ""),
-    ("Efficient-Large-Model/Sana_", "nscl-v2-custom", "LICENSE.txt"),
-)
 
 
 def licence_of(base_model: str) -> Licence | None:

@@ -139,7 +139,7 @@ def flow_sde_noise(sigmas: Tensor, level: float) -> Tensor:
 
     At sigma = 1, where it diverges, the denominator takes the second entry of the schedule;
     the first step's std is then `level`, for any number of steps. So it does where a schedule
-    begins just below 1, as SANA's own at 0.9997, and not within a schedule of a thousand steps.
+    begins just below 1, at 0.9997 say, and not within a schedule of a thousand steps.
     """
     sigma, sigma_next = sigmas[:-1], sigmas[1:]
     pure = (sigma > PURE) & (1 - sigma < (sigma - sigma_next) / 4)

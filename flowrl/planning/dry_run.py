@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from flowrl.backbones.families import family_of
 from flowrl.backbones.loading import pipeline_path
 from flowrl.backbones.small import small_folder
 from flowrl.config import Config, parse_config
@@ -30,11 +31,6 @@ from flowrl.trees.plan import PlanError, count
 from flowrl.utils.files import write_text
 from flowrl.utils.imports import load_callable
 
-TINY_PIPELINES = {
-    "StableDiffusion3Pipeline": "tiny-sd3",
-    "FluxPipeline": "tiny-flux",
-    "SanaPipeline": "tiny-sana",
-}
 SIDE = 64  # pixels of an image of other classes' small pipelines
 ITERATIONS, PROMPTS, ROWS, RANK, TOKENS, IMAGES = 2, 2, 16, 4, 16, 4
 FORWARDS = 24  # of a prompt, above which a rehearsal takes fewer steps
@@ -106,7 +102,7 @@ def _as_text(value: Any) -> str:
 def _shrink_pipeline(draft: _Draft, config: Config, folder: Path) -> None:
     precision = config.pipeline.precision
     kind = pipeline_class(config.pipeline.path, config.pipeline.revision)
-    tiny = TINY_PIPELINES.get(kind)
+    tiny = family_of(kind).built_in
     if tiny is None:
         made = small_folder(diffusers_class(kind), folder / "pipeline")
         draft.put("pipeline.path", str(made), f"a small random {kind}")

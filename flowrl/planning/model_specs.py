@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from flowrl.backbones.families import family_of
 from flowrl.backbones.loading import TINY, pipeline_path
 from flowrl.errors import UserError
 
+# What networks call the width of their text embeddings.
+TEXT_WIDTHS = ("joint_attention_dim", "caption_channels")
 PUBLISHED = Path(__file__).parent / "published"
 # Values in a text encoder's config.json that are no arguments of its configuration.
 NOT_ARGUMENTS = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type")
-# The classes that bench scripts know by a short name.
-SHORT_NAMES = {"StableDiffusion3Pipeline": "sd3", "FluxPipeline": "flux", "SanaPipeline": "sana"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,7 +80,7 @@ class ModelSpec:
     @property
     def family(self) -> str:
         """Return the short name of the pipeline class."""
-        return SHORT_NAMES.get(self.pipeline, self.pipeline)
+        return family_of(self.pipeline).name
 
     @property
     def weights(self) -> int:
@@ -107,7 +108,7 @@ class ModelSpec:
     @property
     def text_width(self) -> int:
         """Return the width of the text embeddings that the transformer attends to."""
-        return self.config["caption_channels" if self.family == "sana" else "joint_attention_dim"]
+        return next(self.config[name] for name in TEXT_WIDTHS if name in self.config)
 
     @property
     def pooled_width(self) -> int | None:

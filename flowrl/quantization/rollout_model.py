@@ -287,7 +287,7 @@ def prepare(
     Args:
         dtype: the network's own.
         min_dim, keep, where: see `choose_layers`.
-        convolutions: False keeps SANA's 1x1 ones exact: low-bit ones sample, but do not train.
+        convolutions: False keeps 1x1 ones exact: low-bit ones sample, but do not train.
 
     Raises:
         UserError: no layer can be quantised, nothing says which, or a kernel disagrees with its

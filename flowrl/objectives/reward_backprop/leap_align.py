@@ -20,7 +20,7 @@ from flowrl.objectives.reward_backprop.base import (
 )
 from flowrl.trajectory import Metrics, Rollout
 
-# FlowBP's settings for SD3.5: the Dirichlet law that cuts a chain into the steps before, between
+# FlowBP's settings: the Dirichlet law that cuts a chain into the steps before, between
 # and after the states that leaps begin at; and the largest share of the steps of the last leap.
 CONCENTRATION, LATEST = (2.0, 6.0, 2.5), 0.4
 
