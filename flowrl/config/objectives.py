@@ -53,7 +53,7 @@ class AdvantageOptions(Options):
         "auto",
         "Divisor of an advantage: std of the group, std over all images of the iteration "
         "(global), or 1 (none). auto is global with rewards: gdpo, and std with rewards: sum.",
-        "global in DiffusionNFT and Flow-GRPO's SD3 settings, std in most later ones",
+        "global in DiffusionNFT and in Flow-GRPO's published runs, std in most later ones",
     )
     ddof: Annotated[Literal[0, 1], Choice] = option(
         0, "0 for the population's standard deviation, 1 for the sample's.", "1 in DanceGRPO"
@@ -122,7 +122,7 @@ class GRPOOptions(StepObjectiveOptions):
         "Largest change of one step's log-probability, summed over the latent, before its gradient "
         "is cut, in nats; independent of the latent's size. A published clip of the latent-mean "
         "ratio is this divided by the number of latent elements.",
-        "1e-4 times the 65,536 latent elements of SD3.5 at 512 px, Flow-GRPO's published clip",
+        "1e-4 times the 65,536 latent elements of an image of 512 px, Flow-GRPO's published clip",
     )
     step_weight: Literal["none", "noise", "equal"] = option(
         "none",
@@ -183,7 +183,9 @@ class UniformTimesOptions(Options):
 
 class LogitNormalTimesOptions(Options):
     kind: Literal["logit_normal"] = option(
-        "logit_normal", "The logistic function of a standard normal number.", "SD3's pretraining"
+        "logit_normal",
+        "The logistic function of a standard normal number.",
+        "pretraining of flow models, 2403.03206",
     )
 
 

@@ -106,7 +106,7 @@ class ExploreOptions(Options):
         None,
         "Layers stay exact unless the larger of their two sizes is above this; null is the "
         "backbone's.",
-        f"1000 for FLUX.1, 2432 for SD3.5-Large, 2240 for SANA in {SOL_RL}",
+        f"1000, 2240 or 2432, by the network, in {SOL_RL}",
     )
     audit: AuditOptions = option(AuditOptions(), "How candidates are compared with exact images.")
 
@@ -155,7 +155,7 @@ class RolloutOptions(Options):
         None, "Steps that are sampled but not learned from, moving as training goes; null is none."
     )
     num_inference_steps: DenoisingSteps = option(
-        8, "Denoising steps of a rollout.", "published: 10 for SD3.5"
+        8, "Denoising steps of a rollout.", "published: 10"
     )
     guidance_scale: NonNegative = option(
         1.0,
@@ -183,7 +183,7 @@ class RolloutOptions(Options):
         0.7,
         "Strength of the noise: a for flow_sde and overshoot, eta for dance_sde, a in (0, 1] for "
         "cps, 1 for renoise.",
-        "published: 0.7 for flow_sde on SD3.5, 0.3 for dance_sde, 0.8 for cps",
+        "published: 0.7 for flow_sde, 0.3 for dance_sde, 0.8 for cps",
     )
     staleness: Literal[0, 1] = option(
         0,

@@ -37,14 +37,14 @@ class PipelineOptions(Options):
     attention: Text | None = option(
         None,
         "Who computes attention: a back end of diffusers such as native, flash or xformers; null "
-        "leaves it to diffusers. Of diffusers 0.42's transformers FLUX can be told any; SD3 takes "
-        "native or xformers, SANA always native.",
+        "leaves it to diffusers. Some transformers take any, some native or xformers, some native "
+        "alone.",
     )
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
         "Number format of the frozen weights and the network's arithmetic; adapters, step "
         "arithmetic and log-probabilities stay fp32.",
-        "published recipes use fp16 for SD3 and bf16 for FLUX",
+        "published recipes use fp16 or bf16, by the pipeline",
     )
     precision: Precision | None = option(
         None,
@@ -65,7 +65,7 @@ class PipelineOptions(Options):
         None,
         "With precision: layers stay exact unless the larger of their two sizes is above this; "
         "null is the backbone's.",
-        f"2432 for SD3.5-Large in {SOL_RL}",
+        f"1000 to 2432, by the network, in {SOL_RL}",
     )
     device: Literal["auto", "cpu", "cuda", "mps"] = option(
         "auto", "Where to compute; auto takes cuda, then mps, then cpu."
@@ -88,7 +88,7 @@ class PipelineOptions(Options):
 class LoRAOptions(Options):
     """The adapter that is trained."""
 
-    rank: Count = option(16, "Rank of the update of each adapted layer.", "published: 32 at SD3.5")
+    rank: Count = option(16, "Rank of the update of each adapted layer.", "published: 32")
     alpha: Positive = option(
         32, "Strength: the update is scaled by alpha / rank.", f"alpha = 2 rank, {FLOW_GRPO_CODE}"
     )
@@ -99,8 +99,8 @@ class LoRAOptions(Options):
     )
     dual_attention: Flag = option(
         False,
-        "Also adapt the image stream's second attention (attn2) of SD3.5-Medium's dual-attention "
-        "blocks, beside whatever targets names.",
+        "Also adapt the image stream's second attention (attn2) of blocks with dual "
+        "attention, beside whatever targets names.",
         f"frozen in {FLOW_GRPO_CODE}: the list there does not match its name",
     )
     init_from: Text | None = option(
@@ -178,7 +178,7 @@ class EvaluationOptions(Options):
         "Denoising steps, without noise. A list evaluates at each number of steps: at all of them "
         "at the start and the end, in between at the first, which also decides the best "
         "checkpoint. [5, 28] shows whether what 5 steps gain is there at 28.",
-        "published: 40 for SD3.5",
+        "published: 40",
     )
     guidance_scale: NonNegative = option(1.0, "Guidance in evaluation, apart from the rollout's.")
     height: Count | None = option(
@@ -282,7 +282,7 @@ class MemoryOptions(Options):
         False,
         "Compute a block's activations again in the backward pass instead of keeping them: one "
         "more forward for each backward pass, for a fraction of the memory.",
-        "on for FLUX in Sol-RL",
+        "on for the largest network in Sol-RL",
     )
     base_bits: Annotated[Literal[4, 8], Choice] | None = option(
         None,

@@ -54,9 +54,9 @@ def mean_one(weight: Tensor, move: Tensor) -> Tensor:
     weight: (E,); move: (E,) long, the move of each edge.
 
     TempFlow-GRPO (2508.04324) weights a step by its std. Its code has 2.25 sigma_t sqrt|dt|, where
-    2.25 is 1 / mean only for ten steps of SD3 at noise level 0.7. GRPO-Guard (2510.22319) weights
-    a step by 1 / |dt|, to make the gradients of all steps equally large: for Flow-SDE this is
-    proportional to 1 / |velocity_gain|, except in the step from sigma = 1; for CPS it is not.
+    2.25 is 1 / mean only for ten steps at shift 3 and noise level 0.7. GRPO-Guard (2510.22319)
+    weights a step by 1 / |dt|, to make the gradients of all steps equally large: for Flow-SDE this
+    is proportional to 1 / |velocity_gain|, except in the step from sigma = 1; for CPS it is not.
     """
     _, number, size = move.unique(return_inverse=True, return_counts=True)
     return weight / ((weight / size[number]).sum() / len(size))

@@ -515,7 +515,7 @@ REWARDS: Mapping[str, tuple[str, int]] = {
     "hpsv2": ("xswu/HPSv2", CLIP_H),
     "imagereward": ("THUDM/ImageReward", 446_206_689),
 }
-HPSV3 = 7_748_610_610  # Qwen2-VL-7B without what tells the next token; in bf16 unless it is told
+HPSV3 = 7_748_610_610  # without the head for the next token; in bf16 unless args say otherwise
 DETECTORS: Mapping[str, int] = {
     "mask2former": 68_741_083,  # facebook/mask2former-swin-small-coco-instance
     "owlv2": 154_966_792,  # google/owlv2-base-patch16-ensemble
