@@ -48,7 +48,7 @@ def load_evaluator(
     pipeline: Any
     pipeline, texts = build_evaluated_pipeline(config, runtime, prompts)
     fitted = [fit_lora(lora, network_of(pipeline), type(pipeline)) for lora in loras]
-    evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects(), texts)
+    evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects(), texts, runtime)
     assert evaluator is not None  # there are prompts
     return evaluator, fitted
 
