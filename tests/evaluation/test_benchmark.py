@@ -52,15 +52,19 @@ def test_the_drawn_layout_is_genevals_and_goes_on_where_it_ended(drawn):
         assert json.loads((folder / f"{index:05d}" / "metadata.jsonl").read_text()) == row
         names = sorted(p.name for p in (folder / f"{index:05d}" / "samples").iterdir())
         assert names == ["0000.png", "0001.png"]
-    first, kept = folder / "00000/samples/0000.png", folder / "00001/samples/0000.png"
-    before, stamp = first.read_bytes(), kept.stat().st_mtime_ns
+    first, flipped, whole = (folder / f"0000{i}/samples/0000.png" for i in range(3))
+    before, stamp = [path.read_bytes() for path in (first, flipped)], whole.stat().st_mtime_ns
     first.unlink()
+    data = bytearray(before[1])
+    data[random.Random(0).randrange(8, len(data) - 12)] ^= 1
+    flipped.write_bytes(data)
     options = DrawingOptions(
         model="tiny-sd3", guidance=1, steps=8, max_sequence_length=12, device="cpu"
     )
     prompts = load_prompts(folder.parent / "rows.jsonl")
     draw_prompts(options.build(), prompts, folder, per_prompt=2, seed=0)
-    assert first.read_bytes() == before and kept.stat().st_mtime_ns == stamp
+    assert [path.read_bytes() for path in (first, flipped)] == before
+    assert whole.stat().st_mtime_ns == stamp
     with pytest.raises(UserError, match="drawn.json"):
         draw_prompts(options.build(), prompts, folder, per_prompt=2, seed=1)
 

@@ -1,8 +1,6 @@
 """Methods side by side: intervals, data files, pages, and runs that happen once."""
 
 import math
-import random
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,33 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
-from flowrl.config import config_yaml, load_config
-from flowrl.errors import UserError
-from flowrl.tiny.draw import draw
-from flowrl.tiny.world import all_prompts, split_prompts
-from flowrl.training.evaluate import Evaluation, evaluation_file
-from flowrl.training.tracking import FILE as METRICS
-from flowrl.utils.files import write_text
-from flowrl.utils.journal import append_line
+from flowrl.config import load_config
 from scripts.compare import __main__ as program
-from scripts.compare import intervals, report, runs
-from scripts.compare import page as pages
+from scripts.compare import intervals, runs
 from scripts.compare.break_even import DRAFTS, break_even, speed_range
 from scripts.compare.charts import charts
-from scripts.compare.control import Random
 from scripts.compare.data import (
     CURVES,
-    GUIDED,
     IMAGES,
     TIMES,
     Image,
     Line,
     chosen,
-    lines_of,
-    rates,
     read_curves,
     read_images,
     read_rows,
@@ -44,12 +29,11 @@ from scripts.compare.data import (
     write_images,
     write_rows,
 )
-from scripts.compare.law import Freedom, Layout, variety
+from scripts.compare.law import variety
 from scripts.compare.page import Method, Page, load_page, page_names
 from scripts.compare.report import (
     break_even_table,
     differences_table,
-    guided_table,
     kept_most,
     render,
     rules_table,
@@ -86,15 +70,6 @@ def test_images_of_one_request_count_as_one_draw():
     ratio = (whole.high - whole.low) / (alone.high - alone.low)
     assert ratio == pytest.approx(math.sqrt(20), rel=0.1)
     assert intervals.over_requests(change, request.tolist()) == whole  # the same again
-
-
-def test_some_methods_of_a_page_can_be_run_alone():
-    page = load_page("quickstarts")
-    some = page.only(["quickstart-sana", "quickstart"])
-    assert [method.name for method in some.methods] == ["quickstart-sana", "quickstart"]
-    assert some.baseline == page.baseline and some.method("quickstart") in page.methods
-    with pytest.raises(UserError, match="page quickstarts has no method 'nosuch', expected one of"):
-        page.only(["nosuch"])
 
 
 def test_the_interquartile_mean_leaves_the_outer_quarters_out():
@@ -215,75 +190,6 @@ def test_a_page_has_what_its_data_say_and_what_is_missing(data):
     assert "What was planted." in text and "Fewer than 3 seeds" not in text
 
 
-def test_a_method_with_steps_of_its_own_is_evaluated_at_them_and_says_so(data):
-    slow = replace(METHODS[1], steps=(7, 28))
-    page = replace(PAGE, methods=(METHODS[0], slow))
-    counts = [page.config(m, 0, data).evaluation.num_inference_steps for m in page.methods]
-    assert counts == [[5, 28], [7, 28]]
-    (_, _, job), _ = runs.tuning_jobs(page, data)
-    assert job.config.evaluation.step_counts == (7,)
-    chains, tree = scores_table(Results.read(page, data))
-    assert (chains["own steps"], tree["own steps"]) == ("5", "7")
-    assert tree["strict, own steps"] == "0.200 → 0.700" and "strict, 28 steps" in tree
-    assert "own steps" not in scores_table(Results.read(PAGE, data))[0]
-
-
-def test_aligned_images_are_compared_with_the_base_at_its_best_guidance(data, monkeypatch):
-    asked = []
-
-    def evaluate(config):
-        asked.append((config.evaluation.guidance_scale, config.evaluation.step_counts))
-        few, many = {1: (0.2, 0.3), 2: (0.5, 0.4), 3: (0.4, 0.6)}[config.evaluation.guidance_scale]
-        return [{"reward": "strict", "mean": few}, {"reward": "28_steps/strict", "mean": many}]
-
-    monkeypatch.setattr(runs, "evaluate", evaluate)
-    old = {"method": "chains", "guidance": "9", "strict": "0", "28_steps/strict": "0"}
-    write_rows(data / GUIDED, [old])
-    page = replace(PAGE, methods=(METHODS[0], replace(METHODS[1], guidance=(1.0, 2.0, 3.0))))
-    with pytest.raises(UserError, match="no method of page small that was asked for names"):
-        runs.score_bases(page.only(["chains"]), data / "runs", data)
-    runs.score_bases(page, data / "runs", data)
-    assert asked == [(g, (5, 28)) for g in (1, 2, 3)]
-    chains, tree = guided_table(Results.read(page, data), data)
-    assert chains["guidance 9, 5 steps"] == "0.000"
-    few, many = (intervals.over_seeds([s - best for s in (0.6, 0.7, 0.8)]) for best in (0.5, 0.55))
-    assert tree["aligned above the best, 5 steps"] == f"+0.200 [{few.low:.3f}, {few.high:.3f}]"
-    assert tree["aligned above the best, 28 steps"].startswith(f"+{many.mean:.3f} [")
-    assert tree["guidance 2, 28 steps"] == "0.400"
-    assert "## The base with guidance" in render(page, data).read_text()
-
-
-def test_last_images_of_two_methods_are_compared_request_by_request(data):
-    better = [pictures("tree", seed, 20, [1, 1, 1, seed == 0]) for seed in range(3)]
-    kept = [image for image in read_images(data) if image.method != "tree" or not image.iteration]
-    write_images(data, [*kept, *(image for own in better for image in own)])
-    results = Results.read(PAGE, data)
-    found = results.difference_of_images("tree", "chains", "strict")
-    assert found == intervals.over_requests([0, 1, 0, 1 / 3 - 1], [0, 0, 1, 1])
-    assert results.difference_of_images("tree", "late", "strict") is None  # it has no images
-    _, tree = differences_table(results, "chains")
-    assert tree["strict, over images"].startswith(f"{found.mean:+.3f} [")
-    assert tree["strict above at the end"] == "+0.200 [0.200, 0.200]"
-
-
-def test_nothing_is_said_of_what_lies_between_the_two_ends_of_a_run(data):
-    results = Results.read(PAGE, data)
-    assert any("equal" in name for name in differences_table(results, "chains")[1])
-    ends = {m: {s: [run[0], run[-1]] for s, run in r.items()} for m, r in results.lines.items()}
-    results = replace(results, lines=ends)
-    _, tree = differences_table(results, "chains")
-    assert set(tree) == {"method", "strict above at the end", "strict, over images"}
-    assert report.ENDS in text_of(results, data) and report.EQUAL not in text_of(results, data)
-
-
-def test_options_that_all_methods_have_are_told_once(data):
-    own = (("a=1", "b=2"), ("a=1", "c=3"), ("a=1",))
-    methods = [replace(m, options=o) for m, o in zip(METHODS, own, strict=True)]
-    text = text_of(Results.read(replace(PAGE, methods=tuple(methods)), data), data)
-    assert "All have `a=1`" in text and text.count("`a=1`") == 1
-    assert "| chains | quickstart | `b=2` |" in text and "| tree | quickstart | `c=3` |" in text
-
-
 def test_pages_of_the_gallery_are_what_their_data_say():
     rendered = [name for name in page_names() if (GALLERY / name / IMAGES).is_file()]
     assert {"quickstarts", "trees", "solrl", "overoptimisation"} <= set(rendered)
@@ -362,30 +268,6 @@ def test_wall_time_is_iterations_times_measured_rates(data):
     assert row["reaches the highest, 0.500, in wall time"] == "20%"
     assert row["stays above, in wall time"] == "33%"
     assert row["above at equal forwards"].startswith("+0.200 [0.200, 0.200] (at 2e+03)")
-
-
-def test_seconds_are_those_of_iterations_after_the_first_and_rates_are_measured_in_turns(
-    data, tmp_path, monkeypatch
-):
-    spent = [9.0, 1.0, 3.0, 2.0]  # the first compiles and reads
-    metrics = [{"time/rollout": t, "time/train": 1.0, "loss": 0.1} for t in spent]
-    metrics.insert(2, {"eval/judge": 0.5, "time/rollout": 50.0})  # an evaluation learns nothing
-    assert runs.seconds_of(metrics) == 3.0 and runs.seconds_of(metrics, "time/rollout") == 2.0
-
-    order = []
-
-    def start(job):
-        order.append((job.name, job.config.run.seed))
-        return subprocess.Popen([sys.executable, "-c", ""])
-
-    monkeypatch.setattr(runs.Job, "start", start)
-    monkeypatch.setattr(runs, "read_metrics", lambda folder: metrics)
-    old = {"method": "gone", "round": 0, "seconds": "9"} | dict.fromkeys(TIMES, "1")
-    write_rows(data / "rates.csv", [old])
-    page = replace(PAGE, methods=METHODS[:2])
-    runs.measure_rates(page, tmp_path / "runs", data, rounds=2, iterations=4)
-    assert order == [("chains-0", 1000), ("tree-0", 1000), ("chains-1", 1001), ("tree-1", 1001)]
-    assert rates(data) == {"gone": 9.0, "chains": 3.0, "tree": 3.0}
 
 
 def test_drafts_pay_from_the_speed_at_which_both_cost_the_same(data):
@@ -500,18 +382,6 @@ def test_every_page_names_its_baseline_and_runs_that_stop_by_iterations():
                 assert list(config.plans())
 
 
-def test_a_run_of_other_options_is_no_run_of_the_page(tmp_path):
-    config = load_config("quickstart", [f"run.output_dir={tmp_path / 'run'}"])
-    job = runs.Job(name="a", config=config, folder=tmp_path / "run")
-    assert not job.finished
-    write_text(job.folder / "config.yaml", config_yaml(config))
-    assert not job.finished  # begun, with these options
-    other = load_config("quickstart", [f"run.output_dir={tmp_path / 'run'}", "optim.lr=0.5"])
-    write_text(job.folder / "config.yaml", config_yaml(other))
-    with pytest.raises(UserError, match=r"optim.lr was 0.5, the page has 0.0032\): move it away"):
-        _ = job.finished
-
-
 def test_finished_runs_are_skipped_and_failed_ones_are_told(tmp_path, monkeypatch, capsys):
     done: set[str] = {"a"}
     started = []
@@ -530,71 +400,6 @@ def test_finished_runs_are_skipped_and_failed_ones_are_told(tmp_path, monkeypatc
     jobs = [Fake(name=n, config=None, folder=tmp_path / n) for n in ("a", "b", "c")]
     assert runs.run_all(jobs, at_once=2) == ["c"]
     assert started == ["b", "c"] and "1 of 3 runs are finished" in capsys.readouterr().out
-
-
-def test_a_run_is_given_the_evaluated_base_of_another_with_the_same_options(tmp_path):
-    def job(name: str, *changes: str) -> runs.Job:
-        folder = tmp_path / name
-        config = PAGE.config(METHODS[0], 0, folder, "evaluation.num_images=4", *changes)
-        return runs.Job(name=name, config=config, folder=folder)
-
-    first, same = job("first"), job("same", "optim.lr=3e-4")
-    other = job("other", "evaluation.guidance_scale=2")
-    measured = Evaluation(
-        scores=torch.tensor([[0.25], [0.75]]), names=("judge",), images=torch.rand(1, 3, 4, 4),
-        prompts=("a",), draws=(0,), key="k", prompt=torch.arange(2), steps=2,
-    )  # fmt: skip
-    measured.save(evaluation_file(first.folder, 0))
-    for each in (same, other):
-        runs.borrow_base(each, [first, same, other])
-    assert not evaluation_file(other.folder, 0).exists()
-    append_line(same.folder / METRICS, {"step": 3, "tree/forwards": 7, "eval/judge": 0.6})
-    base, last = lines_of(same.folder, "a", 0)
-    assert (base.iteration, base.forwards, base.scores) == (0, 0, {"judge": 0.5})
-    assert (last.iteration, last.forwards, last.scores) == (3, 7, {"judge": 0.6})
-
-
-def test_data_of_runs_that_are_not_here_stay(data, monkeypatch):
-    page = replace(PAGE, methods=METHODS[:2])
-    before, images = read_curves(data), read_images(data)
-
-    class Fake(runs.Job):
-        @property
-        def finished(self) -> bool:
-            return self.name == "chains, seed 0"
-
-    made = runs.jobs_of
-    monkeypatch.setattr(
-        runs, "jobs_of",
-        lambda *a: [Fake(name=j.name, config=j.config, folder=j.folder) for j in made(*a)],
-    )  # fmt: skip
-    new = Line(method="chains", seed=0, iteration=9, forwards=1, images=1, scores={"strict": 0.9})
-    monkeypatch.setattr(runs, "lines_of", lambda *a: [new])
-    monkeypatch.setattr(runs, "images_of", lambda *a: [])
-    assert runs.collect(page, data / "runs", data, 2) == 1
-    kept = [line for line in before if (line.method, line.seed) != ("chains", 0)]
-    assert kept and read_curves(data) == [new, *kept]
-    own = [i for i in images if i.method == "chains" and (i.seed == 0 or i.iteration == 0)]
-    assert own and read_images(data) == [i for i in images if i not in own]
-
-
-def test_grids_are_tried_one_after_another_and_no_combination_twice(tmp_path, monkeypatch):
-    text = (pages.FOLDER / "objectives.yaml").read_text()
-    rates, warm = "{optim.lr: [1e-4, 2e-4]}", "{optim.lr: [2e-4], lora.targets: [[a, b]]}"
-    for name, tune in (("one", rates), ("two", f"[{rates}, {warm}, {rates}]"), ("none", "{}")):
-        (tmp_path / f"{name}.yaml").write_text(re.sub("(?m)^tune: .*", f"tune: {tune}", text))
-    monkeypatch.setattr(pages, "FOLDER", tmp_path)
-    found = {name: load_page(name).methods[-1].choices() for name in ("one", "two", "none")}
-    assert found["one"] == [("optim.lr=0.0001",), ("optim.lr=0.0002",)] and found["none"] == []
-    assert found["two"] == [*found["one"], ("optim.lr=0.0002", 'lora.targets=["a","b"]')]
-
-
-def test_the_control_knows_nothing_and_repeats():
-    images = torch.rand(500, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    scores = Random()(images, [""] * 500, [{}] * 500)
-    assert torch.equal(scores, Random()(images, ["x"] * 500, [{}] * 500))
-    assert scores.mean().item() == pytest.approx(0.5, abs=0.05) and len(scores.unique()) == 500
-    assert scores.std().item() == pytest.approx(math.sqrt(1 / 12), abs=0.03)
 
 
 @pytest.mark.slow
@@ -674,39 +479,6 @@ def test_gold_turns_where_its_mean_is_highest_and_rules_see_all_but_gold():
 
 
 # --- the tiny world's law ------------------------------------------------------------------------
-
-
-def test_layouts_of_drawn_images_are_named_and_diverge_from_the_law_by_nothing():
-    """Images drawn by the law, and images that always show the first layout."""
-    prompts = [
-        p for tag in ("counting", "position", "two_object") for p in split_prompts(tag, "test")[:20]
-    ]
-    requests = [i for i in range(len(prompts)) for _ in range(6)]
-    metadata = [prompts[i] for i in requests]
-    drawn = torch.stack(
-        [
-            torch.from_numpy(draw(p, random.Random(i)).copy()).permute(2, 0, 1) / 255
-            for i, p in enumerate(metadata)
-        ]
-    )
-    texts = [p["prompt"] for p in metadata]
-    layout, freedom = Layout()(drawn, texts, metadata), Freedom()(drawn, texts, metadata)
-    right = ~layout.isnan()
-    assert (right | (freedom == 1)).float().mean() > 0.98 and (freedom == 1).any()
-    assert (layout[right] < freedom[right]).all() and (layout[right] >= 0).all()
-    found = variety(requests, layout.tolist(), freedom.tolist())
-    assert found.collisions == pytest.approx(found.law, abs=0.04)
-    assert abs(found.divergence) < 0.06
-    same = variety(requests, (layout * 0).tolist(), freedom.tolist())
-    assert same.collisions == 1 and same.divergence > 1
-
-
-def test_a_layout_has_one_number_in_all_wordings_of_a_request():
-    wordings = [p for p in all_prompts("two_object") if p["request"] == "two_object: cross + ring"]
-    assert len({tuple(e["class"] for e in p["include"]) for p in wordings}) == 2
-    image = torch.from_numpy(draw(wordings[0], random.Random(3)).copy()).permute(2, 0, 1) / 255
-    numbers = Layout()(torch.stack([image] * len(wordings)), [""] * len(wordings), wordings)
-    assert len(numbers.unique()) == 1 and not numbers.isnan().any()
 
 
 def test_the_variety_of_few_images_is_not_biased():
