@@ -1,5 +1,6 @@
 """The `flowrl` program. torch and diffusers are imported by the commands that need them."""
 
+import inspect
 import logging
 import os
 import sys
@@ -29,7 +30,7 @@ from flowrl.cli import (
     verify,
     vote,
 )
-from flowrl.cli._console import print_error
+from flowrl.cli._console import LogLines, print_error
 from flowrl.errors import CODES, Interrupted, as_failure, exit_code
 from flowrl.utils.stopping import at_once
 
@@ -40,28 +41,27 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(context_settings=train.RECIPE_COMMAND)(train.train)
-app.command()(recipes.recipes)
-app.command()(init.init)
-app.command()(runs.runs)
-app.command(context_settings=train.RECIPE_COMMAND)(data.collect)
-app.command()(sample.sample)
-app.command()(sample.score)
-app.command()(sample.gallery)
-app.command()(export.export)
-app.command(context_settings=train.RECIPE_COMMAND)(evaluation.evaluate)
-app.command()(evaluation.benchmark)
-app.command()(tree.tree)
-app.command(context_settings=train.RECIPE_COMMAND)(plan.plan)
-app.command(context_settings=train.RECIPE_COMMAND)(audit.audit)
-app.command("reward-check")(rewards.reward_check)
-app.command("reward-serve")(rewards.reward_serve)
-app.command()(data.prompts)
-app.command()(ui.ui)
-app.command()(info.explain)
-app.command()(info.doctor)
-app.command()(verify.verify)
-app.command(context_settings=train.RECIPE_COMMAND)(vote.vote)
+
+COMMANDS = (  # in the order of the help
+    train.train, recipes.recipes, init.init, runs.runs, data.collect, sample.sample, sample.score,
+    sample.gallery, export.export, evaluation.evaluate, evaluation.benchmark, tree.tree, plan.plan,
+    audit.audit, rewards.reward_check, rewards.reward_serve, data.prompts, ui.ui, info.explain,
+    info.doctor, verify.verify, vote.vote,
+)  # fmt: skip
+TAKE_A_RECIPE = (train.train, data.collect, evaluation.evaluate, plan.plan, audit.audit, vote.vote)
+
+
+def _help(command: Callable[..., object]) -> str:
+    """Return a command's docstring with each paragraph on one line, to be wrapped by a terminal."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else p.replace("\n", " ") for p in paragraphs)
+
+
+for _command in COMMANDS:
+    app.command(
+        help=_help(_command),
+        context_settings=train.RECIPE_COMMAND if _command in TAKE_A_RECIPE else None,
+    )(_command)
 
 
 def _version(wanted: bool) -> None:
@@ -119,7 +119,7 @@ def report_errors(program: Callable[[], object], *, debug: bool) -> None:
 
     Notes on the error, such as what was saved, follow. A traceback only with `debug`.
     """
-    logging.basicConfig(format="%(message)s")
+    logging.basicConfig(handlers=[LogLines()], format="%(message)s")
     logging.getLogger("flowrl").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
         with at_once():

@@ -1,12 +1,13 @@
 """Print tables, check results and errors; read options that several commands share."""
 
 import json
+import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -68,7 +69,23 @@ def print_table(rows: Sequence[Row], *, as_json: bool = False, whole: str = "") 
         )
     for row in rows:
         table.add_row(*(Text(_cell(row.get(name))) for name in columns))
-    Console(soft_wrap=not Console().is_terminal).print(table)
+    SafeConsole().print(table)
+
+
+def print_comparison(rows: Sequence[Row], *, as_json: bool = False) -> None:
+    """Print scores with and without a LoRA, rows of `training.evaluate.table`, in 80 columns."""
+    if as_json or "change" not in rows[0]:
+        return print_table(rows, as_json=as_json)
+    counts = [f"{row['images']} images of {row['prompts']} prompts" for row in rows]
+    narrow = [
+        {name: row[name] for name in ("reward", "base", "aligned", "change")}
+        | {"95 % interval": f"{_cell(row['95% low'])} to {_cell(row['95% high'])}"}
+        for row in rows
+    ]
+    print_table(narrow, whole="reward")
+    for count in dict.fromkeys(counts):
+        names = [str(r["reward"]) for r, c in zip(rows, counts, strict=True) if c == count]
+        say(f"On {count}" + (f": {', '.join(names)}." if len(set(counts)) > 1 else "."))
 
 
 def print_scores(
@@ -88,9 +105,9 @@ def print_scores(
     """
     print_table(rows, as_json=as_json)
     for line in missing:
-        typer.echo(line, err=True)
+        say(line, err=True)
     if all(_finite(row[name]) is None for row in scored for name in rewards):
-        typer.echo("No image got a score.", err=True)
+        say("No image got a score.", err=True)
         raise typer.Exit(1)
 
 
@@ -108,13 +125,15 @@ def _cell(value: object) -> str:
 
 def print_checks(results: Iterable[CheckResult], width: int) -> None:
     """Print a mark, topic (padded to `width`) and detail for each result, and its remedy below."""
-    console = Console(soft_wrap=True, highlight=False)
     for result in results:
         mark, style = MARKS[result.state]
-        line = Text(f"  {result.topic:<{width}}  {result.detail}")
-        console.print(Text(mark, style=style) + line)
+        grid = Table.grid(padding=(0, 2))
+        for least in (2, width, 0):
+            grid.add_column(min_width=least, overflow="fold")
+        grid.add_row(Text(mark, style=style), result.topic, result.detail)
         if result.remedy:
-            console.print(Text(f"    {'':<{width}}  {result.remedy}", style="dim"))
+            grid.add_row("", "", Text(result.remedy, style="dim"))
+        SafeConsole().print(grid)
 
 
 def stop_unless_fine(
@@ -145,9 +164,22 @@ def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[di
     return arguments or [None] * len(rewards)
 
 
+def say(text: str | Text = "", *, err: bool = False) -> None:
+    """Print sentences on stdout, or stderr; a terminal breaks them between words, and no path."""
+    text = Text(text) if isinstance(text, str) else text
+    SafeConsole(stderr=err).print(text, overflow="ignore", crop=False)
+
+
 def print_error(message: str, hint: str = "") -> None:
-    """Print `error: message` on stderr in whole lines, without reading markup in it."""
-    console = SafeConsole(stderr=True, soft_wrap=True, highlight=False)
-    console.print(Text("error: ", style="bold red") + Text(message))
+    """Print `error: message` on stderr, and a hint below."""
+    say(Text.assemble(("error: ", "bold red"), message), err=True)
     if hint:
-        console.print(Text(hint, style="dim"))
+        say(Text(hint, style="dim"), err=True)
+
+
+class LogLines(logging.Handler):
+    """Prints log records on stderr as `say` does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # a closed stderr
+            say(self.format(record), err=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli._console import AsJson, Lora, print_table
+from flowrl.cli._console import AsJson, Lora, print_table, say
 from flowrl.cli.train import Words, recipe_request
 
 
@@ -61,7 +61,7 @@ def audit(
         for count, lack in ((row["flat"], "prompts have no rho: their scores are all equal"),
                             (row["missing"], "candidates have no score")):  # fmt: skip
             if count:
-                typer.echo(f"{row['steps']} steps, {row['precision']}: {count} {lack}", err=True)
+                say(f"{row['steps']} steps, {row['precision']}: {count} {lack}", err=True)
 
 
 def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowrl.cli._console import AsJson, Lora, print_table
+from flowrl.cli._console import AsJson, Lora, print_table, say
 from flowrl.cli.train import Words
 from flowrl.errors import UserError
 
@@ -85,7 +85,7 @@ def collect(
         rows, left_out = collect_pairs(config, pairs, output_dir, columns=names)
     more = len(left_out) - SHOWN
     for reason in [*left_out[:SHOWN], *([f"{more} more pairs"] if more > 0 else [])]:
-        typer.echo(f"left out: {reason}", err=True)
+        say(f"left out: {reason}", err=True)
     print_table(rows, as_json=as_json)
 
 
@@ -160,7 +160,7 @@ def prompts(
         names = read_list(words) if words else ocr.WORDS
         sets = ocr.ocr_sets(*sizes, words=names, ratio=parts or ocr.RATIO)
     for path, rows in zip(write_sets(output_dir, sets), filter(None, sets), strict=True):
-        typer.echo(f"{path}  {len(rows)} prompts")
+        say(f"{path}  {len(rows)} prompts")
 
 
 def _parts(text: str | None) -> list[int] | None:

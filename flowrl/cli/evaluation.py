@@ -16,6 +16,7 @@ from flowrl.cli._console import (
     Revision,
     Tokens,
     arguments_of,
+    print_comparison,
     print_scores,
     print_table,
 )
@@ -97,7 +98,7 @@ def evaluate(
 
     rows = evaluate_pipeline(config, lora=loras[0] if loras else None, lora_alpha=lora_alpha)
     if rows:  # with several processes, only the first has them
-        print_table(rows, as_json=as_json)
+        print_comparison(rows, as_json=as_json)
 
 
 def benchmark(  # noqa: PLR0913  # an argument for each option

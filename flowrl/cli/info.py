@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import flowrl
-from flowrl.cli._console import print_checks
+from flowrl.cli._console import print_checks, say
 from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def explain(
     """
     from flowrl.config.explain import explain as text
 
-    typer.echo(text(key))
+    say(text(key))
 
 
 def doctor() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from flowrl.cli._console import say
 from flowrl.cli.recipes import CARD
 from flowrl.errors import UserError
 
@@ -102,9 +103,9 @@ def init(
     text = recipe_text(file, parent, name, source, rewards)
     config = _check(text, file)
     write_text(file, text)
-    typer.echo(f"{file} is written: {parent} with your own pipeline, prompts and rewards.\n")
+    say(f"{file} is written: {parent} with your own pipeline, prompts and rewards.\n")
     _show_plan(config, _bytes(size), f"flowrl plan {file} --memory {size}")
-    typer.echo(f"next  flowrl train {file} --dry-run\n      flowrl train {file}")
+    say(f"next  flowrl train {file} --dry-run\n      flowrl train {file}")
 
 
 def _answer(value: str | None, question: str, likely: str, check: Callable[[str], T]) -> T:
@@ -115,7 +116,7 @@ def _answer(value: str | None, question: str, likely: str, check: Callable[[str]
         try:
             return check(str(typer.prompt(question, default=likely)).strip())
         except UserError as error:
-            typer.echo(f"{error}\n", err=True)
+            say(f"{error}\n", err=True)
 
 
 def _bytes(memory: str) -> int:
@@ -231,14 +232,14 @@ def _show_plan(config: "Config", memory: int, planning: str) -> None:
     available = memory or psutil.virtual_memory().total
     plan = make_plan(config)  # without the memory: the search for what to change takes its time
     if plan.peak is None:
-        typer.echo(f"Whether it fits is not known: {plan.unknown}.")
+        say(f"Whether it fits is not known: {plan.unknown}.")
     else:
         fits = plan.peak.total <= available
         size = f"{of} of {available / 1e9:.1f} GB, with {plan.peak.total / 1e9:.1f} at its peak"
         how = "" if fits else f": {planning} says what to change"
-        typer.echo(f"It {'fits' if fits else 'does not fit'} {size}{how}.")
+        say(f"It {'fits' if fits else 'does not fit'} {size}{how}.")
     work = plan.work.first
-    typer.echo(
+    say(
         f"An iteration draws {work.images + work.candidates:,} images by "
         f"{work.previews + work.sampling:,} forwards of the network, and learns by at most "
         f"{work.training:,} more with gradients, in {work.updates:,} "

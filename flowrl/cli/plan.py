@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowrl.cli._console import print_table
+from flowrl.cli._console import print_table, say
 from flowrl.cli.train import Words, recipe_request
 from flowrl.utils.imports import without_garbage_collection
 
@@ -111,32 +111,32 @@ def _show(
 ) -> None:
     _show_shares(planned)
     print_table(_work_rows(config, planned))
-    typer.echo("\nForwards of one image; those of training are the most there can be.\n")
+    say("\nForwards of one image; those of training are the most there can be.\n")
     _show_rewards(rewards, price_per_call)
     _show_memory(planned)
     if planned.duration is not None:
-        typer.echo(_time(config, planned.duration, price))
+        say(_time(config, planned.duration, price))
     for note in planned.notes:
-        typer.echo(note)
+        say(note)
 
 
 def _show_shares(planned: "Plan") -> None:
     geometry, load = planned.geometry, planned.geometry.load
-    typer.echo(
+    say(
         f"{load.prompts} prompts with {load.roots * load.leaves} images each, in {load.updates} "
         f"{'update' if load.updates == 1 else 'updates'}, on {geometry.gpus} "
         f"{'GPU' if geometry.gpus == 1 else 'GPUs'}\n"
     )
     print_table(_share_rows(planned))
-    typer.echo(
+    say(
         f"\nAn update learns from {_range(geometry.update_rows)} {_rows(planned)}, whatever the "
         "number of GPUs."
     )
     if not geometry.even:
-        typer.echo(_uneven(planned))
+        say(_uneven(planned))
     if geometry.padding:
-        typer.echo(_padded(planned))
-    typer.echo("")
+        say(_padded(planned))
+    say("")
 
 
 def _share_rows(planned: "Plan") -> list[dict[str, Any]]:
@@ -219,20 +219,16 @@ def _show_rewards(rewards: "list[RewardWork]", price: float | None) -> None:
             for r in rewards
         ]
     )
-    typer.echo("")
+    say("")
     if not judged:
         return
     total = total_requests(rewards)
     cost = "" if price is None else f", which costs {total * price:,.2f} at {price:g} each"
-    typer.echo(
-        f"Judges are sent {total:,} requests at most{cost}. Answers in a cache cost nothing."
-    )
+    say(f"Judges are sent {total:,} requests at most{cost}. Answers in a cache cost nothing.")
     for reward in rewards:
         if reward.budget is not None and (reward.requests or 0) > reward.budget:
-            typer.echo(
-                f"{reward.name} ends the run before, at max_requests: {reward.budget:,} requests."
-            )
-    typer.echo("")
+            say(f"{reward.name} ends the run before, at max_requests: {reward.budget:,} requests.")
+    say("")
 
 
 def _requests(count: int | None) -> str:
@@ -252,7 +248,7 @@ def _rewards_json(rewards: "list[RewardWork]", price: float | None) -> dict[str,
 
 def _show_memory(planned: "Plan") -> None:
     if planned.peak is None:
-        typer.echo(f"Memory: {planned.unknown}.")
+        say(f"Memory: {planned.unknown}.")
         return
     names = dict.fromkeys(name for phase in planned.phases for name in phase.parts)
     shown = [n for n in names if any(phase.parts.get(n, 0) for phase in planned.phases)]
@@ -262,26 +258,26 @@ def _show_memory(planned: "Plan") -> None:
     ]
     total = {"GB on a GPU": "total"} | {p.phase: _gb(p.total) for p in planned.phases}
     print_table([*rows, total])
-    typer.echo(f"\nThe peak is {_gb(planned.peak.total)} GB, in {planned.peak.phase}.")
+    say(f"\nThe peak is {_gb(planned.peak.total)} GB, in {planned.peak.phase}.")
     parts = ", ".join(f"{_gb(size)} for {name}" for name, size in planned.host.items() if size)
     whole = _gb(sum(planned.host.values()))
-    typer.echo(f"The machine's own memory, for all GPUs: at most {whole} GB: {parts}.")
+    say(f"The machine's own memory, for all GPUs: at most {whole} GB: {parts}.")
     if planned.memory is not None:
         _show_verdict(planned)
 
 
 def _show_verdict(planned: "Plan") -> None:
     if planned.fits:
-        typer.echo(f"It fits a GPU of {_gb(planned.memory)} GB.")
+        say(f"It fits a GPU of {_gb(planned.memory)} GB.")
         return
     assert planned.peak is not None
-    typer.echo(f"It does not fit a GPU of {_gb(planned.memory)} GB.")
-    typer.echo(f"Changes that lower {planned.peak.phase}, from what costs least:\n")
+    say(f"It does not fit a GPU of {_gb(planned.memory)} GB.")
+    say(f"Changes that lower {planned.peak.phase}, from what costs least:\n")
     for line in planned.advice:
-        typer.echo(f"  {line}")
+        say(f"  {line}")
     rest = [phase.total for phase in planned.phases if phase.phase != "encode"]
     if planned.peak.phase == "encode" and rest and max(rest) <= (planned.memory or 0):
-        typer.echo(
+        say(
             f"\nEverything but encoding fits, with {_gb(max(rest))} GB: encode on the CPU or on "
             "another machine, with\nflowrl train RECIPE --encode-only memory.prompt_cache=PATH "
             "pipeline.device=cpu, and train with\nmemory.text_encoders=free "

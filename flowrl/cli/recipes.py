@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flowrl.cli._console import AsJson, print_table
+from flowrl.cli._console import AsJson, print_table, say
 from flowrl.errors import UserError
 
 NOT_RUN = "NOT RUN HERE"  # what the head of a recipe says until somebody has run it
@@ -41,10 +41,12 @@ def recipes(
 
     rows = [_row(name) for name in preset_names()]
     wanted = [word.casefold() for word in words or []]
-    found = [r for r in rows if all(w in " ".join(map(str, r.values())).casefold() for w in wanted)]
-    if not found:
+    rows = [r for r in rows if all(w in " ".join(map(str, r.values())).casefold() for w in wanted)]
+    if not rows:
         raise UserError(f"No recipe has all of {', '.join(wanted)}: flowrl recipes lists them.")
-    print_table(found, as_json=as_json, whole="recipe")
+    print_table(rows, as_json=as_json, whole="recipe")
+    if not as_json:
+        say("GPU: the memory it was planned for. ran: whether it ran from start to end.")
 
 
 def _row(name: str) -> dict[str, object]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def reward_check(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Built-in, or your own as module:attribute."),
+        typer.Argument(metavar="NAME", help="Built-in, or your own as module:attribute."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every built-in reward.")] = False,
     args: Annotated[

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowrl.cli._console import AsJson, print_table
+from flowrl.cli._console import AsJson, print_table, say
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
     from flowrl.web.runs import RunFiles
 
-Folder = Annotated[Path, typer.Argument(metavar="[RUNS]", help="Folder of runs, or one run.")]
+Folder = Annotated[Path, typer.Argument(metavar="RUNS", help="Folder of runs, or one run.")]
 
 
 def runs(
@@ -42,7 +42,10 @@ def runs(
     from flowrl.web.runs import RunFolders
 
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder: name the one that holds your runs.")
+        raise UserError(
+            f"There is no folder {folder}: name the one that holds your runs; flowrl train RECIPE "
+            "makes one."
+        )
     listed = RunFolders(folder).runs()
     if not listed:
         raise UserError(f"There is no run in {folder}: flowrl train RECIPE makes one.")
@@ -51,7 +54,7 @@ def runs(
         print_table(rows, as_json=as_json, whole="run")
         for run in [] if as_json else listed:
             if (state := run.state()).name in ("stopped", "failed", "killed"):
-                typer.echo(f"{run.name}: {state.detail}")
+                say(f"{run.name}: {state.detail}")
         return
     spare = {run.name: (run, list(_spare(run))) for run in listed}
     rows = [
@@ -60,7 +63,7 @@ def runs(
         if paths
     ]
     if not rows:
-        typer.echo("Nothing to remove.")
+        say("Nothing to remove.")
         return
     print_table(rows, as_json=as_json, whole="run")
     if not yes:

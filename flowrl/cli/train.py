@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowrl.cli._console import print_table
+from flowrl.cli._console import print_comparison, print_table, say
 from flowrl.cli.recipes import complete_recipe
 from flowrl.errors import UserError
 
@@ -153,7 +153,7 @@ def train(
     end_with_launcher()
     trained = align(config, resume=resume or AUTO, accept_changes=accept_changes)
     if trained.comparisons:
-        print_table(table(trained.comparisons))
+        print_comparison(table(trained.comparisons))
     if os.environ.get("RANK", "0") == "0":
         print_what_next(config, trained)
 
@@ -161,7 +161,7 @@ def train(
 def print_what_next(config: "Config", trained: "TrainedRun") -> None:
     """Print why the run stopped early, the paths of the results, and the next two commands."""
     if trained.stopped:
-        typer.echo(trained.stopped)
+        say(trained.stopped)
     paths = {"LoRA": trained.lora, "gallery": trained.gallery, "model card": trained.card}
     for name, path in paths.items():
         if path is not None:
@@ -182,7 +182,7 @@ def _started(
     count, cpu = count_processes(gpus, device=config.pipeline.device)
     if count == 1:
         return False
-    typer.echo(f"Starting {count} processes, {'which share the CPU' if cpu else 'a GPU each'}.")
+    say(f"Starting {count} processes, {'which share the CPU' if cpu else 'a GPU each'}.")
     command = [sys.executable, "-m", "flowrl", "train", *words]
     command += [] if resume is None else ["--resume", resume]
     command += ["--accept-changes"] * accept_changes
@@ -215,9 +215,9 @@ def _rehearse(config: "Config", resume: str | None) -> None:
         small = rehearse(config, folder)
         rows = [{"option": o, "recipe": real, "here": here} for o, real, here in small.replaced]
         print_table(rows)
-        typer.echo("\nAll other options are those of the recipe.")
+        say("\nAll other options are those of the recipe.")
         align(small.config)
-    typer.echo(
+    say(
         f"The loop works: {small.config.run.iterations} iterations with "
         f"{config.objective.kind} on {config.rollout.tree.kind} trees. Nothing was saved."
     )

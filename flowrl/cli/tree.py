@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowrl.cli._console import print_table
+from flowrl.cli._console import print_table, say
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def tree(
     ] = "",
     changes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Its options.", show_default=False),
+        typer.Argument(metavar="KEY=VALUE", help="Its options.", show_default=False),
     ] = None,
     steps: Annotated[int, typer.Option(min=2, max=1000, help="Denoising steps.")] = 20,
     leaves: Annotated[
@@ -76,7 +76,7 @@ def tree(
         from flowrl.utils.files import write_bytes
 
         write_bytes(image, draw_tree(plan))
-        typer.echo(f"Wrote {image}.", err=True)
+        say(f"Wrote {image}.", err=True)
 
 
 def _options(preset: str, changes: list[str]) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def _options(preset: str, changes: list[str]) -> dict[str, Any]:
 
     if preset not in PRESETS:
         near = difflib.get_close_matches(preset, PRESETS, 1, 0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"There is no tree {preset!r}: expected one of {', '.join(PRESETS)}.{hint}")
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(PRESETS)}."
+        raise UserError(f"There is no tree {preset!r}: {hint}")
     return parse_overrides(changes)
 
 
@@ -174,7 +174,7 @@ def _show(plan: "TreePlan", prompts: int) -> None:
     shown = [n for n in names if any(row.get(n) not in (None, PLAIN.get(n)) for row in rows)]
     print_table([{name: row.get(name, "") for name in shown} for row in rows])
     t = _totals(plan, prompts)
-    typer.echo(
+    say(
         f"\n{t['leaves']} images from {t['forwards']} forwards, {t['forwards_per_leaf']:.2f} each"
         f"; separate chains take {t['sequential_forwards']}, {t['saving']:.2f} times as many.\n"
         f"{t['edges']} edges, {t['nodes']} nodes, at most {t['peak_frontier']} at once.\n"

@@ -43,7 +43,7 @@ LEADING = """<!doctype html>
 
 def ui(
     runs: Annotated[
-        Path, typer.Argument(metavar="[RUNS]", help="Folder of run folders, or one run.")
+        Path, typer.Argument(metavar="RUNS", help="Folder of run folders, or one run.")
     ] = Path("runs"),
     host: Host = "127.0.0.1",
     port: Port = 8401,

@@ -195,8 +195,8 @@ def _unknown(model: type[Options], path: str, detail: Any, candidates: list[str]
             f"{detail['loc'][-2]}: leave it out, or set {where} as well."
         )
     near = _nearest(model, path, candidates)
-    hint = f"; did you mean {near}?" if near else "."
-    return f"Unknown option {name}: {parent or 'the top level'} has {', '.join(candidates)}{hint}"
+    names = f"{parent or 'the top level'} has {', '.join(candidates)}."
+    return f"Unknown option {name}: {f'did you mean {near}?' if near else names}"
 
 
 def _switch(model: type[Options], path: str, value: Any) -> str:

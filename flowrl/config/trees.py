@@ -1,5 +1,6 @@
 """The options of a rollout's trees: one class a published method, found by its `kind`."""
 
+import functools
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
@@ -42,8 +43,9 @@ class TreeOptions(Options):
 
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
         """Return what one rollout of an iteration does. Raises PlanError for what cannot work."""
-        preset = getattr(presets, type(self).model_fields["kind"].default)
-        return preset(steps, leaves, **self.preset_arguments(iteration, steps, seed))
+        arguments = self.preset_arguments(iteration, steps, seed)
+        hashable = ((n, tuple(v) if isinstance(v, list) else v) for n, v in arguments.items())
+        return _plan(type(self).model_fields["kind"].default, steps, leaves, tuple(hashable))
 
     def turns(self, steps: int, since: int) -> Iterable[int]:
         """Return when the clock changes the plan after iteration `since`: one cycle of it."""
@@ -59,6 +61,11 @@ class TreeOptions(Options):
 
     def _fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in type(self).model_fields if name != "kind"}
+
+
+@functools.lru_cache(maxsize=1024)  # a recipe's check plans every iteration, and few differ
+def _plan(preset: str, steps: int, leaves: int, arguments: tuple[tuple[str, Any], ...]) -> TreePlan:
+    return getattr(presets, preset)(steps, leaves, **dict(arguments))
 
 
 class ODEOptions(TreeOptions):

@@ -181,11 +181,8 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
     target = BUILT_IN.get(name, name)
     if ":" not in target:
         near = difflib.get_close_matches(name, BUILT_IN, 1, 0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(
-            f"unknown reward {name!r}: use one of {', '.join(BUILT_IN)}, or your own as "
-            f"'module:attribute'{hint}"
-        )
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(BUILT_IN)}."
+        raise UserError(f"unknown reward {name!r}: {hint} Your own is written 'module:attribute'.")
     try:
         attribute = load_callable(target)
     except Exception as error:  # a user's module may raise anything

@@ -4,23 +4,25 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.table import Column
 
 from flowrl.utils.templates import number
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 
 class SafeConsole(Console):
-    """A console whose broken pipe is an error like any other, where rich ends the program."""
+    """A console for plain text. A terminal breaks lines between words, a file gets them whole.
+
+    A broken pipe is an error like any other, where rich ends the program.
+    """
+
+    def __init__(self, *, stderr: bool = False):
+        super().__init__(stderr=stderr, highlight=False, markup=False)
+        self.soft_wrap = not self.is_terminal
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -79,7 +81,7 @@ class Steps:
             self._printed = now
             done = f"{self._what} {self._done}/{self._total} {clock(now - self._began)}"
             line = " ".join(part for part in (done, left, notes) if part)
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(line, highlight=False, markup=False)
 
     def _left(self, now: float, limit: tuple[float, str] | None) -> str:
         """Return the time that is left, "" where it is unknown."""
@@ -109,13 +111,13 @@ def announced(what: str, *, show: bool = True) -> Iterator[None]:
 
     show: whether to print at all; processes but the main one do not.
     """
-    console, began = SafeConsole(stderr=True, soft_wrap=True, highlight=False), time.monotonic()
+    console, began = SafeConsole(stderr=True), time.monotonic()
     if show:
-        console.print(f"{what} ...", markup=False)
+        console.print(f"{what} ...")
     yield
     spent = time.monotonic() - began
     if show and spent >= 2:
-        console.print(f"{what} took {clock(spent)}", markup=False)
+        console.print(f"{what} took {clock(spent)}")
 
 
 def _note(value: float | None) -> str:
@@ -129,7 +131,16 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _bar(console: Console) -> Progress:
+def _bar(console: Console) -> "Progress":
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+    from rich.table import Column
+
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=16),

@@ -3,9 +3,10 @@
 import functools
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _MARKDOWN = str.maketrans(
     {mark: "\\" + mark for mark in "\\`*_[]|~$:"} | {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -50,7 +51,9 @@ def fenced(text: str, language: str) -> str:
 
 
 @functools.cache
-def _environment() -> Environment:
+def _environment() -> "Environment":
+    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
     environment = Environment(
         loader=PackageLoader("flowrl", "templates"),
         autoescape=select_autoescape(("html", "html.j2")),

@@ -76,7 +76,7 @@ def test_json_and_windows(run):
 
 def test_refusals_are_one_sentence(run):
     for words, said in [
-        (("brnch_grpo",), "Did you mean 'branch_grpo'?"),
+        (("brnch_grpo",), "did you mean 'branch_grpo'?"),
         (("branch_grpo", "spilts=[0]"), "did you mean splits?"),
         (("branch_grpo", "splits"), "expected KEY=VALUE"),
         (("branch_grpo", "kind=tempflow"), "Option kind is 'tempflow'"),
