@@ -84,20 +84,6 @@ def current_phase() -> Mark | None:
 # --- failures ------------------------------------------------------------------------------------
 
 Cause = Literal["memory", "space", "file", "pipe", "peer"]
-WORDS: dict[Cause, str] = {
-    "memory": "out of memory",
-    "space": "no space left",
-    "file": "a file cannot be used",
-    "pipe": "the output is closed (broken pipe)",
-    "peer": "a process is lost",
-}
-SECTIONS: dict[Cause, str] = {  # of PAGE
-    "memory": "Out of memory",
-    "space": "No space left",
-    "file": "No space left",
-    "pipe": "The output is closed",
-    "peer": "A process is lost",
-}
 MEMORY: dict[PhaseName, str] = {
     "load": "set pipeline.dtype to bf16, or memory.base_bits",
     "check": "lower rewards[].executor.micro_batch, or move rewards to a server",
@@ -110,12 +96,32 @@ MEMORY: dict[PhaseName, str] = {
     "evaluate": "lower evaluation.batch_size",
     "gallery": "end other programs of this machine",
 }
-REMEDIES: dict[Cause, str] = {
-    "memory": "end other programs of this device, or take a smaller model",
-    "space": "free space there, lower run.keep_checkpoints, or move the run to another disk",
-    "file": "look at its permissions and at the disk",
-    "pipe": "write into a file, or start it with nohup",
-    "peer": "look at that process and its machine, then start all again",
+CAUSES: dict[Cause, tuple[str, str, str]] = {  # in words, section of PAGE, remedy
+    "memory": (
+        "out of memory", "Out of memory",
+        "end other programs of this device, or take a smaller model",
+    ),
+    "space": (
+        "no space left", "No space left",
+        "free space there, lower run.keep_checkpoints, or move the run to another disk",
+    ),
+    "file": (
+        "a file cannot be used", "No space left", "look at its permissions and at the disk",
+    ),
+    "pipe": (
+        "the output is closed (broken pipe)", "The output is closed",
+        "write into a file, or start it with nohup",
+    ),
+    "peer": (
+        "a process is lost", "A process is lost",
+        "look at that process and its machine, then start all again",
+    ),
+}  # fmt: skip
+ERRNO: dict[int | None, Cause] = {
+    errno.ENOMEM: "memory",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO), "file"),
+    errno.EPIPE: "pipe",
 }
 CODES: dict[Cause, int] = {"pipe": 141, "peer": 75}  # as of SIGPIPE; "try again"; all others 1
 
@@ -125,10 +131,12 @@ class MachineFailure(UserError):
 
     def __init__(self, cause: Cause, detail: str, mark: Mark | None = None):
         self.cause: Cause = cause
+        words, section, remedy = CAUSES[cause]
         where = f" in phase {mark}" if mark else ""
-        remedy = MEMORY[mark.name] if cause == "memory" and mark else REMEDIES[cause]
-        about = f'"{SECTIONS[cause]}" in {PAGE}'
-        super().__init__(f"{WORDS[cause]}{where}: {detail}. What helps: {remedy}; see {about}")
+        if cause == "memory" and mark:
+            remedy = MEMORY[mark.name]
+        about = f'"{section}" in {PAGE}'
+        super().__init__(f"{words}{where}: {detail}. What helps: {remedy}; see {about}")
 
 
 class Interrupted(BaseException):
@@ -162,26 +170,12 @@ def exit_code(error: BaseException) -> int:
 
 
 def _cause_of(error: BaseException) -> Cause | None:
-    text = str(error).lower()
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return "memory"
     if isinstance(error, OSError):
-        numbers: dict[int | None, Cause] = {
-            errno.ENOMEM: "memory",
-            errno.ENOSPC: "space",
-            errno.EDQUOT: "space",
-            errno.EFBIG: "space",
-            errno.EPIPE: "pipe",
-            errno.EACCES: "file",
-            errno.EPERM: "file",
-            errno.EROFS: "file",
-            errno.EIO: "file",
-        }
-        return numbers.get(error.errno)
-    # torch and safetensors have no classes of their own for these.
-    if any(words in text for words in ("out of memory", "allocate memory", "not enough memory")):
-        return "memory"
-    if "cublas_status_alloc_failed" in text:
+        return ERRNO.get(error.errno)
+    text = str(error).lower()
+    # torch and safetensors have no classes of their own for most of these.
+    words = ("out of memory", "allocate memory", "not enough memory", "cublas_status_alloc_failed")
+    if isinstance(error, MemoryError) or any(part in text for part in words):
         return "memory"
     return "space" if "no space left on device" in text else None
 

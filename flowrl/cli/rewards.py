@@ -180,21 +180,19 @@ def reward_serve(
     arguments = arguments_of(names, args)
     _need([*SERVER_PACKAGES, "pebble"] if workers else SERVER_PACKAGES)
     from flowrl.scoring.server import make_app, warm_up
-    from flowrl.utils.serving import bind, listen, make_server, read_token, server_names, url_host
+    from flowrl.utils.connections import make_server
+    from flowrl.utils.serving import address_of, bind, listen, local_names, read_token
 
     token = read_token(host, token_env)
     with bind(host, port) as listening:
-        address, bound_port = listening.getsockname()[:2]
-        reachable, hosts = server_names(host, address)
         places = _shared_gpus(len(names), workers, gpus)
         specs = [
             _spec(name, options, workers=workers, timeout=timeout, gpus=numbers)
             for name, options, numbers in zip(names, arguments, places, strict=True)
         ]
         try:
-            app = make_app(
-                specs, hosts=None if token else hosts, token=token, max_body=max_body * 2**20
-            )
+            hosts = None if token else local_names(host)
+            app = make_app(specs, hosts=hosts, token=token, max_body=max_body * 2**20)
             late = [spec.name for spec in specs if not warm_up(spec)]
             listen(listening)
         except BaseException:
@@ -202,9 +200,7 @@ def reward_serve(
                 spec.get_executor().close()
             raise
         # Flushed: programs that read this through a pipe wait for it.
-        print(
-            f"serving {', '.join(names)} at http://{url_host(reachable)}:{bound_port}", flush=True
-        )
+        print(f"serving {', '.join(names)} at {address_of(host, listening)}", flush=True)
         if late:
             print(f"not tried yet, loads at the first request: {', '.join(late)}", flush=True)
         make_server(app, shutdown_timeout=5).run(sockets=[listening])

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowrl.cli._console import say
 from flowrl.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
     from fastapi import FastAPI
 
@@ -21,13 +22,6 @@ TokenVariable = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Environment variable with the token; default: a new token."),
 ]
-AllowedHosts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-host", metavar="NAME",
-        help="Another name of this machine, accepted as Host; may be repeated.",
-    ),
-]  # fmt: skip
 OpenBrowser = Annotated[
     bool, typer.Option("--open", help="Open the page in this machine's browser.")
 ]
@@ -49,7 +43,6 @@ def ui(
     port: Port = 8401,
     token_env: TokenVariable = None,
     open_browser: OpenBrowser = False,
-    allow_host: AllowedHosts = None,
 ) -> None:
     """Show runs in the browser: curves as they grow, images, recipes; compare, stop, resume, start.
 
@@ -69,13 +62,11 @@ def ui(
         raise UserError(f"{runs} is a file, expected a folder of runs or a run.")
     from flowrl.web.app import make_app
 
-    shown = f"runs in {os.fspath(runs)}"
-    app = serve_page(
-        lambda hosts: make_app(runs, token=token, hosts=hosts), shown, host, port, token,
-        open_browser, allow_host or (),
-    )  # fmt: skip
+    app = make_app(runs, token=token, host=host)
+    missing = "" if runs.exists() else " (there is no such folder yet)"
+    serve_page(app, f"runs in {os.fspath(runs)}{missing}", host, port, token, open_browser)
     if left := app.state.jobs.running():
-        print(f"{left} runs that were started here continue.")
+        say(f"{left} runs that were started here continue.")
 
 
 def page_token(host: str, variable: str | None) -> str:
@@ -86,34 +77,26 @@ def page_token(host: str, variable: str | None) -> str:
 
 
 def serve_page(
-    make_app: "Callable[[Sequence[str]], FastAPI]", what: str, host: str, port: int, token: str,
-    open_browser: bool, allowed: "Sequence[str]" = (),
-) -> "FastAPI":  # fmt: skip
+    app: "FastAPI", what: str, host: str, port: int, token: str, open_browser: bool
+) -> None:
     """Serve a page until Ctrl-C; print its address, with the token, first.
 
     Args:
-        make_app: makes the application from the names that clients may send as Host.
         what: content of the page, for the printed line.
-        allowed: more of these names.
     """
     from urllib.parse import quote
 
-    from flowrl.utils.serving import bind, check_names, listen, make_server, server_names, url_host
+    from flowrl.utils.connections import make_server
+    from flowrl.utils.serving import address_of, bind, listen
 
-    names = check_names(allowed)
     with bind(host, port) as listening:
         listen(listening)
-        bound_host, bound_port = listening.getsockname()[:2]
-        reachable, machine_names = server_names(host, bound_host)
-        fragment = quote(token, safe="")
-        address = f"http://{url_host(reachable)}:{bound_port}/#token={fragment}"
-        app = make_app((*machine_names, *names))
+        address = f"{address_of(host, listening)}/#token={quote(token, safe='')}"
         # Flushed: programs that read this through a pipe wait for it.
         print(f"{what} at {address}", flush=True)
         # Ctrl-C is how it ends; uvicorn has closed all by then.
         with suppress(Interrupted), open_page(address) if open_browser else nullcontext():
             make_server(app).run(sockets=[listening])
-    return app
 
 
 @contextmanager

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flowrl.cli._console import Lora
+from flowrl.cli._console import Lora, say
 from flowrl.cli.recipes import complete_recipe
 from flowrl.cli.train import print_what_next, recipe_request
 from flowrl.cli.ui import (
-    AllowedHosts,
     Host,
     OpenBrowser,
     Port,
@@ -58,7 +57,6 @@ def vote(  # noqa: PLR0913  # an argument for each option
         typer.Option(help="Write the votes as pairs: .jsonl for flowrl, .json for HPDv3."),
     ] = None,
     host: Host = "127.0.0.1",
-    allow_host: AllowedHosts = None,
     port: Port = 8402,
     token_env: TokenVariable = None,
     open_browser: OpenBrowser = False,
@@ -106,10 +104,8 @@ def vote(  # noqa: PLR0913  # an argument for each option
             )
         questions = Questions(read_candidates(folder), Ballot(folder), goal=goal, seed=seed)
         token = page_token(host, token_env)
-        serve_page(
-            lambda hosts: make_app(questions, token=token, hosts=hosts),
-            f"images in {os.fspath(folder)}", host, port, token, open_browser, allow_host or (),
-        )  # fmt: skip
+        app = make_app(questions, token=token, host=host)
+        serve_page(app, f"images in {os.fspath(folder)}", host, port, token, open_browser)
 
 
 def _target(
@@ -149,4 +145,4 @@ def _export(folder: Path, path: Path) -> None:
     if path.suffix not in kinds:
         raise UserError(f"--export {path} ends with neither .jsonl (flowrl) nor .json (HPDv3).")
     written = write_pairs(Ballot(folder).votes, folder, path, kinds[path.suffix])
-    typer.echo(f"{written} pairs in {path}")
+    say(f"{written} pairs in {path}")

@@ -3,13 +3,14 @@
 import base64
 import io
 import logging
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont, features
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from flowrl.errors import UserError
@@ -84,14 +85,10 @@ def png_of_file(path: Path) -> bytes | None:
 
 
 def data_url(image: Image.Image) -> str:
-    """Return the image as a lossless `data:` URL: WebP, or PNG where Pillow lacks it."""
-    format, data = "png", b""
-    if features.check("webp") and max(image.size) <= 16383:  # the format's own limit
-        buffer = io.BytesIO()
-        image.convert("RGB").save(buffer, "WEBP", lossless=True, quality=80, method=4)
-        format, data = "webp", buffer.getvalue()
-    text = base64.b64encode(data or png(image.convert("RGB"))).decode("ascii")
-    return f"data:image/{format};base64,{text}"
+    """Return the image as a `data:` URL of a lossless WebP."""
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, "WEBP", lossless=True, quality=80, method=4)
+    return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
 def png(image: Image.Image) -> bytes:
@@ -121,32 +118,18 @@ def wrap(text: str, width: int, *, size: int = TEXT, lines: int = CAPTION_LINES)
     face = font(size)
     broken, rest = [], " ".join(text.split()).translate(PLAIN)
     while rest and len(broken) < lines:
+        if face.getlength(rest) <= width:
+            return [*broken, rest]
         last = len(broken) == lines - 1
-        end = _fitting(rest, width, face, by_letter=last)
-        if last and end < len(rest):
-            broken.append(rest[: max(1, end - 1)].rstrip() + "…")
-            break
-        broken.append(rest[:end].rstrip())
-        rest = rest[end:].lstrip()
+        end = "…" if last else ""
+        # Of a prompt of many pages, no more letters than a line has pixels are measured.
+        lengths = range(1, min(len(rest), width) + 1)
+        fits = bisect_right(lengths, width, key=lambda n, e=end: face.getlength(rest[:n] + e))
+        space = rest.rfind(" ", 0, fits + 1)
+        cut = max(1, fits) if last or space <= 0 else space
+        broken.append(rest[:cut].rstrip() + end)
+        rest = rest[cut:].lstrip()
     return broken
-
-
-def _fitting(
-    text: str, width: int, face: ImageFont.FreeTypeFont | ImageFont.ImageFont, *, by_letter: bool
-) -> int:
-    """Return how many letters fit; whole words unless the first word alone is too long."""
-    if face.getlength(text) <= width:
-        return len(text)
-    # Bisect on a prefix that cannot be far longer than the line: prompts may have many pages.
-    low, high = 1, min(len(text), width)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if face.getlength(text[:middle] + "…" * by_letter) <= width:
-            low = middle
-        else:
-            high = middle - 1
-    space = text.rfind(" ", 0, low + 1)
-    return low if by_letter or space <= 0 else space
 
 
 def image_grid(

@@ -1,21 +1,16 @@
 """Guard the servers of `ui`, `vote` and `reward-serve`: addresses, tokens, hosts, connections.
 
-A server listens on loopback unless it is told another address, and then it needs a token. `Guard`
+A server listens on loopback unless it gets another address, and then it needs a token. `Guard`
 refuses a request before its body is read: for an unknown Host (a page of another site whose name
 leads to this machine, as in DNS rebinding), from another Origin, or without its token.
-`make_server` limits the connections of each address and the time that their headers may take.
+`flowrl.utils.connections` limits how many connections there are, and how long headers take.
 """
 
-import asyncio
 import hmac
 import ipaddress
-import math
 import os
 import socket
-import time
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +18,10 @@ from flowrl.errors import UserError
 from flowrl.utils.untrusted import parse_json
 
 if TYPE_CHECKING:
-    import uvicorn
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-CONNECTIONS = 64  # of one address
-HEADER_TIMEOUT_S = 10.0  # from a connection's or request's first byte to its last header
-KEEP_ALIVE_S = 5  # an idle connection is closed
-LINGER_S = 10.0  # a refused client may read its answer
-PATIENCE_S = 1.0  # of a connection that has sent nothing yet, when others want its place
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-TOKEN_RULE = "must be of visible ASCII characters, without spaces: it travels in an HTTP header"
 
 
 # --- addresses and tokens ------------------------------------------------------------------------
@@ -69,7 +57,10 @@ def read_token(host: str, variable: str | None) -> str | None:
 def check_token(token: str) -> None:
     """Raise UserError for a token that no HTTP header can hold."""
     if not all("!" <= character <= "~" for character in token):
-        raise UserError(f"the server's token {TOKEN_RULE}")
+        raise UserError(
+            "the server's token must be of visible ASCII characters, without spaces: it travels in "
+            "an HTTP header"
+        )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -96,52 +87,17 @@ def listen(listening: socket.socket) -> None:
         raise UserError(f"Cannot listen at {host} port {port}: {error}.") from error
 
 
-def url_host(host: str) -> str:
-    """Return the host as a URL has it: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host else host
+def address_of(host: str, listening: socket.socket) -> str:
+    """Return the address to print: this machine's name where it listens at all its addresses."""
+    bound_host, port = listening.getsockname()[:2]
+    if ipaddress.ip_address(bound_host.partition("%")[0]).is_unspecified:
+        host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def server_names(host: str, address: str) -> tuple[str, list[str]]:
-    """Return the name to print for a server, and all names that clients may send as Host.
-
-    Args:
-        host: as the user wrote it.
-        address: that the socket is bound to; 0.0.0.0 and :: are all addresses of this machine.
-    """
-    if not ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
-        return host, [*LOOPBACK, host.lower(), address]
-    return _outgoing_address(address), [*LOOPBACK, *_machine_names()]
-
-
-def _machine_names() -> list[str]:
-    """Return the addresses of this machine, its name, and the name's addresses."""
-    import psutil
-
-    cards = psutil.net_if_addrs().values()
-    internet = (socket.AF_INET, socket.AF_INET6)
-    names = [address.address for card in cards for address in card if address.family in internet]
-    name = socket.gethostname()
-    with suppress(OSError):  # a name without an address
-        for *_, full, address in socket.getaddrinfo(name, None, flags=socket.AI_CANONNAME):
-            names += [full, str(address[0])]
-    names += [name, _outgoing_address("0.0.0.0"), _outgoing_address("::")]
-    return sorted({name.partition("%")[0].lower() for name in names if name})
-
-
-def _outgoing_address(wildcard: str) -> str:
-    """Return this machine's address on its route to others, loopback where it has none.
-
-    Connecting a socket for datagrams only chooses the route: nothing is sent.
-    """
-    six = ":" in wildcard
-    remote = "2001:db8::1" if six else "192.0.2.1"  # reserved for documentation
-    with (
-        suppress(OSError),  # no route
-        socket.socket(socket.AF_INET6 if six else socket.AF_INET, socket.SOCK_DGRAM) as route,
-    ):
-        route.connect((remote, 9))
-        return str(route.getsockname()[0])
-    return "::1" if six else "127.0.0.1"
+def local_names(host: str) -> frozenset[str] | None:
+    """Return what requests may name as Host; None, for anything, where they need a token anyway."""
+    return frozenset((*LOOPBACK, host.lower())) if is_loopback(host) else None
 
 
 def host_name(host: str) -> str:
@@ -149,17 +105,6 @@ def host_name(host: str) -> str:
     name, _, port = host.rpartition(":")
     has_port = bool(name) and port.isdigit() and not name.endswith(":")
     return (name if has_port else host).strip("[]").lower()
-
-
-def check_names(names: Sequence[str]) -> list[str]:
-    """Return the names of --allow-host in lower case. Raises UserError for what is no name."""
-    for name in names:
-        if not name or name.strip() != name or "/" in name or host_name(name) != name.lower():
-            raise UserError(
-                f"--allow-host {name!r} is no name of a machine: leave out http:// and the port, "
-                "as in box.example.com."
-            )
-    return [name.lower() for name in names]
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -235,149 +180,3 @@ class Guard:
 async def json_body(request: "Request") -> Any:
     """Return the JSON of a request. Raises UserError for anything else, and for deep nesting."""
     return parse_json(await request.body(), "the request")
-
-
-# --- connections ---------------------------------------------------------------------------------
-
-
-def make_server(
-    app: Any,
-    *,
-    connections: int = CONNECTIONS,
-    header_timeout: float = HEADER_TIMEOUT_S,
-    shutdown_timeout: int = 1,
-) -> "uvicorn.Server":
-    """Return a server; `run(sockets=[listening])` serves until Ctrl-C.
-
-    Args:
-        app: an ASGI application.
-        connections: of one address at a time.
-        header_timeout: seconds that the headers of a request may take.
-        shutdown_timeout: seconds that open requests have at the end.
-    """
-    import uvicorn
-
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, ws="none", timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=shutdown_timeout,
-        http=limited_protocol(connections, header_timeout),
-    )  # fmt: skip
-    return uvicorn.Server(config)
-
-
-def limited_protocol(
-    connections: int = CONNECTIONS, header_timeout: float = HEADER_TIMEOUT_S
-) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP protocol with limits on connections and on the time of headers."""
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
-    limits = ConnectionLimits(connections, header_timeout)
-    return type("LimitedProtocol", (_LimitedProtocol, AutoHTTPProtocol), {"limits": limits})
-
-
-class ConnectionLimits:
-    """The open connections of each address.
-
-    One beyond the limit ends the oldest connection of its address that has waited for headers for
-    more than `PATIENCE_S`. Where there is none, the new one gets a 503.
-    """
-
-    def __init__(self, per_address: int, header_timeout: float):
-        self.per_address, self.header_timeout = per_address, header_timeout
-        self.refused = 0  # refused connections that still read their answer
-        self._open: dict[str, OrderedDict[Any, None]] = {}
-
-    def admit(self, address: str, connection: "_LimitedProtocol") -> bool:
-        """Return whether a connection may stay."""
-        admitted = self._open.setdefault(address, OrderedDict())
-        if len(admitted) >= self.per_address:
-            old = time.monotonic() - PATIENCE_S
-            half_open = next((one for one in admitted if one.reads_headers_since < old), None)
-            if half_open is None:
-                return False
-            admitted.pop(half_open)
-            half_open.transport.abort()
-        admitted[connection] = None
-        return True
-
-    def forget(self, address: str, connection: "_LimitedProtocol") -> None:
-        admitted = self._open.get(address, OrderedDict())
-        admitted.pop(connection, None)
-        if not admitted:
-            self._open.pop(address, None)
-
-
-class _LimitedProtocol:
-    """Mixin before a protocol of uvicorn."""
-
-    limits: ConnectionLimits
-    transport: Any
-    cycle: Any  # the request that is answered, or was last
-    _timer: asyncio.TimerHandle | None = None
-    _since = math.inf
-    _address = ""
-    _refused = False
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)  # type: ignore[misc]
-        self._address = str((transport.get_extra_info("peername") or ("",))[0])
-        if self.limits.admit(self._address, self):
-            self._watch_headers()
-        else:
-            self._refuse(transport)
-
-    def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
-        super().data_received(data)  # type: ignore[misc]
-        self._watch_headers()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self.limits.forget(self._address, self)
-        self.limits.refused -= self._refused
-        super().connection_lost(exc)  # type: ignore[misc]
-
-    @property
-    def reads_headers(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    @property
-    def reads_headers_since(self) -> float:
-        """When it began to wait for headers, of time.monotonic(); infinity while it does not."""
-        return self._since if self.reads_headers else math.inf
-
-    def _refuse(self, transport: Any) -> None:
-        """Answer 503. A close at once would reset the connection before the client reads it."""
-        self._refused = True
-        self.limits.refused += 1
-        if self.limits.refused > 4 * self.limits.per_address:
-            return transport.abort()
-        text = f'{{"error": "at most {self.limits.per_address} connections of one address"}}'
-        transport.write(
-            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
-            b"Content-Type: application/json\r\n"
-            + f"Content-Length: {len(text)}\r\n\r\n{text}".encode()
-        )
-        if transport.can_write_eof():
-            transport.write_eof()
-        self._timer = asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
-
-    def _watch_headers(self) -> None:
-        """Limit the time from the first byte of headers, not from the last."""
-        if not self.reads_headers:
-            self._stop_timer()
-        elif self._timer is None:
-            self._since = time.monotonic()
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self.limits.header_timeout, self._give_up)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _give_up(self) -> None:
-        self._timer = None
-        if self.reads_headers:
-            self.transport.abort()

@@ -4,7 +4,6 @@ A vote is on disk before it is answered.
 """
 
 import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import UserError
@@ -16,11 +15,6 @@ from flowrl.web.page import json_answer, make_page
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.responses import Response
-
-STATIC = {
-    "flowrl.voting": ("vote.html", "vote.js", "vote.css"),
-    "flowrl.web": ("ask.js", "page.css", "icon.svg"),
-}
 
 
 class Questions:
@@ -63,12 +57,17 @@ class Questions:
             self.ballot.undo()
 
 
-def make_app(questions: Questions, *, token: str, hosts: Sequence[str]) -> "FastAPI":
-    """Return the application of the page. token, hosts: as in `make_page`."""
+def make_app(questions: Questions, *, token: str, host: str) -> "FastAPI":
+    """Return the application of the page. token, host: as in `make_page`."""
+    return make_page(
+        "flowrl vote", lambda app: _add_routes(app, questions), "flowrl.voting", "flowrl.web",
+        token=token, host=host,
+    )  # fmt: skip
+
+
+def _add_routes(app: "FastAPI", questions: Questions) -> None:
     from starlette.requests import Request
     from starlette.responses import Response
-
-    app = make_page("flowrl vote", STATIC, token=token, hosts=hosts)
 
     @app.get("/api/next")
     def following() -> Response:
@@ -89,8 +88,6 @@ def make_app(questions: Questions, *, token: str, hosts: Sequence[str]) -> "Fast
     @app.get("/api/image")
     def image(row: int) -> Response:
         return _image(questions.candidates, row)
-
-    return app
 
 
 def _image(candidates: Candidates, row: int) -> "Response":

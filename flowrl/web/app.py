@@ -1,6 +1,6 @@
 """The server of `flowrl ui`: runs as JSON and PNG. The page polls; unchanged is 304."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,31 +19,27 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-STATIC = {
-    "flowrl.web": (
-        "page.html", "page.css", "page.js", "ask.js", "chart.js", "lists.js", "parts.js", "run.js",
-        "icon.svg",
-    ),
-}  # fmt: skip
 MOST_POINTS = 2000  # of a curve in an answer
 MOST_CURVES = 400  # runs times metrics in an answer
 
 
-def make_app(root: Path, *, token: str, hosts: Sequence[str]) -> "FastAPI":
+def make_app(root: Path, *, token: str, host: str) -> "FastAPI":
     """Return the ASGI application that shows the runs below `root`.
 
     Args:
         token: that every request below /api carries.
-        hosts: names and addresses, without ports, that requests may name as Host.
+        host: address that the server listens at.
     """
-    app = make_page("flowrl ui", STATIC, token=token, hosts=hosts)
     folders, jobs = RunFolders(root), Jobs(root)
-    app.state.jobs = jobs
-    _add_tables(app, folders, jobs)
-    _add_curves(app, folders)
-    _add_images(app, folders)
-    _add_actions(app, folders, jobs)
-    return app
+
+    def routes(app: "FastAPI") -> None:
+        app.state.jobs = jobs
+        _add_tables(app, folders, jobs)
+        _add_curves(app, folders)
+        _add_images(app, folders)
+        _add_actions(app, folders, jobs)
+
+    return make_page("flowrl ui", routes, "flowrl.web", token=token, host=host)
 
 
 def unless_current(request: "Request", stamp: Any, make: Callable[[], Any]) -> "Response":

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, BinaryIO
 
 from flowrl.utils.journal import open_line
@@ -33,9 +34,9 @@ class MetricsLog:
 
     def _reset(self, file: tuple[int, int] | None) -> None:
         self._file = file  # device and inode: a resumed run writes a new file
-        self._offset = self._size = 0
+        self._offset = 0
         self._rows: dict[int, Values] = {}
-        self._sums: dict[str, tuple[float, int]] = {}  # sum and number of a metric's values
+        self._names: dict[str, None] = {}
         self._every = 1  # iterations are held whose number is a multiple of it
         self.damaged = 0  # lines that are not metrics
         self.version += 1  # changes with everything else here
@@ -58,9 +59,6 @@ class MetricsLog:
         if identity != self._file or size < self._offset:
             self._reset(identity)
             self._take(file.read(HEAD))
-        elif size == self._size:
-            return
-        self._size = size
         start = max(self._offset, size - self.tail)
         file.seek(start)
         data = file.read(size - start)
@@ -73,31 +71,28 @@ class MetricsLog:
     def _take(self, data: bytes) -> None:
         """Add the whole lines of `data`, which begins at the offset."""
         end = data.rfind(b"\n") + 1
+        if not end:
+            return
         self._offset += end
-        for line in data[:end].splitlines():
-            if not line.strip():
-                continue
-            row = open_line(line)
-            step = row.get("step") if isinstance(row, dict) else None
-            if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MAX_STEP:
+        for line in filter(bytes.strip, data[:end].splitlines()):
+            row = open_line(line) or {}
+            step = row.pop("step", None)
+            if type(step) is int and 0 <= step < MAX_STEP:
+                self._add(step, row)
+            else:
                 self.damaged += 1
-                continue
-            assert isinstance(row, dict)
-            self._add(step, row)
         self._thin_out()
         self.version += 1
 
     def _add(self, step: int, row: dict[str, Any]) -> None:
         values = self._rows.setdefault(step, {})
         for name, value in row.items():
-            if name == "step" or not (value is None or type(value) in (int, float)):
+            if value is not None and type(value) not in (int, float):
                 continue
-            if name not in self._sums and len(self._sums) >= MOST_NAMES:
-                continue
-            number = None if value is None or not abs(value) < 1e300 else float(f"{value:.7g}")
-            values[name] = number
-            total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = (total + (number or 0.0), count + (number is not None))
+            if name in self._names or len(self._names) < MOST_NAMES:
+                self._names[name] = None
+                finite = value is not None and abs(value) < 1e300
+                values[name] = float(value) if finite else None
 
     def _thin_out(self) -> None:
         evaluated = {step for step, values in self._rows.items() if any(map(_held_out, values))}
@@ -117,7 +112,7 @@ class MetricsLog:
 
     @property
     def names(self) -> list[str]:
-        return list(self._sums)
+        return list(self._names)
 
     def points(self, names: Iterable[str], most: int) -> dict[str, dict[str, list[Any]]]:
         """Return at most `most` points of each metric: x (steps), and y, None where missing."""
@@ -132,30 +127,30 @@ class MetricsLog:
             return curves
 
     def means(self) -> dict[str, dict[str, float | None]]:
-        """Return the mean and the last value of each metric, None where there is none."""
-        with self._lock:
-            last: Values = {}
-            for step in sorted(self._rows):
-                last |= self._rows[step]
-            return {
-                name: {"mean": total / count if count else None, "last": last.get(name)}
-                for name, (total, count) in self._sums.items()
-            }
+        """Return the mean of what is held and the last value of each metric, None for no value."""
+        curves, means = self.points(self.names, LIMIT), {}
+        for name, curve in curves.items():
+            values = [value for value in curve["y"] if value is not None]
+            means[name] = {"mean": fmean(values) if values else None, "last": curve["y"][-1]}
+        return means
 
     def ends(self) -> dict[str, Any]:
         """Return the last step and training metrics, and first and last held-out scores."""
         with self._lock:
-            steps = sorted(self._rows)
-            held_out = {s: {n: v for n, v in self._rows[s].items() if _held_out(n)} for s in steps}
-            evaluated = [step for step in steps if held_out[step]]
-            trained = [step for step in steps if len(held_out[step]) < len(self._rows[step])]
-            latest = self._rows[trained[-1]] if trained else {}
+            held_out: dict[int, Values] = {}
+            latest: Values = {}
+            for step, values in sorted(self._rows.items()):
+                scores = {name: value for name, value in values.items() if _held_out(name)}
+                if scores:
+                    held_out[step] = scores
+                if len(scores) < len(values):
+                    latest = {name: value for name, value in values.items() if name not in scores}
             return {
-                "step": steps[-1] if steps else 0,
-                "latest": {n: v for n, v in latest.items() if not _held_out(n)},
-                "base": held_out[evaluated[0]] if evaluated else {},
-                "held_out": held_out[evaluated[-1]] if evaluated else {},
-                "held_out_step": evaluated[-1] if evaluated else None,
+                "step": max(self._rows, default=0),
+                "latest": latest,
+                "base": held_out[min(held_out)] if held_out else {},
+                "held_out": held_out[max(held_out)] if held_out else {},
+                "held_out_step": max(held_out, default=None),
             }
 
 

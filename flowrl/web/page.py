@@ -7,21 +7,17 @@ Host, Origin and token, and the page may load from this server alone.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from importlib.resources import files
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import UserError
-from flowrl.utils.serving import Access, Guard
+from flowrl.utils.serving import Access, Guard, local_names
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
     from starlette.responses import Response
 
-MEDIA = {
-    ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml",
-}  # fmt: skip
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -39,38 +35,31 @@ MAX_BODY = 64 * 2**10  # bytes
 
 
 def make_page(
-    server: str, static: Mapping[str, Sequence[str]], *, token: str, hosts: Sequence[str]
+    server: str, routes: "Callable[[FastAPI], None]", *packages: str, token: str, host: str
 ) -> "FastAPI":
-    """Return an application that serves a page; add routes below /api to it.
+    """Return an application that serves a page.
 
     Args:
         server: the command, for error messages.
-        static: names of files in `PACKAGE/static`, by package; the .html file is at /.
+        routes: adds routes below /api.
+        packages: those with a folder `static` of files; the first that has a file's name counts.
         token: that every request below /api carries.
-        hosts: names and addresses, without ports, that requests may name as Host.
+        host: address that the server listens at.
     """
     from fastapi import FastAPI
+    from starlette.staticfiles import StaticFiles
 
     app = FastAPI(title=server, openapi_url=None, docs_url=None, redoc_url=None)
-    for package, names in static.items():
-        for name in names:
-            _add_file(app, package, name)
+    routes(app)
+    folders = [(package, "static") for package in packages]
+    app.mount("/", StaticFiles(packages=folders, html=True))  # after the routes: it takes all paths
     _add_errors(app)
     access = Access(
-        server=server, hosts=frozenset(hosts), token=token, private="/api", max_body=MAX_BODY,
+        server=server, hosts=local_names(host), token=token, private="/api", max_body=MAX_BODY,
         json_only=True, headers=HEADERS,
     )  # fmt: skip
     app.add_middleware(Guard, access=access)
     return app
-
-
-def _add_file(app: "FastAPI", package: str, name: str) -> None:
-    from starlette.responses import Response
-
-    path = files(package) / "static" / name
-    data, media = path.read_bytes(), MEDIA[name[name.rindex(".") :]]
-    address = "/" if media == "text/html" else f"/{name}"
-    app.add_api_route(address, lambda: Response(data, media_type=media), response_model=None)
 
 
 def json_answer(content: Any, status: int = 200) -> "Response":

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from flowrl.cli.rewards import reward_check, reward_serve
 from flowrl.errors import UserError
 from flowrl.scoring import server
-from flowrl.utils import serving
+from flowrl.utils import connections
 
 USER_REWARDS = """
 def good(images, prompts, metadata):
@@ -150,7 +150,7 @@ def test_processes_take_the_gpus_in_turn(monkeypatch, name, options, gpus, micro
         executors.extend(app.state.service.executors.values())
         return Stopped()
 
-    monkeypatch.setattr(serving, "make_server", make_server)
+    monkeypatch.setattr(connections, "make_server", make_server)
     monkeypatch.setattr(server, "warm_up", lambda spec: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     reward_serve([name], port=0, timeout=7.0, **options)

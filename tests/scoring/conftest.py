@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.utils.serving import make_server
+from flowrl.utils.connections import make_server
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules lie beside the tests
 

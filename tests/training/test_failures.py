@@ -22,7 +22,7 @@ from flowrl.backbones.lora_files import read_lora
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import Policy
 from flowrl.cli import report_errors
-from flowrl.errors import MEMORY, PHASES, REMEDIES, WORDS, Cause, PhaseName
+from flowrl.errors import CAUSES, MEMORY, PHASES, Cause, PhaseName
 from flowrl.objectives.grpo import GRPO
 from flowrl.sampling.rollout import decode
 from flowrl.scoring.scorer import SamplerFailure, Scoring
@@ -134,8 +134,9 @@ def expected(phase: PhaseName, failure: str) -> tuple[int, list[str], int | None
     """The exit code, words of the message, and the iterations that are saved."""
     if failure in WORD:
         cause = WORD[failure]
-        remedy = MEMORY[phase] if cause == "memory" else REMEDIES[cause]
-        words = [f"{WORDS[cause]} in phase {phase}", remedy, "docs/troubleshooting.md"]
+        name, _, remedy = CAUSES[cause]
+        remedy = MEMORY[phase] if cause == "memory" else remedy
+        words = [f"{name} in phase {phase}", remedy, "docs/troubleshooting.md"]
         where = "nothing is saved" if phase in BEFORE else f"step-{WHOLE[phase]:06d}"
         return CODES[failure], [*words, where], None if phase in BEFORE else WHOLE[phase]
     if phase in BEFORE:

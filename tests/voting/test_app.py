@@ -28,9 +28,9 @@ def questions_of(folder) -> Questions:
 
 @pytest.fixture
 def client(folder):
-    app = make_app(questions_of(folder), token="secret", hosts=["testserver"])
+    app = make_app(questions_of(folder), token="secret", host="127.0.0.1")
     headers = {"Authorization": "Bearer secret"}
-    return TestClient(app, headers=headers, raise_server_exceptions=False)
+    return TestClient(app, "http://127.0.0.1", headers=headers, raise_server_exceptions=False)
 
 
 def test_every_answer_is_written_and_the_next_question_follows(client, folder):

@@ -101,7 +101,7 @@ def serve(serve_app: Callable[[Any], Any]) -> Callable[[Path], Any]:
     """A context manager that serves the runs below a folder and yields the page's address."""
     from flowrl.web.app import make_app
 
-    return lambda root: serve_app(make_app(root, token="a-token", hosts=["127.0.0.1"]))
+    return lambda root: serve_app(make_app(root, token="a-token", host="127.0.0.1"))
 
 
 @pytest.fixture(scope="module")

