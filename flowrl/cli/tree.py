@@ -1,6 +1,5 @@
 """`flowrl tree`: what a rollout's tree looks like and costs; loads no model."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +35,6 @@ def tree(
     iteration: Annotated[int, typer.Option(min=0, help="Of the training; windows move.")] = 0,
     seed: Annotated[int, typer.Option(help="Of random windows.")] = 0,
     image: Annotated[Path | None, typer.Option(help="Also draw the tree as this PNG.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show a rollout's tree and what it costs, before anything is sampled.
 
@@ -66,11 +64,8 @@ def tree(
         plan = _plan(section, leaves, iteration=iteration, steps=steps, seed=seed)
     except PlanError as error:
         raise UserError(f"{error}.") from error
-    if as_json:
-        print(json.dumps(_as_json(section, plan, prompts)))
-    else:
-        _show(plan, prompts)
-        _show_recipe(section, plan)
+    _show(plan, prompts)
+    _show_recipe(section, plan)
     if image is not None:
         from flowrl.trees.show import draw_tree
         from flowrl.utils.files import write_bytes
@@ -135,19 +130,6 @@ def _totals(plan: "TreePlan", prompts: int) -> dict[str, float]:
     per_leaf = total.forwards / total.leaves
     saving = total.sequential_forwards / total.forwards
     return asdict(total) | {"forwards_per_leaf": per_leaf, "saving": saving}
-
-
-def _as_json(section: Any, plan: "TreePlan", prompts: int) -> dict[str, Any]:
-    from flowrl.trees.show import table
-
-    return {
-        "tree": section.model_dump(mode="json"),
-        "roots": plan.roots,
-        "same_noise": plan.same_noise,
-        "prompts": prompts,
-        "rows": table(plan, prompts),
-        "totals": _totals(plan, prompts),
-    }
 
 
 def _show_recipe(section: Any, plan: "TreePlan") -> None:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -54,7 +54,7 @@ def vote(  # noqa: PLR0913  # an argument for each option
     ] = False,
     export: Annotated[
         Path | None,
-        typer.Option(help="Write the votes as pairs: .jsonl for flowrl, .json for HPDv3."),
+        typer.Option(metavar="FILE.jsonl", help="Write the votes as pairs of images."),
     ] = None,
     host: Host = "127.0.0.1",
     port: Port = 8402,
@@ -80,7 +80,10 @@ def vote(  # noqa: PLR0913  # an argument for each option
     words, images, lora = _target(words or [], images, lora)
     folder = images or output_dir
     if export is not None:
-        _export(folder, export)
+        from flowrl.voting.ballot import Ballot, write_pairs
+
+        written = write_pairs(Ballot(folder).votes, folder, export)
+        say(f"{written} pairs in {export}")
         return
     if train:
         from flowrl.voting.learn import train_on_votes
@@ -136,13 +139,3 @@ def _config(words: list[str]) -> "Config":
             "leave run.output_dir out: the run is saved beside the images, in the folder of -o"
         )
     return load_config(request.recipe, request.overrides)
-
-
-def _export(folder: Path, path: Path) -> None:
-    from flowrl.voting.ballot import Ballot, write_pairs
-
-    kinds: dict[str, Literal["flowrl", "hpdv3"]] = {".jsonl": "flowrl", ".json": "hpdv3"}
-    if path.suffix not in kinds:
-        raise UserError(f"--export {path} ends with neither .jsonl (flowrl) nor .json (HPDv3).")
-    written = write_pairs(Ballot(folder).votes, folder, path, kinds[path.suffix])
-    say(f"{written} pairs in {path}")

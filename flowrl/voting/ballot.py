@@ -16,7 +16,6 @@ FILE = "votes.jsonl"
 Choice = Literal["first", "second", "tie", "skip"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 ANSWERS = {"first": 1.0, "second": 0.0, "tie": 0.5}  # preference for the first image
-PairFormat = Literal["flowrl", "hpdv3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,26 +71,23 @@ class Ballot:
         return self._votes.pop()
 
 
-def write_pairs(votes: Iterable[Vote], folder: Path, path: Path, kind: PairFormat) -> int:
+def write_pairs(votes: Iterable[Vote], folder: Path, path: Path) -> int:
     """Write votes that prefer an image as pairs; return their number.
+
+    A line has prompt, chosen and rejected, as in open-image-preferences.
 
     Args:
         folder: of the images.
         path: of the file, which names images relative to its own folder.
-        kind: "flowrl" writes lines with prompt, chosen and rejected, as in open-image-preferences;
-            "hpdv3" one JSON list with prompt, path1 (preferred) and path2.
 
     Raises UserError when no vote prefers an image.
     """
-    names = {"flowrl": ("chosen", "rejected"), "hpdv3": ("path1", "path2")}[kind]
     rows = []
     for vote in votes:
         if vote.preferred is not None:
-            images = (os.path.relpath(folder / name, path.parent) for name in vote.preferred)
-            rows.append({"prompt": vote.prompt} | dict(zip(names, images, strict=True)))
+            better, worse = (os.path.relpath(folder / name, path.parent) for name in vote.preferred)
+            rows.append({"prompt": vote.prompt, "chosen": better, "rejected": worse})
     if not rows:
         raise UserError(f"no vote in {folder} prefers an image: there is nothing to train on")
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    text = "[\n" + ",\n".join(lines) + "\n]\n" if kind == "hpdv3" else "\n".join(lines) + "\n"
-    write_text(path, text)
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return len(rows)

@@ -97,10 +97,10 @@ def train_on_votes(config: Config, folder: Path, *, lora: str | None = None) -> 
             "that training starts from it."
         )
     votes = Ballot(folder).votes
-    write_pairs(votes, folder, folder / PAIRS, "flowrl")  # refuses votes that prefer no image
+    write_pairs(votes, folder, folder / PAIRS)  # refuses votes that prefer no image
     candidates = read_candidates(folder)
     predicted = expected_votes(candidates, features_of(config, candidates), votes)
-    write_pairs([*votes, *predicted], folder, folder / PAIRS, "flowrl")
+    write_pairs([*votes, *predicted], folder, folder / PAIRS)
     digest = blake2b((folder / PAIRS).read_bytes(), digest_size=4).hexdigest()
     store = folder / f"{STORE}-{digest}"
     collect_pairs(config, folder / PAIRS, store)

@@ -104,7 +104,6 @@ class Jobs:
         process = None if owner is None else owner.process(run.path)
         if owner is None or process is None:
             raise UserError(f"no process of this machine trains in {run.name}")
-        _need_signals()
         with self._lock:
             if (owner.pid, owner.began) in self._stopping:
                 return  # a second signal would end it at once, in the middle of an iteration
@@ -118,7 +117,6 @@ class Jobs:
             assert job.process is not None
             key = (job.process.pid, job.began)
             if job.process.poll() is None and key not in self._stopping:
-                _need_signals()
                 job.process.send_signal(signal.SIGTERM)
                 self._stopping.add(key)
 
@@ -181,12 +179,11 @@ class Jobs:
             name=name, kind=kind, title=title, words=words, log=path, recipe=recipe, changes=changes
         )
         with open(path, "wb") as log, self._lock:
-            # A session of its own (on Windows a process group), so that Ctrl-C of the server does
-            # not reach it; and one process, whatever launched the server.
+            # A session of its own, so that Ctrl-C of the server does not reach it; and one process,
+            # whatever launched the server.
             job.process = subprocess.Popen(
                 [sys.executable, "-m", "flowrl", *words], stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, env=_environment(), start_new_session=True,
-                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
             )  # fmt: skip
             self._jobs[job.name] = job
             for name in self._too_many():
@@ -202,13 +199,6 @@ def _environment() -> dict[str, str]:
     launcher = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     inherited = {name: value for name, value in os.environ.items() if name not in launcher}
     return inherited | {"PYTHONUNBUFFERED": "1"}
-
-
-def _need_signals() -> None:
-    if os.name != "posix":  # where SIGTERM kills
-        raise UserError(
-            "this system has no signal that asks a process to stop: press Ctrl-C in its terminal"
-        )
 
 
 def checked_recipe(recipe: str) -> str:

@@ -30,11 +30,10 @@ from flowrl.utils.untrusted import (
     open_regular,
     parse_json,
     read_bytes,
-    read_tail,
 )
 from flowrl.web.metrics_log import GLANCE, MetricsLog, held_out_first
 
-CONFIG, METRICS, AUDITS = "config.yaml", "metrics.jsonl", "audits.jsonl"
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 RUN_PARTS = {  # folders of a run, in which no other run is looked for
     "checkpoints", "evaluations", "set-aside", "gallery", "samples", "tensorboard", "stores",
     "card",
@@ -43,9 +42,8 @@ DEPTH = 3  # folders below RUNS
 MOST_RUNS = 500
 MOST_LOGS = 32  # runs whose curves are kept in memory
 MOST_TEXT = 2000  # characters of a prompt or of an option's value
-MOST_ROWS = 200  # events, audits, images
+MOST_ROWS = 200  # events, images
 MOST_IMAGE = MOST_LEDGER = 64 * 2**20  # bytes
-MOST_AUDITS = 4 * 2**20  # bytes, of the latest
 SCAN_S = 1.0  # for which a list of folders holds
 STEP = re.compile(r"step-(\d{6,12})")
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -76,7 +74,7 @@ class RunFiles:
 
     def stamp(self) -> tuple[Any, ...]:
         """Return what changes whenever something that people see here changes."""
-        names = (METRICS, LEDGER, CONFIG, AUDITS, OWNER, "samples", "evaluations", "checkpoints")
+        names = (METRICS, LEDGER, CONFIG, OWNER, "samples", "evaluations", "checkpoints")
         owner = owner_of(self.path)
         alive = owner is not None and owner.process(self.path) is not None
         return (self.name, alive, *(_stamp(self.path / name) for name in names))
@@ -176,7 +174,6 @@ class RunFiles:
             "evaluations": self.evaluations(),
             "checkpoints": self.checkpoints(),
             "events": self.journal(),
-            "audits": self.audits(),
         }
 
     # --- images ---------------------------------------------------------------------------------
@@ -272,22 +269,6 @@ class RunFiles:
                 }
             )
         return rows
-
-    def audits(self) -> list[dict[str, Any]]:
-        """Return the latest audits of cheap candidates, newest first."""
-        try:
-            data = read_tail(self.path / AUDITS, inside=self.path, limit=MOST_AUDITS)
-        except (OSError, RefusedFile):
-            return []
-        rows = []
-        for line in data.splitlines()[-MOST_ROWS:]:
-            try:
-                audit = parse_json(line, AUDITS)
-                row = {name: _text(audit[name], 400) for name in ("precision", "action", "text")}
-                rows.append(row | {"iteration": _whole(audit["iteration"])})
-            except (UserError, KeyError, TypeError):
-                continue
-        return rows[::-1]
 
 
 def recipe_differences(one: RunFiles, other: RunFiles) -> list[dict[str, str]]:

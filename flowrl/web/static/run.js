@@ -1,4 +1,4 @@
-// One run: state, curves, images, missing scores, audits, recipe and journal.
+// One run: state, curves, images, missing scores, recipe and journal.
 
 import { get, send } from "/ask.js";
 import { format } from "/chart.js";
@@ -11,7 +11,7 @@ export function runView(query) {
   const name = query.get("run") ?? "";
   const parts = [
     new Head(name), new CurvesOfRun(name), new HeldOutImages(name), new Samples(name),
-    new Failures(), new Audits(), new Recipe(name), new Journal(),
+    new Failures(), new Recipe(name), new Journal(),
   ];
   const root = el("div", {}, parts.map((part) => part.root));
   const curves = parts[1];
@@ -219,16 +219,6 @@ class Failures extends Section {
 }
 
 const share = (value) => (value === null ? "n/a" : `${(100 * value).toPrecision(3)} %`);
-
-class Audits extends Section {
-  constructor() { super("Audits of cheap candidates"); }
-
-  rows(run) {
-    return run.audits.map((audit) => [String(audit.iteration), audit.precision, audit.action, audit.text]);
-  }
-
-  content(rows) { return table("Newest first", ["Iteration", "Precision", "Decision", "Reason"], rows); }
-}
 
 class Recipe {
   constructor(name) {
