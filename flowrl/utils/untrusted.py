@@ -87,13 +87,6 @@ def read_bytes(path: Path, *, inside: Path | None = None, limit: int | None = MA
     return data
 
 
-def read_tail(path: Path, *, inside: Path | None = None, limit: int) -> bytes:
-    """Return the last `limit` bytes of a regular file. Raises as `open_regular`."""
-    with open_regular(path, inside=inside) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
-        return file.read(limit)
-
-
 def read_text(path: Path, *, inside: Path | None = None, limit: int = MAX_BYTES) -> str:
     """Return the UTF-8 text of a regular file. Raises as `read_bytes`, and UserError for others."""
     try:

@@ -23,7 +23,6 @@ from flowrl.utils.untrusted import (
     parse_json,
     read_bytes,
     read_json,
-    read_tail,
     read_text,
 )
 from flowrl.voting.ballot import Ballot
@@ -52,11 +51,10 @@ def test_only_a_regular_file_inside_the_folder_is_read(tmp_path):
         read_bytes("/dev/zero")
 
 
-def test_sizes_are_bounded_and_tails_are_read(tmp_path):
+def test_sizes_are_bounded(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
     assert read_bytes(path, limit=10) == b"0123456789"
-    assert read_tail(path, limit=3) == b"789"
     with pytest.raises(RefusedFile, match="file"):
         read_bytes(path, limit=9)
 

@@ -1,5 +1,7 @@
 """A file of metrics, read as it grows: curves in bounded memory, damage counted."""
 
+from typing import Any
+
 import pytest
 
 from flowrl.utils.journal import seal_line
@@ -20,7 +22,7 @@ def lines(*steps: int) -> str:
     return "".join(line(step=s, loss=s / 2) for s in steps)
 
 
-def curve(log, name="loss", most=10**6):
+def curve(log, name="loss", most=10**6) -> Any:
     log.read()
     return log.points([name], most).get(name)
 

@@ -1,8 +1,6 @@
 """The page of `flowrl ui` in a real Chromium: live, hostile and missing things, keyboard, sizes."""
 
 import contextlib
-import json
-import re
 import signal
 import socket
 from itertools import product
@@ -101,43 +99,6 @@ def test_metrics_named_as_members_of_every_object_have_curves(
             page.wait_for_selector(f'[data-metric="{name}"] .value:text("0.75")')
             page.wait_for_selector(f'[data-metric="eval/{name}"] .value:text("1")')
         page.get_by_role("row", name="__proto__ 50.0 % 50.0 %", exact=True).wait_for()
-
-
-@pytest.mark.slow
-def test_a_run_tells_how_it_ended_and_what_to_worry_about(page, make_folder_in, tmp_path, serve):
-    root = tmp_path / "runs"
-    failed = {"reason": "error", "complete": False, "detail": "ValueError: no"}
-    finished = {"reason": "finished", "complete": True, "detail": ""}
-    ends = {
-        "stopped": (STOPPED, "interrupted; it can be resumed"),
-        "failed": (failed, "ValueError: no"),
-        "killed": (None, "the process was killed"),
-        "finished": (finished, "iteration 4 of 8"),
-    }
-    for name, (stop, _) in ends.items():
-        make_folder_in(root, name, stop=stop)
-    with open(root / "killed" / "metrics.jsonl", "a") as file:
-        file.write(seal_line({"step": 5, "reward/missing/ocr": 0.25}).decode() + "\n")
-    audit = {"iteration": 3, "precision": "nvfp4", "action": "keep", "text": "rho is 0.8"}
-    (root / "killed" / "audits.jsonl").write_text(json.dumps(audit) + "\n")
-    with serve(root) as address:
-        opened(page, address)
-        for name, (_, words) in ends.items():
-            page.evaluate("name => { location.hash = `#/run?run=${name}`; }", name)
-            page.wait_for_selector(f".state.{name}")
-            page.wait_for_selector(f"text={words}")
-            resumable = page.get_by_role("button", name="Resume").is_visible()
-            assert resumable == (name != "finished")
-            assert not page.get_by_role("button", name="Stop").is_visible()
-        page.evaluate("location.hash = '#/run?run=killed'")
-        for row in (
-            "ocr 25.0 % 25.0 %",
-            "3 nvfp4 keep rho is 0.8",
-        ):
-            page.get_by_role("row", name=row, exact=True).wait_for()
-        page.evaluate("location.hash = '#/run?run=finished'")
-        page.wait_for_selector("text=iteration 4 of 8")
-        assert not page.get_by_text("Missing scores").is_visible()
 
 
 def test_hostile_names_prompts_and_words_are_text_and_what_is_missing_is_said(
@@ -339,17 +300,6 @@ def test_every_view_fits_phone_and_desk_and_is_legible_in_light_and_dark(page, a
             for name, least, contrast in page.evaluate(CONTRASTS):
                 assert contrast >= least, (scheme, name, contrast)
     assert len(seen) == 2  # both schemes were drawn
-
-
-@pytest.mark.slow
-def test_a_page_whose_server_is_gone_says_so_and_continues_when_it_is_back(page, address):
-    opened(page, address)
-    page.get_by_role("link", name="one", exact=True).wait_for()
-    page.route(re.compile("/api/"), lambda route: route.abort())
-    page.wait_for_selector("text=The server does not answer")
-    assert page.get_by_role("link", name="one", exact=True).is_visible()
-    page.unroute(re.compile("/api/"))
-    page.wait_for_selector("#trouble", state="hidden")
 
 
 # --- a run that trains --------------------------------------------------------------------------

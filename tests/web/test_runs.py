@@ -91,7 +91,7 @@ def test_damaged_files_are_missing_files(make_folder):
     (run.path / "samples" / "step-000004.png").write_bytes(b"<html>")
     with pytest.raises(FileNotFoundError):
         run.sample(4)
-    for name in ("ledger.jsonl", "config.yaml", "audits.jsonl", "metrics.jsonl"):
+    for name in ("ledger.jsonl", "config.yaml", "metrics.jsonl"):
         (run.path / name).write_bytes(b'{"event": [1]}\n\xff\xfe[[[[{')
     log = MetricsLog(run.path / "metrics.jsonl")
     log.read()
@@ -133,15 +133,6 @@ def test_recipes_differ_where_options_do(make_folder):
     assert one.recipe() == {"run": {"iterations": 8}}
 
 
-def test_audits_are_told_newest_first_and_what_is_none_is_left_out(make_folder):
-    run = run_of(make_folder())
-    audit = {"precision": "nvfp4", "action": "keep", "text": "rho 0.8", "steps": 4}
-    lines = [json.dumps(audit | {"iteration": i}) for i in (3, 6)]
-    (run.path / "audits.jsonl").write_text("\n".join([lines[0], "{", "[]", '{"a": 1}', lines[1]]))
-    row = {"precision": "nvfp4", "action": "keep", "text": "rho 0.8"}
-    assert run.audits() == [row | {"iteration": 6}, row | {"iteration": 3}]
-
-
 def test_long_texts_are_cut(make_folder):
     run = run_of(make_folder(prompts=("x" * 10**6,), stop={"reason": "error", "complete": False,
                                                            "detail": "y" * 10**6}))  # fmt: skip
@@ -150,7 +141,7 @@ def test_long_texts_are_cut(make_folder):
 
 
 def test_pipes_and_links_out_of_a_run_stop_nothing_and_show_nothing(make_folder, tmp_path):
-    names = ("metrics.jsonl", "config.yaml", "ledger.jsonl", "audits.jsonl", OWNER)
+    names = ("metrics.jsonl", "config.yaml", "ledger.jsonl", OWNER)
     secret = tmp_path / "secret"
     secret.write_text("secret: 1\n")
     for kind in ("pipe", "link"):
@@ -189,7 +180,6 @@ def test_deep_yaml_and_json_are_left_out(make_folder):
     folder = make_folder()
     (folder / "ledger.jsonl").unlink()
     (folder / "config.yaml").write_text("[" * 90_000)
-    (folder / "audits.jsonl").write_text("[" * 10**6)
     (folder / OWNER).write_text("[" * 4000)
     run = run_of(folder)
-    assert run.recipe() == {} and run.audits() == [] and run.state().name != "running"
+    assert run.recipe() == {} and run.state().name != "running"
