@@ -51,8 +51,8 @@ def make_page(
 
     app = FastAPI(title=server, openapi_url=None, docs_url=None, redoc_url=None)
     routes(app)
-    folders = [(package, "static") for package in packages]
-    app.mount("/", StaticFiles(packages=folders, html=True))  # after the routes: it takes all paths
+    files = StaticFiles(packages=[(package, "static") for package in packages], html=True)
+    app.mount("/", files)  # after the routes: it takes all paths
     _add_errors(app)
     access = Access(
         server=server, hosts=local_names(host), token=token, private="/api", max_body=MAX_BODY,

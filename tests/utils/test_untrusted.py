@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+from pathlib import Path
 
 import datasets
 import pytest
@@ -48,7 +49,7 @@ def test_only_a_regular_file_inside_the_folder_is_read(tmp_path):
         with pytest.raises((OSError, UserError)):
             open_regular(folder / name, inside=folder)
     with pytest.raises(RefusedFile, match="/dev/zero"):
-        read_bytes("/dev/zero")
+        read_bytes(Path("/dev/zero"))
 
 
 def test_sizes_are_bounded(tmp_path):
