@@ -2,17 +2,15 @@
 
 import asyncio
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+if TYPE_CHECKING:
+    import uvicorn
 
 CONNECTIONS = 64  # of one address
 HEADER_TIMEOUT_S = 10.0  # from a connection's or request's first byte to its last header
 KEEP_ALIVE_S = 5  # an idle connection is closed
 LINGER_S = 10.0  # a refused client may read its answer
-
-_Protocol: Any = AutoHTTPProtocol  # one of two classes of uvicorn, by what is installed
 
 
 def make_server(
@@ -21,7 +19,7 @@ def make_server(
     connections: int = CONNECTIONS,
     header_timeout: float = HEADER_TIMEOUT_S,
     shutdown_timeout: int = 1,
-) -> uvicorn.Server:
+) -> "uvicorn.Server":
     """Return a server; `run(sockets=[listening])` serves until Ctrl-C.
 
     Args:
@@ -30,16 +28,23 @@ def make_server(
         header_timeout: seconds that the headers of a request may take.
         shutdown_timeout: seconds that open requests have at the end.
     """
+    import uvicorn
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
     limits = {"most": connections, "header_timeout": header_timeout, "counts": Counter()}
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, ws="none", timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=shutdown_timeout,
-        http=type("LimitedProtocol", (_LimitedProtocol,), limits),
+        http=type("LimitedProtocol", (_LimitedProtocol, AutoHTTPProtocol), limits),
     )  # fmt: skip
     return uvicorn.Server(config)
 
 
-class _LimitedProtocol(_Protocol):
+class _LimitedProtocol:
+    """Mixin before a protocol of uvicorn."""
+
+    transport: Any
+    cycle: Any  # the request that is answered, or was last
     most: int
     header_timeout: float
     counts: Counter[str]  # open connections of each address, of all connections of a server
@@ -49,7 +54,7 @@ class _LimitedProtocol(_Protocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        super().connection_made(transport)  # type: ignore[misc]
         self._address = str((transport.get_extra_info("peername") or ("",))[0])
         self.counts[self._address] += 1
         self._refused = self.counts[self._address] > self.most
@@ -60,7 +65,7 @@ class _LimitedProtocol(_Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self._refused:
-            super().data_received(data)
+            super().data_received(data)  # type: ignore[misc]
             self._watch_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -68,7 +73,7 @@ class _LimitedProtocol(_Protocol):
         self.counts[self._address] -= 1
         if not self.counts[self._address]:
             del self.counts[self._address]
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # type: ignore[misc]
 
     def _refuse(self) -> None:
         """Answer 503. A close at once would reset the connection before the client reads it."""
