@@ -1,7 +1,7 @@
 """Contract tests for an objective or a reward of your own; call them from pytest.
 
 Each raises AssertionError with one sentence: the fact that does not hold, its figure, and what to
-change. They run on a CPU in seconds; objectives learn from a rollout of the tiny SD3.
+change. They run on a CPU in seconds; objectives learn from a rollout of a built-in pipeline.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,7 +93,7 @@ def check_reward(
 
 
 def check_objective(section: Mapping[str, Any], tree: str = "ode") -> None:
-    """Check that an objective learns towards high rewards, on a rollout of the tiny SD3.
+    """Check that an objective learns towards high rewards, on a rollout of a built-in pipeline.
 
     Args:
         section: the recipe's `objective`: `{"kind": "custom", "target": "my_module:MyObjective"}`.

@@ -145,7 +145,7 @@ def build_pipeline(
             revision=revision or p.revision,
             rounding=None if base is None else loading_config(base, DTYPES[p.dtype]),
             away=away,
-            given=loaded,
+            parts=loaded,
         )
     else:
         pipeline = place_pipeline(provided, device, away)
@@ -169,11 +169,11 @@ def load_without_transformer(options: PipelineOptions, revision: str | None = No
     try:
         network = empty_network(options.path, revision)
     except (LookupError, AttributeError, OSError):  # or loading says what is wrong
-        given = {}
+        parts = {}
     else:
-        given = {NETWORK: nn.Module.to(network, DTYPES[options.dtype])}
+        parts = {NETWORK: nn.Module.to(network, DTYPES[options.dtype])}
     return load_pipeline(
-        options.path, dtype=options.dtype, device=None, revision=revision, given=given
+        options.path, dtype=options.dtype, device=None, revision=revision, parts=parts
     )
 
 
@@ -201,7 +201,7 @@ def _sharded(
         empty = {} if runtime.is_main else {NETWORK: empty_network(options.path, revision)}
         pipeline = load_pipeline(
             options.path, dtype=options.dtype, device=None, revision=revision,
-            given={**loaded, **empty},
+            parts={**loaded, **empty},
         )  # fmt: skip
     shard_network(pipeline.transformer, runtime, over)
     return pipeline

@@ -68,10 +68,10 @@ class Backbone(Protocol):
 @contextmanager
 def in_fp32(vae: Any) -> Iterator[Any]:
     """Let an autoencoder compute in fp32 inside the block."""
-    own: torch.dtype = vae.dtype
+    dtype: torch.dtype = vae.dtype
     nn.Module.to(vae, torch.float32)  # diffusers' own warns of layers that are fp32 already
     try:
         with torch.autocast(vae.device.type, enabled=False):
             yield vae
     finally:
-        nn.Module.to(vae, own)
+        nn.Module.to(vae, dtype)

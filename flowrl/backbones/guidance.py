@@ -50,20 +50,20 @@ class RLG:
             # What a hook of accelerate calls, where there is one: offloading takes its hooks off
             # and puts them on again after each image, and what is outside of them is lost.
             place = HOOKED if HOOKED in vars(network) else FORWARD
-            own = vars(network).get(place)
-            guided = _Guided(own or network.forward, _adapters(network), self.strength)
+            before = vars(network).get(place)
+            guided = _Guided(before or network.forward, _adapters(network), self.strength)
             setattr(network, place, guided)
-            self._entered.append((network, guided, own))
+            self._entered.append((network, guided, before))
         return self
 
     def __exit__(self, *_: object) -> None:
         while self._entered:
-            network, guided, own = self._entered.pop()
+            network, guided, before = self._entered.pop()
             guided.strength = 1.0  # should someone have wrapped it in turn, it does nothing more
             for place in (FORWARD, HOOKED):
                 if vars(network).get(place) is not guided:
                     continue
-                if place == FORWARD and own is None:
+                if place == FORWARD and before is None:
                     del network.forward
                 else:
                     setattr(network, place, guided.__wrapped__)
@@ -73,8 +73,8 @@ def _denoisers(pipeline: Any) -> list[nn.Module]:
     """Return the networks with a LoRA, after checking that it can be switched off."""
     parts = ((name, getattr(pipeline, name, None)) for name in (*DENOISERS, *ENCODERS))
     adapted = {name: part for name, part in parts if part is not None and _adapters(part)}
-    found = [adapted[name] for name in DENOISERS if name in adapted]
-    if not found:
+    networks = [adapted[name] for name in DENOISERS if name in adapted]
+    if not networks:
         raise UserError(
             f"{type(pipeline).__name__} has no active LoRA on {', '.join(DENOISERS)}, expected one "
             "for RLG: call pipe.load_lora_weights(...) before, or pipe.enable_lora()"
@@ -86,7 +86,7 @@ def _denoisers(pipeline: Any) -> list[nn.Module]:
                 "base's text into account, so unload it there"
             )
         _check(name, part)
-    return found
+    return networks
 
 
 def _check(name: str, network: nn.Module) -> None:

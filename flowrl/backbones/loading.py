@@ -38,7 +38,7 @@ def load_pipeline(
     revision: str | None = None,
     rounding: Any = None,
     away: Sequence[str] = (),
-    given: Mapping[str, Any] | None = None,
+    parts: Mapping[str, Any] | None = None,
 ) -> Any:
     """Load a diffusers pipeline onto a device, with its own progress bars off.
 
@@ -47,7 +47,7 @@ def load_pipeline(
         revision: of a pipeline from the Hub.
         rounding: diffusers' quantization_config.
         away: how the names of components begin that stay on the CPU.
-        given: components by name, in place of those of the pipeline; None leaves one out.
+        parts: components by name, in place of those of the pipeline; None leaves one out.
 
     Raises:
         UserError: there is no pipeline at `path`, or a revision of what is not from the Hub.
@@ -71,7 +71,7 @@ def load_pipeline(
             dtype=DTYPES[dtype],
             revision=revision,
             quantization_config=rounding,
-            **(given or {}),
+            **(parts or {}),
         )
     except Exception as error:  # HTTP libraries have errors of their own, of no common class
         if on_hub and (message := hub_error_message(error, path, revision)):

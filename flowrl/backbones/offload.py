@@ -78,8 +78,8 @@ def moved_to(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]
     copies: dict[int, Tensor] = {}  # one for weights that several layers share
     try:
         for module in (module for part in parts for module in part.modules()):
-            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            for name, tensor in own:
+            parameters = module.named_parameters(recurse=False)
+            for name, tensor in (*parameters, *module.named_buffers(recurse=False)):
                 if not _elsewhere(tensor, device):
                     continue
                 homes.append((module, name, tensor))
@@ -107,14 +107,14 @@ def encoders_on_device(parts: Sequence[nn.Module], device: torch.device) -> Iter
         with moved_to(parts, device):
             yield
         return
-    there: dict[nn.Module, AbstractContextManager[None]] = {}
+    visits: dict[nn.Module, AbstractContextManager[None]] = {}
 
     def arrive(part: nn.Module, _: Any) -> None:
-        there[part] = moved_to([part], device)
-        there[part].__enter__()
+        visits[part] = moved_to([part], device)
+        visits[part].__enter__()
 
     def leave(part: nn.Module, *_: Any) -> None:
-        there.pop(part).__exit__(None, None, None)
+        visits.pop(part).__exit__(None, None, None)
 
     hooks = [part.register_forward_pre_hook(arrive) for part in parts]
     hooks += [part.register_forward_hook(leave, always_call=True) for part in parts]

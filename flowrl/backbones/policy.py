@@ -145,16 +145,16 @@ class Policy:
 
         The weights are restored from a copy, bit for bit; PEFT subtracts, which drifts.
         """
-        kept: list[tuple[nn.Parameter, Tensor]] = []
+        before: list[tuple[nn.Parameter, Tensor]] = []
         with torch.no_grad(), self.disabled():
             for layer in self._layers:
                 weight = layer.get_base_layer().weight
-                kept.append((weight, weight.data))
+                before.append((weight, weight.data))
                 weight.data = merged_weight(layer, weight.data, name).to(weight.dtype)
             try:
                 yield
             finally:
-                for weight, data in kept:
+                for weight, data in before:
                     weight.data = data
 
     def parameters(self) -> list[nn.Parameter]:
@@ -193,13 +193,13 @@ class Policy:
     def check_state(self, state: dict) -> None:
         """Raise UserError for the state of a policy with other adapters."""
         shapes = {n: [t.shape for t in ts] for n, ts in state["adapters"].items()}
-        own = {n: [p.shape for p in ps] for n, ps in self._by_name.items()}
-        if shapes.keys() != own.keys():
+        here = {n: [p.shape for p in ps] for n, ps in self._by_name.items()}
+        if shapes.keys() != here.keys():
             raise UserError(
                 f"the checkpoint has the adapters {', '.join(shapes)}, and this recipe makes "
-                f"{', '.join(own)}: give objective.kind and ema.decay as it was trained"
+                f"{', '.join(here)}: give objective.kind and ema.decay as it was trained"
             )
-        if shapes != own:
+        if shapes != here:
             raise UserError(
                 "the checkpoint's adapters are not those of this run: give pipeline.path, "
                 "lora.rank and lora.targets as it was trained"
@@ -232,8 +232,7 @@ class Policy:
     def weights_of(self, iteration: int, adapter: str) -> Iterator[None]:
         """Give an adapter the weights kept for an iteration, if there are any, while inside."""
         now = self.weights(adapter)
-        kept = self.sampled_with.get(iteration, now)
-        self.set_weights(adapter, kept)
+        self.set_weights(adapter, self.sampled_with.get(iteration, now))
         try:
             yield
         finally:
@@ -264,14 +263,15 @@ class Policy:
 
         Raises UserError when its layers or ranks are not the policy's.
         """
-        own = dict(_named_parameters_of(self.network, POLICY))
-        wrong = sorted(set(own) ^ set(state)) or [k for k in own if own[k].shape != state[k].shape]
+        parameters = dict(_named_parameters_of(self.network, POLICY))
+        wrong = sorted(parameters.keys() ^ state.keys())
+        wrong = wrong or [k for k, p in parameters.items() if p.shape != state[k].shape]
         if wrong:
             raise UserError(
                 f"the LoRA does not fit: {len(wrong)} tensors differ in name or shape, the first "
                 f"is {wrong[0]}; set lora.rank and lora.targets as it was trained"
             )
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.copy_(state[name])
         for name in self.copies:
             self._copy(POLICY, name)

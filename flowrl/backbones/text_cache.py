@@ -137,11 +137,11 @@ class TextCache:
         """Return the prompts' conditioning. Raises UserError if one needs freed text encoders."""
         keys = [self.key(prompt) for prompt in prompts]
         self._recall(keys)
-        found = Conditioning.cat([self.known[key] for key in keys]).to(self.backbone.device)
+        cond = Conditioning.cat([self.known[key] for key in keys]).to(self.backbone.device)
         for key in keys:
             self.known.move_to_end(key)
         self._forget()
-        return found
+        return cond
 
     def key(self, prompt: PromptRecord) -> Key:
         return prompt.read, self.negative if prompt.negative is None else prompt.negative
@@ -181,11 +181,11 @@ class TextCache:
         for key in dict.fromkeys(keys):
             if key in self.known:
                 continue
-            kept = None if self.disk is None else self.disk.load(*key)
-            if kept is None:
+            stored = None if self.disk is None else self.disk.load(*key)
+            if stored is None:
                 missing.append(key)
             else:
-                self.known[key] = kept
+                self.known[key] = stored
         self._encode(missing)
 
     @torch.no_grad()
@@ -239,10 +239,10 @@ def index_file(path: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(path, INDEX, revision=revision)
+        file = try_to_load_from_cache(path, INDEX, revision=revision)
     except HFValidationError:  # no name of the Hub either
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(file) if isinstance(file, str) else None
 
 
 def encoder_names(index: Path) -> list[str]:

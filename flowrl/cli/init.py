@@ -144,6 +144,7 @@ def parent_of(kind: str, memory: int, model: str) -> str:
 
     memory: bytes of the GPU, 0 for a CPU. Raises UserError where no preset of the class fits.
     """
+    from flowrl.backbones.families import FAMILIES
     from flowrl.config import load_config
     from flowrl.config.load import preset_names
     from flowrl.planning.model_specs import pipeline_class, spec_for, spec_name
@@ -152,8 +153,8 @@ def parent_of(kind: str, memory: int, model: str) -> str:
     if not memory:
         if spec_name(model) is not None or spec_for(model).weights > 2 * 10**9:
             raise UserError(f"{model} needs a GPU: name its memory with --memory 24GB.")
-        quick = [name for name in presets if re.fullmatch(r"quickstart(-flux|-sana)?", name)]
-        same = [name for name in quick if pipeline_class(presets[name]) == kind]
+        quick = {"quickstart", *(f"quickstart-{family.name}" for family in FAMILIES.values())}
+        same = [n for n in presets if n in quick and pipeline_class(presets[n]) == kind]
         return (same or ["quickstart"])[0]  # which has nothing of a class but its small sizes
     sizes = {name: int(m[1]) * 10**9 for name in presets if (m := CARD.search(name))}
     same = [name for name in sizes if pipeline_class(presets[name]) == kind]
