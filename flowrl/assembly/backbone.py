@@ -17,6 +17,7 @@ from flowrl.backbones.loading import (
     enable_gradient_checkpointing,
     enable_vae_tiling,
     load_pipeline,
+    outline,
     set_attention,
 )
 from flowrl.backbones.offload import AUTOENCODER, ENCODER, place_pipeline
@@ -27,9 +28,10 @@ from flowrl.backbones.quantized_base import (
     loading_config,
     quantise_in_place,
 )
-from flowrl.backbones.sharding import NETWORK, check_shardable, empty_network, shard_network
+from flowrl.backbones.sharding import NETWORK, check_shardable, shard_network
 from flowrl.config import Config
 from flowrl.config.sections import LoRAOptions, MemoryOptions, PipelineOptions
+from flowrl.errors import UserError
 from flowrl.quantization.backends import (
     Backend,
     NVFP4Emulated,
@@ -167,8 +169,8 @@ def load_without_transformer(options: PipelineOptions, revision: str | None = No
     """
     revision = revision or options.revision
     try:
-        network = empty_network(options.path, revision)
-    except (LookupError, AttributeError, OSError):  # or loading says what is wrong
+        _, network = outline(options.path, revision)
+    except UserError:  # or loading says what is wrong
         parts = {}
     else:
         parts = {NETWORK: nn.Module.to(network, DTYPES[options.dtype])}
@@ -198,7 +200,7 @@ def _sharded(
     check_shardable()
     pipeline = provided
     if provided is None:
-        empty = {} if runtime.is_main else {NETWORK: empty_network(options.path, revision)}
+        empty = {} if runtime.is_main else {NETWORK: outline(options.path, revision)[1]}
         pipeline = load_pipeline(
             options.path, dtype=options.dtype, device=None, revision=revision,
             parts={**loaded, **empty},

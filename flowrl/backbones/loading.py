@@ -191,7 +191,6 @@ def enable_vae_tiling(vae: Any) -> None:
 
 
 NATIVE = "native"  # torch's scaled_dot_product_attention
-XFORMERS = "xformers"
 ANYWHERE = (NATIVE, "_native_math", "flex")  # the others need an accelerator
 
 
@@ -199,8 +198,7 @@ def set_attention(network: Any, name: str, device: torch.device) -> None:
     """Set the attention back end of a diffusers transformer; copies of the network keep it.
 
     diffusers also takes the choice as the default of every other network in the process. Some
-    networks have the switch for back ends, some an older one for xformers alone, and some always
-    call torch's own function.
+    networks have no switch and always call torch's own function.
 
     Raises:
         UserError: diffusers does not know the name, the device cannot run it, its library is
@@ -220,41 +218,22 @@ def set_attention(network: Any, name: str, device: torch.device) -> None:
             f"pipeline.attention is {name!r}, which needs a GPU, and this run is on the CPU: set "
             f"it to {NATIVE} or null"
         )
-    switchable = any(hasattr(part, "_attention_backend") for part in _processors(network))
-    joint = _joint(network)
-    if not switchable and name == NATIVE:
-        return
-    if not switchable and not (joint and name == XFORMERS):
-        other = f", or to {XFORMERS}" if joint else ""
+    parts = (getattr(module, "processor", None) for module in network.modules())
+    if not any(hasattr(part, "_attention_backend") for part in parts):
+        if name == NATIVE:
+            return
         raise UserError(
             f"pipeline.attention is {name!r}, but diffusers' {type(network).__name__} "
             "computes attention by torch's scaled_dot_product_attention, which takes a flash "
-            f"kernel by itself where there is one: set it to {NATIVE} or null{other}"
+            f"kernel by itself where there is one: set it to {NATIVE} or null"
         )
     try:
-        if switchable:
-            network.set_attention_backend(name)
-        else:
-            network.enable_xformers_memory_efficient_attention()
-    # In diffusers' words, which name the package; a ValueError of xformers where no GPU is.
-    except (RuntimeError, ImportError, ValueError) as error:
+        network.set_attention_backend(name)
+    except (RuntimeError, ImportError, ValueError) as error:  # in words that name the package
         raise UserError(
             f"pipeline.attention is {name!r}, which cannot be used here: "
             f"{str(error).splitlines()[0].rstrip('.')}; or set it to {NATIVE} or null"
         ) from error
-
-
-def _joint(network: Any) -> bool:
-    """Whether all layers have the joint processor, which alone xformers replaces by an equal."""
-    from diffusers.models.attention_processor import JointAttnProcessor2_0
-
-    processors = _processors(network)
-    return bool(processors) and all(isinstance(p, JointAttnProcessor2_0) for p in processors)
-
-
-def _processors(network: Any) -> list[Any]:
-    processors = (getattr(module, "processor", None) for module in network.modules())
-    return [processor for processor in processors if processor is not None]
 
 
 def enable_gradient_checkpointing(network: Any) -> None:

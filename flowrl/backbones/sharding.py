@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowrl.backbones.loading import pipeline_path
 from flowrl.errors import UserError
 from flowrl.utils.distributed import Runtime
 
@@ -28,18 +27,6 @@ def check_shardable() -> None:
             f"runtime.shard needs torch.distributed.fsdp.fully_shard, which torch "
             f"{torch.__version__} lacks: install torch 2.6 or later, or set it to null"
         ) from error
-
-
-def empty_network(path: str, revision: str | None) -> nn.Module:
-    """Return the pipeline's transformer without memory for its weights, on the meta device."""
-    import diffusers
-
-    folder = pipeline_path(path)
-    index: Any = diffusers.DiffusionPipeline.load_config(folder, revision=revision)
-    kind = getattr(diffusers, index[NETWORK][1])
-    config = kind.load_config(folder, subfolder=NETWORK, revision=revision)
-    with torch.device("meta"):
-        return kind.from_config(config)
 
 
 def shard_network(network: nn.Module, runtime: Runtime, over: Literal["node", "all"]) -> None:

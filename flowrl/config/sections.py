@@ -37,8 +37,7 @@ class PipelineOptions(Options):
     attention: Text | None = option(
         None,
         "Who computes attention: a back end of diffusers such as native, flash or xformers; null "
-        "leaves it to diffusers. Some transformers take any, some native or xformers, some native "
-        "alone.",
+        "leaves it to diffusers. Some transformers take native alone.",
     )
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",

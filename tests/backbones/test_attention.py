@@ -1,7 +1,6 @@
 """Attention by diffusers' switch: what can be chosen, and what the sentences say otherwise."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,7 +49,6 @@ def test_a_choice_that_cannot_work_is_refused_by_name(networks):
     for family, name, device, words in (
         ("flux", "flush", CPU, "'flush', expected null or .*flash, .*native, .*xformers"),
         ("flux", "flash", CPU, "'flash', which needs a GPU"),
-        ("flux", "xformers", CPU, "'xformers', which needs a GPU"),
         ("sd3", "flash", CUDA, "native or null"),
         ("sana", "flash", CUDA, "native or null"),
     ):
@@ -59,40 +57,3 @@ def test_a_choice_that_cannot_work_is_refused_by_name(networks):
     from diffusers.models.attention_dispatch import AttentionBackendName
 
     assert set(attention.ANYWHERE) < {member.value for member in AttentionBackendName}
-
-
-@pytest.fixture
-def xformers(monkeypatch):
-    """As if xformers and a GPU were here, its function torch's own; -> the shapes it was given."""
-    from diffusers.models import attention_processor
-
-    seen, randn = [], torch.randn
-
-    def attend(q, k, v, attn_bias=None, op=None, scale=None):
-        seen.append(tuple(q.shape))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
-
-    library = SimpleNamespace(ops=SimpleNamespace(memory_efficient_attention=attend))
-    monkeypatch.setattr(attention_processor, "xformers", library)
-    monkeypatch.setattr(attention_processor, "is_xformers_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "randn", lambda shape, **_: randn(shape))
-    return seen
-
-
-def test_sd3_attends_by_xformers_when_told_so(networks, xformers):
-    network = copy.deepcopy(networks["sd3"])
-    size, width = network.config.sample_size, network.config.joint_attention_dim
-    inputs = {
-        "hidden_states": torch.randn((2, network.config.in_channels, size, size)),
-        "encoder_hidden_states": torch.randn((2, 5, width)),
-        "pooled_projections": torch.randn((2, network.config.pooled_projection_dim)),
-        "timestep": torch.tensor([3.0, 500.0]),
-    }
-    with torch.no_grad():
-        own = network(**inputs).sample
-        set_attention(network, "xformers", CUDA)
-        xformers.clear()  # each layer has tried it once
-        told = copy.deepcopy(network)(**inputs).sample
-    assert len(xformers) >= network.config.num_layers
-    torch.testing.assert_close(told, own, rtol=1e-4, atol=1e-4)

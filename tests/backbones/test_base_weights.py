@@ -10,9 +10,7 @@ from torch import nn
 from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.backbones import quantized_base as base_weights
 from flowrl.backbones.loading import load_pipeline
-from flowrl.backbones.lora_files import load_lora, save_lora
 from flowrl.backbones.pipeline import PipelineBackbone
-from flowrl.backbones.policy import POLICY
 from flowrl.backbones.quantized_base import (
     BaseBits,
     check_base_bits,
@@ -89,11 +87,6 @@ def test_adapters_above_rounded_weights_stay_exact_and_train(learner):
     assert all(p.dtype == torch.float32 for p in before)
     assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert all(torch.equal(w.dequantize(), k) for w, k in zip(base, kept, strict=True)) and base
-
-
-def test_what_is_trained_above_them_is_an_ordinary_lora(learner, load_tiny, tmp_path):
-    save_lora(learner.policy.backbone.pipeline, tmp_path, adapter=POLICY)
-    assert load_lora(load_tiny(), tmp_path) > 0
 
 
 def test_nothing_is_folded_into_rounded_weights(learner):

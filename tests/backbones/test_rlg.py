@@ -173,21 +173,6 @@ def test_afterwards_the_pipeline_is_as_it_was_also_after_an_error(pipeline):
     assert torch.equal(draw(pipeline), aligned)
 
 
-def test_what_others_have_put_around_the_forward_stays(pipeline):
-    """Offloading and compiling replace the forward of the instance."""
-    network, seen = pipeline.transformer, []
-    original = network.forward
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        seen.append(1)
-        return original(*args, **kwargs)
-
-    network.forward = watched
-    with RLG(pipeline, 1.5):
-        draw(pipeline)
-    assert len(seen) == 2 * STEPS and network.forward is watched
-
-
 @pytest.mark.parametrize("inside", [False, True], ids=["offloaded before", "offloaded inside"])
 def test_it_holds_for_every_image_of_an_offloaded_pipeline(pipeline, inside):
     for name in ("text_encoder", "text_encoder_2", "text_encoder_3", "vae"):  # shared by all tests

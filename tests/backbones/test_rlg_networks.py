@@ -62,39 +62,3 @@ def test_other_networks_with_adapters_are_guided_or_refused():
         network.forward = watched
         assert torch.equal(network(x), extrapolate(base, aligned, 2.0))
     assert torch.equal(network(x), aligned) and len(seen) == 2
-
-
-def test_hooks_that_come_and_go_inside_stay_as_they_are():
-    for before in [False, True]:
-        for after in [False, True]:
-            from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-
-            class Counting(ModelHook):
-                calls = 0
-
-                def pre_forward(self, module, *args, **kwargs):
-                    self.calls += 1
-                    return args, kwargs
-
-            network, x, hook = (
-                torch.nn.Sequential(torch.nn.Linear(2, 2)),
-                torch.randn(3, 2),
-                Counting(),
-            )
-            base = network(x)
-            inject(network)
-            aligned, own = network(x), network.forward
-            expected = extrapolate(base, aligned, 2.0)
-            if before:
-                add_hook_to_module(network, hook)
-            with RLG(SimpleNamespace(unet=network), 2.0):
-                assert torch.equal(network(x), expected)
-                remove_hook_from_module(network)
-                assert torch.equal(network(x), expected)
-                if after:
-                    add_hook_to_module(network, hook)
-                    assert torch.equal(network(x), expected)
-            assert hook.calls == before + after  # once for both forwards
-            assert torch.equal(network(x), aligned) and hook.calls == before + 2 * after
-            remove_hook_from_module(network)
-            assert network.forward == own and not hasattr(network, "_old_forward")

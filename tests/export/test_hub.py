@@ -10,7 +10,7 @@ import pytest
 from flowrl.api import align, repository_of
 from flowrl.backbones.lora_files import FILE
 from flowrl.cli import main
-from flowrl.config import config_yaml, load_config, parse_config
+from flowrl.config import config_yaml, parse_config
 from flowrl.config.yaml12 import load_yaml
 from flowrl.errors import UserError
 from flowrl.export.formats import export_hub
@@ -170,11 +170,6 @@ def test_a_failed_upload_loses_nothing_and_says_how_to_push_later(
     assert sum(request[0] == "upload_folder" for request in hub.requests) == 2
 
 
-def test_a_repository_may_be_private(hub, tiny_config, tmp_path):
-    assert repository_of(pushed(tiny_config, tmp_path / "run", hub_private=True)) == "me/run"
-    assert hub.requests == [("create_repo", "run", True), ("auth_check", "me/run")]
-
-
 def test_a_finished_run_is_pushed_by_the_command(hub, tmp_path, capsys):
     folder = run_folder(tmp_path / "run")
     with pytest.raises(UserError, match="not a safetensors file"):
@@ -185,18 +180,3 @@ def test_a_finished_run_is_pushed_by_the_command(hub, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path), "--to", "hub"])
     assert "--to hub takes a run's folder" in capsys.readouterr().err
-
-
-def test_options_have_the_names_of_diffusers_scripts():
-    from flowrl.config.arguments import sort_arguments
-
-    words = "quickstart --push_to_hub --hub_model_id me/x --revision=v1 --seed 3".split()
-    request = sort_arguments(words)
-    assert request.recipe == "quickstart"
-    config = load_config("quickstart", request.overrides)
-    assert config.run.push_to_hub and config.run.hub_model_id == "me/x"
-    assert (config.pipeline.revision, config.run.seed) == ("v1", 3)
-    for words in (["--hub_token", TOKEN], [f"--hub-token={TOKEN}"]):
-        with pytest.raises(UserError, match="HF_TOKEN") as error:
-            sort_arguments(words)
-        assert TOKEN not in str(error.value)

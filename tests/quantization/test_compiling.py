@@ -79,20 +79,6 @@ def limited():
 
 
 @torch.no_grad()
-def test_two_networks_of_one_class_are_compiled_for_many_shapes_each(limited):
-    networks = [compile_network(Blocks(count), backend="eager") for count in (1, 2)]
-    start = recompilations()
-    for rows in range(2, 9):
-        for network in networks:
-            network(randn(rows, 4, seed=rows))
-    assert recompilations() == start + 14  # torch's own limit is 8 for both together
-    for rows in range(2, 9):
-        for network in networks:
-            network(randn(rows, 4, seed=rows))
-    assert recompilations() == start + 14
-
-
-@torch.no_grad()
 def test_more_graphs_than_the_limit_are_an_error_and_not_silently_uncompiled(limited):
     first, second = (compile_network(Blocks(count), backend="eager") for count in (1, 2))
     config.recompile_limit = 3

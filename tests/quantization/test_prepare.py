@@ -4,10 +4,8 @@ import pytest
 import torch
 from policies import SmallFlux
 
-from flowrl.backbones.families import FLUX
 from flowrl.errors import UserError
-from flowrl.quantization.backends import Capability, FP8Rowwise, NVFP4Emulated, Plain, resolve
-from flowrl.quantization.layer_rules import choose_layers
+from flowrl.quantization.backends import Capability, FP8Rowwise, Plain, resolve
 from flowrl.quantization.rollout_model import prepare
 
 HOPPER = Capability(device="cuda", name="H100", compute=(9, 0), scaled_mm=True)
@@ -17,22 +15,6 @@ OPTIONS = {"dtype": torch.float32, "device": torch.device("cpu"), "min_dim": 0}
 @pytest.fixture(scope="module")
 def network():
     return SmallFlux().transformer
-
-
-def test_the_layers_are_those_of_the_networks_rules(network):
-    for precision, four_over_six, backend in [
-        ("fp8", False, FP8Rowwise()),
-        ("nvfp4-emulated", False, NVFP4Emulated()),
-        ("nvfp4-emulated", True, NVFP4Emulated(True)),
-    ]:
-        resolved = resolve(precision, HOPPER)
-        choices, found = prepare(network, resolved, four_over_six=four_over_six, **OPTIONS)
-        assert found == backend
-        assert choices == choose_layers(network, FLUX.layer_rules, resolved.format, min_dim=0)
-        fewer, _ = prepare(network, resolved, keep=["attn"], **OPTIONS)
-        assert fewer == choose_layers(
-            network, FLUX.layer_rules, resolved.format, min_dim=0, keep=["attn"]
-        )
 
 
 def test_bf16_quantises_nothing_whatever_the_layers(network):

@@ -30,11 +30,4 @@ def test_the_file_says_what_it_is_about_and_since_when(choices, tmp_path):
     assert (found["lora"], found["four_over_six"]) == ("side", True)
     assert len(found["layers"]) == 2 and found["quantised_share"] == 0.5
     assert read_precision(tmp_path) == "nvfp4-emulated"
-
-
-def test_a_file_of_what_is_not_quantised_names_no_format(tmp_path):
-    write_precision(tmp_path, PLAIN, (), dtype=torch.float32, file="other.json")
-    found = json.loads((tmp_path / "other.json").read_text())
-    assert (found["precision"], found["format"]) == ("not quantised (float32)", None)
-    assert read_precision(tmp_path, "other.json") == "not quantised (float32)"
-    assert read_precision(tmp_path) is None
+    assert read_precision(tmp_path, "other.json") is None

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies import ALPHA, RANK, adapted, disturb, relative, tensors, velocity
+from policies import ALPHA, RANK, adapted, disturb, tensors, velocity
 
 from flowrl.backbones import families
 from flowrl.backbones.pipeline import PipelineBackbone
@@ -12,7 +12,6 @@ from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
 from flowrl.quantization.layer_rules import choose_layers
-from flowrl.quantization.linear import RolloutLinear
 from flowrl.quantization.rollout_model import RolloutModel
 from flowrl.trajectory import Conditioning
 
@@ -87,17 +86,6 @@ def test_an_exact_twin_with_side_paths_is_the_policy_bit_for_bit(make, inputs):
         assert torch.equal(velocity(model, *args), expected)
 
 
-def test_a_fresh_adapter_gives_the_frozen_network_exactly(make, inputs):
-    for dtype, lora in [("fp32", "merge"), ("bf16", "merge"), ("fp32", "side")]:
-        policy = make(dtype)
-        args = inputs(policy)
-        model = RolloutModel(policy, (), Plain(policy.backbone.dtype), lora=lora)
-        assert torch.equal(velocity(model, *args), policy.reference(*args))
-        disturb(policy)
-        model.sync(POLICY)
-        assert not torch.equal(velocity(model, *args), policy.reference(*args))
-
-
 def test_what_is_packed_is_the_fp32_merge_not_one_rounded_to_the_networks_dtype(make):
     for backend in [EMULATED, FP8Rowwise()]:
         policy = make("bf16", keep_old=True)
@@ -119,57 +107,6 @@ def test_what_is_packed_is_the_fp32_merge_not_one_rounded_to_the_networks_dtype(
                 for part, value in rounded.items()
             )
         assert lost > 0
-
-
-def test_layers_without_an_adapter_are_packed_once(make):
-    for lora in WAYS:
-        policy = make()
-        model = RolloutModel(policy, choices_of(policy), EMULATED, lora=lora)
-        followed = set(adapted(policy))
-        before = {n: t._version for n, t in model.network.named_buffers() if ".packed_" in n}
-        disturb(policy)
-        model.sync(POLICY)
-        written = {
-            n.rpartition(".packed_")[0]
-            for n, t in model.network.named_buffers()
-            if n in before and t._version != before[n]
-        }
-        assert written == (followed if lora == "merge" else set())
-        frozen = {c.name for c in model.choices if c.format} - followed
-        assert len(frozen) == 11
-        for name in frozen:
-            weight = policy.network.get_submodule(name).weight
-            found = model.network.get_submodule(name)
-            assert torch.equal(found.packed_values, EMULATED.pack(weight)["values"])
-
-
-def test_fewer_quantised_layers_and_more_bits_leave_a_smaller_error(make, inputs):
-    policy = make()
-    disturb(policy)
-    args = inputs(policy)
-    with torch.no_grad():
-        expected = policy.velocity(*args)
-    for lora in WAYS:
-        all_fp4, some_fp4, all_fp8 = (
-            relative(
-                velocity(RolloutModel(policy, choices_of(policy, n), b, lora=lora), *args), expected
-            )
-            for n, b in ((0, EMULATED), (128, EMULATED), (0, FP8Rowwise()))
-        )
-        assert 0.5 > all_fp4 > some_fp4 > 0.01
-        assert some_fp4 > all_fp8 > 0.001
-
-
-def test_each_layer_is_computed_as_its_choice_says(make):
-    for lora in WAYS:
-        policy = make()
-        model = RolloutModel(policy, choices_of(policy, min_dim=128), EMULATED, lora=lora)
-        chosen = {c.name for c in model.choices if c.format}
-        replaced = {n: m for n, m in model.network.named_modules() if isinstance(m, RolloutLinear)}
-        assert replaced.keys() == (chosen if lora == "merge" else chosen | adapted(policy).keys())
-        for name, layer in replaced.items():
-            assert layer.backend == (EMULATED if name in chosen else EXACT)
-        assert not any("lora_" in name for name, _ in model.network.named_modules())
 
 
 def test_only_packed_and_merged_weights_are_the_twins_own(make):

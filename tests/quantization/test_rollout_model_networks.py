@@ -22,7 +22,6 @@ from flowrl.errors import UserError
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
 from flowrl.quantization.layer_rules import choose_layers
 from flowrl.quantization.linear import (
-    RolloutLinear,
     SamePrecisionLinear,
     exact_weights,
     quantise_base,
@@ -69,18 +68,6 @@ def test_twins_of_other_networks_are_quantised_and_follow_in_place():
         fresh = RolloutModel(policy, choices, EMULATED, lora=lora)
         assert torch.equal(velocity(model, *inputs), velocity(fresh, *inputs))
         assert {name: t.data_ptr() for name, t in tensors(model.network).items()} == before
-
-
-def test_of_sana_the_depthwise_convolution_stays_the_policys_own():
-    backbone = SmallSana()
-    policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
-    choices = choose_layers(policy.network, families.SANA.layer_rules, "nvfp4", min_dim=0)
-    model = RolloutModel(policy, choices, EMULATED)
-    block, own = (n.transformer_blocks[0].ff for n in (policy.network, model.network))
-    assert own.conv_depth.weight is block.conv_depth.weight
-    for layer in (own.conv_inverted, own.conv_point):
-        assert isinstance(layer, RolloutLinear) and layer.pointwise
-        assert layer.backend == EMULATED
 
 
 def test_a_bf16_copy_loses_part_of_a_small_update_that_a_side_path_keeps(load_tiny):

@@ -119,14 +119,6 @@ def test_exact_weights_are_used_inside_and_packed_ones_after_an_error_too(networ
     assert torch.equal(network["first"](x), packed) and not torch.equal(packed, before)
 
 
-def test_packing_again_begins_at_the_exact_weights(network):
-    for backend in (FP8Dequantised(), NVFP4Emulated()):
-        quantise_base(network, [choice("first")], backend)
-    backend = NVFP4Emulated()
-    expected = backend.unpack(backend.pack(network["second"].weight))
-    assert torch.equal(network["first"].quantised_weight(), expected)
-
-
 def test_what_is_not_linear_is_refused():
     network = nn.ModuleDict({"conv": nn.Conv2d(32, 32, 1)})
     with pytest.raises(UserError, match="layer conv is a Conv2d"):
