@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from flowrl.api import collect, with_lora
-from flowrl.assembly import backbone as build_memory
 from flowrl.assembly.offline import dataset_metadata
 from flowrl.backbones.lora_files import save_lora
 from flowrl.errors import UserError
-from flowrl.offline.format import open_dataset, read_shard, shard_file
+from flowrl.offline.format import open_dataset, shard_file
 from flowrl.offline.source import StoredGroups, filter_groups
 from flowrl.offline.writer import write_groups
 from flowrl.sampling.rollout import Timer
@@ -57,43 +56,6 @@ def test_the_store_holds_what_the_sampler_draws_bit_for_bit(collected, make_lear
         records = [replace(r, paraphrases=()) for r in sampler.prompts.at(iteration)]
         assert [g.record for g in store.groups[2 * iteration :][:2]] == records
     assert torch.equal(torch.tensor(store.metadata.sigmas), sampler.generator.schedule().sigmas)
-
-
-@pytest.mark.slow
-def test_encoders_are_freed_after_all_prompts_and_not_loaded_with_all_on_disk(
-    config, collected, tmp_path, monkeypatch
-):
-    """Of more iterations than the recipe's, without the prompts of its evaluations."""
-    evaluation = config.evaluation.model_copy(update={"prompts": "tiny:colors:test"})
-    changes = {"text_encoders": "free", "prompt_cache": str(tmp_path / "prompts")}
-    memory = config.memory.model_copy(update=changes)
-    config = config.model_copy(update={"memory": memory, "evaluation": evaluation})
-    without, load = [], build_memory.load_pipeline
-
-    def watch(path, **options):
-        given = options["given"] or {}
-        without.append(sum(part is None and "text_encoder" in name for name, part in given.items()))
-        return load(path, **options)
-
-    monkeypatch.setattr(build_memory, "load_pipeline", watch)
-    folders = [collected[0], tmp_path / "first", tmp_path / "second"]
-    for folder in folders[1:]:
-        collect(config, folder, groups=5)
-    assert without == [0, 3, 3]  # for the encoders, without them, all on disk
-    rows = torch.arange(24)
-    kept, first, second = (open_dataset(folder).latents(rows) for folder in folders)
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, kept, rtol=0, atol=1e-3)  # encoded two at a time there
-
-
-def test_the_table_has_means_and_the_rows_have_groups(collected):
-    folder, (row,) = collected
-    store = open_dataset(folder)
-    assert (row["groups"], row["images"]) == (6, 24)
-    assert row["compressibility"] == pytest.approx(store.scores[:, 1].mean().item())
-    rows, _ = read_shard(shard_file(folder, 2), store.metadata)
-    assert [row["group"] for row in rows] == [4] * 4 + [5] * 4
-    assert rows[0]["metadata"]["tag"]
 
 
 def test_a_collection_that_was_killed_goes_on_to_the_same_store(

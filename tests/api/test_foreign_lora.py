@@ -93,27 +93,6 @@ def test_sample_draws_what_peft_draws_and_not_what_the_base_draws(
     assert not any(np.array_equal(a, b) for a, b in zip(found, base, strict=True))
 
 
-def test_evaluate_and_gallery_measure_pefts_pictures(
-    trained, reference, config, monkeypatch, tmp_path
-):
-    specs = api.build_rewards(config)
-    evaluator = build_evaluator(config, reference, specs, ProvidedObjects())
-    expected = replace(evaluator, keep=4)(evaluator.backbone.velocity, Runtime(device="cpu"))
-    (row,) = api.evaluate(config, lora=str(trained / "checkpoint-3"))
-    # A mean of the same scores, summed in another order; the images themselves are compared below.
-    assert row["aligned"] == pytest.approx(expected.mean("brightness"), rel=1e-6)
-    assert row["base"] != row["aligned"]
-    compared = {}
-    monkeypatch.setattr(api, "gallery_rows", lambda a, b: compared.update(after=b) or [])
-    monkeypatch.setattr(api, "write_gallery", lambda *args, **how: (tmp_path, tmp_path))
-    monkeypatch.setattr("flowrl.assembly.start._base_recipe", lambda *args: config)
-    api.gallery(
-        None, base="tiny-sd3", lora=str(trained), prompts=EVALUATION["prompts"], count=4,
-        seed=config.evaluation.seed, output_dir=tmp_path,
-    )  # fmt: skip
-    assert torch.equal(compared["after"].images, expected.images)
-
-
 def test_a_leaderboard_draws_pefts_pictures(trained, reference, config, tmp_path):
     comparison = compare_loras(config, [str(trained / "checkpoint-3")], tmp_path)
     specs = api.build_rewards(config)

@@ -10,7 +10,6 @@ from PIL import Image
 from flowrl.api import score
 from flowrl.cli import main
 from flowrl.errors import UserError
-from flowrl.scoring.files import BATCH, labelled_images
 
 REWARDS = """
 class Bright:
@@ -62,13 +61,6 @@ def test_scores_of_a_folder_are_those_of_its_images(grey, tmp_path):
     scored = score([tmp_path], ["brightness"], None)
     assert [row["brightness"] for row in scored.rows] == [0.0, 1.0]
     assert not scored.missing
-
-
-def test_more_images_than_a_batch_keep_their_order(grey, tmp_path):
-    paths = [grey(f"{n:03}.png", n) for n in range(2 * BATCH + 3)]
-    rows = score([tmp_path], ["brightness"], None).rows
-    assert [row["image"] for row in rows] == [str(path) for path in paths]
-    assert [round(255 * row["brightness"]) for row in rows] == list(range(len(paths)))
 
 
 def test_images_of_one_prompt_and_size_are_compared(grey, tmp_path):
@@ -173,17 +165,6 @@ def test_a_folder_with_metadata_is_read_by_its_rows(grey, tmp_path):
     (tmp_path / "metadata.csv").write_text("image,label\nc.png,dark\n")
     with pytest.raises(UserError, match="expected 'file_name' and 'prompt', got image, label"):
         score([tmp_path], [BRIGHT], None)
-
-
-def test_a_text_that_only_looks_like_json_stays_a_text(grey, tmp_path):
-    grey("a.png", 0)
-    row = {"file_name": "a.png", "prompt": "x", "note": "[v1] cat [final]", "list": "[1, 2]"}
-    (tmp_path / "metadata.jsonl").write_text(json.dumps(row))
-    (image,) = labelled_images(tmp_path) or []
-    assert image.metadata == {"note": "[v1] cat [final]", "list": [1, 2]}
-    (tmp_path / "metadata.jsonl").write_bytes(b'{"file_name": "a.png", "prompt": "\xe9"}')
-    with pytest.raises(UserError, match=r"metadata.jsonl is not UTF-8"):
-        labelled_images(tmp_path)
 
 
 def test_the_command_fails_where_no_image_got_a_score(grey, tmp_path, capsys):

@@ -10,11 +10,8 @@ from PIL import Image
 from flowrl.cli import main
 from flowrl.errors import UserError
 from flowrl.evaluation.benchmark import (
-    benchmark_prompts,
-    geneval_prompts,
     geneval_table,
     judge_geneval,
-    kind_of,
 )
 from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
 from flowrl.prompts.records import load_prompts
@@ -155,36 +152,6 @@ def test_a_benchmark_of_any_prompts_has_means_by_kind(tmp_path, capsys):
     assert lines[0] == "image,prompt,brightness" and len(lines) == 3
 
 
-def test_prompts_without_genevals_metadata_are_refused(tmp_path):
-    row = split_prompts("colors", "test")[0]
-    path = tmp_path / "evaluation_metadata.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    assert geneval_prompts(path, TINY)[0].text == row["prompt"]
-    path.write_text(json.dumps({"prompt": "a photo of a bench"}) + "\n")
-    with pytest.raises(UserError, match="'a photo of a bench' has no tag"):
-        geneval_prompts(path, TINY)
-    with pytest.raises(UserError, match="--prompts"):
-        geneval_prompts(None)
-
-
-def test_a_judge_that_cannot_be_made_is_refused_before_anything_is_drawn(monkeypatch, tmp_path):
-    def never(self):
-        raise AssertionError("the pipeline was loaded")
-
-    monkeypatch.setattr(DrawingOptions, "build", never)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(split_prompts("colors", "test")[0]) + "\n")
-    words = [
-        "benchmark",
-        "geneval",
-        "tiny-sd3",
-        "--prompts",
-        tmp_path / "rows.jsonl",
-        "-o",
-        tmp_path / "out",
-    ]
-    assert run(*words, "--args", "{detector: mask2formr}") == 1
-
-
 def test_a_prompts_own_negative_is_drawn_with_and_written_beside_its_images(monkeypatch, tmp_path):
     asked = []
 
@@ -208,19 +175,3 @@ def test_a_prompts_own_negative_is_drawn_with_and_written_beside_its_images(monk
     assert asked == expected
     first, second = (json.loads((tmp_path / f"b/0000{i}/metadata.jsonl").read_text()) for i in "01")
     assert first == {"prompt": "a cat", "negative": "blurry"} and second == {"prompt": "a dog"}
-
-
-def test_drawbench_is_read_from_the_hub_with_its_categories(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    rows = {"Prompts": ["a red dog", "two cats"], "Category": ["Colors", "Counting"]}
-    asked = []
-
-    def load_dataset(name, split):
-        asked.append((name, split))
-        return datasets.Dataset.from_dict(rows)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    records = benchmark_prompts("drawbench")
-    assert asked == [("sayakpaul/drawbench", "train")]
-    assert [record.text for record in records] == rows["Prompts"]
-    assert [kind_of(record.metadata) for record in records] == rows["Category"]

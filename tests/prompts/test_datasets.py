@@ -150,11 +150,3 @@ def test_files_that_are_no_table_are_refused(tmp_path):
     (tmp_path / "bad.parquet").write_text("no table")
     with pytest.raises(UserError, match="cannot read prompts .*bad.parquet"):
         load_prompts(tmp_path / "bad.parquet")
-
-
-def test_no_name_is_refused_and_not_the_working_directory(tmp_path, monkeypatch):
-    for name in ["hf:", "hf::train", "hf: :train:prompt"]:
-        table().to_parquet(tmp_path / "rows.parquet")
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(UserError, match="hf:NAME"):
-            load_prompts(name)

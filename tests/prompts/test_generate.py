@@ -111,16 +111,6 @@ def test_what_cannot_be_is_refused():
             apportion(6, ["a", "b", "c"], ratio)
 
 
-def test_a_kind_that_runs_out_repeats_texts_of_its_own_requests_alone():
-    train, test = geneval_sets(10_000, 600)
-    assert (len(train), len(test)) == (10_000, 600)
-    assert Counter(row["tag"] for row in train)["counting"] == 2941  # of 1,120 texts at most
-    assert not set(map(content, train)) & set(map(content, test))
-    # Every text of a request is said before any is said again.
-    said = Counter(row["prompt"] for row in train if row["tag"] == "counting")
-    assert max(said.values()) - min(said.values()) <= 1 < max(said.values())
-
-
 def test_excluded_requests_are_in_neither_list_in_any_words():
     published, _ = geneval_sets(300, 0, 1, ratio=TEST_RATIO)
     excluded = frozenset(map(request_of, published))

@@ -1,8 +1,6 @@
 """Methods side by side: intervals, data files, pages, and runs that happen once."""
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,20 +9,17 @@ import pytest
 from scipy import stats
 
 from flowrl.config import load_config
-from scripts.compare import __main__ as program
 from scripts.compare import intervals, runs
 from scripts.compare.break_even import DRAFTS, break_even, speed_range
 from scripts.compare.charts import charts
 from scripts.compare.data import (
     CURVES,
     IMAGES,
-    TIMES,
     Image,
     Line,
     chosen,
     read_curves,
     read_images,
-    read_rows,
     write_curves,
     write_images,
     write_rows,
@@ -292,28 +287,6 @@ def test_drafts_pay_from_the_speed_at_which_both_cost_the_same(data):
     low, high = speed_range(chosen_ones, plain * 2, stage, 2.5, exact=6.0)
     assert low <= found.speed <= high and low < high
 
-    page = replace(PAGE, longer="chains", exact="tree")
-    parts = dict.fromkeys(TIMES, "0")
-    rows = [
-        {"method": "chains", "round": 0, "seconds": "3"} | parts | {"time/train": "3"},
-        {"method": "tree", "round": 0, "seconds": "2"}
-        | parts
-        | {DRAFTS: "1.5", "time/train": ".5"},
-    ]
-    write_rows(data / "rates.csv", rows)
-    assert "## What drafts may cost" in render(page, data).read_text()
-    table = differences_table(Results.read(page, data), "chains")
-    assert [row["above at equal iterations"] for row in table] == [
-        "+0.000 [0.000, 0.000] (at 20)",
-        "+0.200 [0.200, 0.200] (at 20)",
-    ]
-    (row,) = break_even_table(Results.read(page, data))
-    assert row["iterations of chains until there"] == "more than 20"
-    assert row["drafts may take"] == "at least 2.50" and row["break-even speed"].startswith(
-        "at most 0.60 ["
-    )
-    assert row["measured speed"] == "1.00" and "What drafts" not in render(PAGE, data).read_text()
-
 
 def test_the_best_of_what_was_tried_on_validation_prompts_is_taken(data):
     tried = [("tree", "optim.lr=0.0001", "0.5"), ("tree", "optim.lr=0.0002", "0.6")]
@@ -353,17 +326,6 @@ def test_presets_have_the_values_that_did_best_on_validation_prompts():
                 assert preset.run.iterations == method.iterations
 
 
-def test_every_tuning_run_is_one_that_its_page_describes():
-    tuned = [p for p in map(load_page, page_names()) if (GALLERY / p.name / "tuning.csv").is_file()]
-    assert "quickstarts" in {page.name for page in tuned}
-    for page in tuned:
-        tried = {(m.name, " ".join(choice)) for m in page.methods for choice in m.choices()}
-        rows = read_rows(GALLERY / page.name / "tuning.csv")
-        methods = {method.name for method in page.methods}  # a page keeps what it tried before
-        found = {(row["method"], row["options"]) for row in rows if row["method"] in methods}
-        assert found and found <= tried, page.name
-
-
 def test_every_page_names_its_baseline_and_runs_that_stop_by_iterations():
     assert {"quickstarts", "trees", "objectives", "solrl"} <= set(page_names())
     for name in page_names():
@@ -380,49 +342,6 @@ def test_every_page_names_its_baseline_and_runs_that_stop_by_iterations():
                 measured = {"geneval_strict" if r.args else r.name for r in config.rewards}
                 assert {page.score, page.quality} <= measured
                 assert list(config.plans())
-
-
-def test_finished_runs_are_skipped_and_failed_ones_are_told(tmp_path, monkeypatch, capsys):
-    done: set[str] = {"a"}
-    started = []
-
-    class Fake(runs.Job):
-        @property
-        def finished(self) -> bool:
-            return self.name in done
-
-        def start(self):
-            started.append(self.name)
-            done.update({self.name} - {"c"})
-            return subprocess.Popen([sys.executable, "-c", ""])
-
-    monkeypatch.setattr(runs, "POLL", 0.01)
-    jobs = [Fake(name=n, config=None, folder=tmp_path / n) for n in ("a", "b", "c")]
-    assert runs.run_all(jobs, at_once=2) == ["c"]
-    assert started == ["b", "c"] and "1 of 3 runs are finished" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_page_is_made_by_one_command_from_run_to_picture(tmp_path, monkeypatch):
-    small = [
-        "lora.rank=2", "rollout.prompts_per_iteration=2", "rollout.group_size=4",
-        "rollout.num_inference_steps=3", "evaluation.num_images=6", "evaluation.every=1",
-        "rollout.tree={kind: flow_grpo}", "run.threads=1", "run.sample_every=0",
-    ]  # fmt: skip
-    methods = tuple(replace(m, options=tuple(small), iterations=2) for m in METHODS[:2])
-    page = replace(
-        PAGE, methods=methods, score="geneval_strict", gold="geneval_strict", proxy="geneval",
-        quality="", steps=(2, 3), validation="tiny:colors:train",
-    )  # fmt: skip
-    monkeypatch.setattr(program, "load_page", lambda name: page)
-    words = ["--page", "trees", "--output", str(tmp_path), "--runs", str(tmp_path / "runs")]
-    program.main([*words, "--run", "--tune", "--seeds", "2", "--jobs", "2"])
-    text = (tmp_path / "trees" / "README.md").read_text()
-    assert "geneval_strict, 3 steps" in text and "optim.lr=0.0002" in text
-    assert len({(i.method, i.seed, i.iteration) for i in read_images(tmp_path / "trees")}) == 6
-    again = (tmp_path / "trees" / CURVES).read_bytes()
-    program.main([*words, "--collect", "--seeds", "2"])
-    assert (tmp_path / "trees" / CURVES).read_bytes() == again
 
 
 # --- over-optimisation ---------------------------------------------------------------------------

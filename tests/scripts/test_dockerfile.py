@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -38,19 +37,3 @@ def test_it_is_not_root_in_the_end_and_starts_the_program(capsys):
     with pytest.raises(SystemExit) as end:
         main(words[1:])
     assert end.value.code in (0, None) and "torch" in capsys.readouterr().out
-
-
-def test_the_command_at_its_head_writes_runs_as_the_user_who_types_it(capsys):
-    head = WHOLE[: WHOLE.index("\nFROM ")].replace("\\\n#", "")
-    commands = [line[4:].split("  #")[0] for line in head.splitlines() if line.startswith("#   ")]
-    made = next(i for i, c in enumerate(commands) if c.split()[:2] == ["mkdir", "-p"])
-    [ran] = [i for i, c in enumerate(commands) if c.startswith("docker run")]
-    words = shlex.split(commands[ran])
-    assert made < ran and words[words.index("--user") + 1] == "$(id -u):$(id -g)"
-    inside = arguments("WORKDIR")[-1]  # it takes files of any user
-    assert "HOME=/tmp" in words and f"$PWD/runs:{inside}/runs" in words
-    assert f"mkdir --mode 1777 {inside}" in TEXT
-    program = words[words.index("flowrl") + 1 :]
-    with pytest.raises(SystemExit) as end:
-        main([*program, "--print-config"])
-    assert end.value.code in (0, None) and "tiny-sd3" in capsys.readouterr().out

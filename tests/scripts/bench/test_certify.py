@@ -8,38 +8,6 @@ from flowrl.errors import UserError
 from scripts.bench import certify
 
 
-def test_a_file_is_written_after_each_part_and_a_second_call_goes_on(tmp_path, monkeypatch):
-    ran, told = [], []
-
-    def part(name, result):
-        def run():
-            ran.append(name)
-            if isinstance(result, Exception):
-                raise result
-            return dict(result)
-
-        return run
-
-    parts = {"a": part("a", {"ratio": 0.5}), "b": part("b", ValueError("broken")),
-             "c": part("c", {"skipped": "no GPU"})}  # fmt: skip
-    monkeypatch.setattr(certify, "_parts", lambda recipes: parts)
-    path = certify.certify(tmp_path, only=["a"], show=told.append)
-    found = json.loads(path.read_text())
-    assert found["machine"]["card"].startswith("CPU ") and found["parts"]["a"]["ratio"] == 0.5
-    certify.certify(tmp_path, show=told.append)
-    assert ran == ["a", "b", "c"] and told[1] == "a: done before"
-    certify.certify(tmp_path, only=["a", "b"], show=told.append)
-    assert ran.pop() == "b" and len(ran) == 3  # what failed is tried again
-    found = json.loads(path.read_text())["parts"]
-    assert found["b"]["error"] == "ValueError: broken" and found["c"] == {"skipped": "no GPU"}
-    # Another version of anything measures anew.
-    monkeypatch.setattr(certify, "machine", lambda: {"card": "CPU x86_64", "torch": "other"})
-    certify.certify(tmp_path, show=told.append)
-    assert ran[3:] == ["a", "b", "c"]
-    with pytest.raises(UserError, match="there is no part 'z', expected some of a, b, c"):
-        certify.certify(tmp_path, only=["z"])
-
-
 def test_the_page_shows_every_file_and_what_no_gpu_has_run(tmp_path):
     about = {"card": "A|<b>", "torch": "2", "flowrl": "1", "blocks": "all", "cards": 1}
     took = {"seconds": 3, "cpu_seconds": 2.5}
