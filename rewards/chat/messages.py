@@ -1,4 +1,4 @@
-"""Requests to a model on a chat server, and the meaning of its answers and failures."""
+"""Requests to a model on a chat server, and what its answers and refusals mean."""
 
 import base64
 import contextlib
@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 LEAST_SECRET = 8  # characters of a key that are never shown in a row
 MESSAGE = 200  # characters of a server's message that are shown
-MAX_ANSWER = 4 * 2**20  # bytes
 LONGEST_REST_S = 120.0  # whatever Retry-After a server sends
 T = TypeVar("T")
 
@@ -63,142 +62,112 @@ def digest(*settings: Any) -> str:
 def request(
     question: Question, model: str, thinking: bool | None, left_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return arguments of a chat completion; left_out: parameters that the server refuses."""
+    """Return the JSON of a chat completion; left_out: parameters that the server refuses."""
     urls = (base64.b64encode(image).decode() for image in question.images)
     content: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{url}"}} for url in urls
     ]
     content.append({"type": "text", "text": question.text})
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
-    extra: dict[str, Any] = {}
-    if question.begins:  # vLLM and SGLang continue an unfinished turn of the assistant
-        messages.append({"role": "assistant", "content": question.begins})
-        extra = {"add_generation_prompt": False, "continue_final_message": True}
     arguments: dict[str, Any] = {"model": model, "messages": messages}
     arguments |= {"temperature": 0.0, "max_tokens": question.max_tokens}
+    if question.begins:  # vLLM and SGLang continue an unfinished turn of the assistant
+        messages.append({"role": "assistant", "content": question.begins})
+        arguments |= {"add_generation_prompt": False, "continue_final_message": True}
     if question.alternatives:
         arguments |= {"logprobs": True, "top_logprobs": question.alternatives}
     if thinking is not None:
-        extra["chat_template_kwargs"] = {"enable_thinking": thinking}
+        arguments["chat_template_kwargs"] = {"enable_thinking": thinking}
     if "max_tokens" in left_out:  # OpenAI's newer models have another name for it
         arguments["max_completion_tokens"] = arguments.pop("max_tokens")
-    extra = {name: value for name, value in extra.items() if name not in left_out}
-    arguments = {name: value for name, value in arguments.items() if name not in left_out}
-    return arguments | ({"extra_body": extra} if extra else {})
+    return {name: value for name, value in arguments.items() if name not in left_out}
 
 
 # --- answers --------------------------------------------------------------------------------------
 
 
-class Unusable(ValueError):
-    """An answer that a retry cannot mend."""
+class Failure(Exception):
+    """Why a try failed, in words that follow the server's address, and what may be done.
+
+    Args:
+        retry: "again" until the deadline, "few" times, or "never" for this question.
+        retry_after: seconds, None where the server does not say.
+        refuses: a parameter that the server does not take.
+        limited: the server had too many questions.
+        no_quota: no question of this account will be answered.
+    """
+
+    def __init__(
+        self, words: str, retry: Literal["again", "few", "never"], *,
+        retry_after: float | None = None, refuses: str = "", limited: bool = False,
+        no_quota: bool = False,
+    ):  # fmt: skip
+        super().__init__(words)
+        self.retry: Literal["again", "few", "never"] = retry
+        self.retry_after, self.refuses = retry_after, refuses
+        self.limited, self.no_quota = limited, no_quota
 
 
-class Cut(Unusable):
-    """An answer that was cut at max_tokens."""
+def read_reply(answer: Any, question: Question, thinking: bool | None) -> Reply:
+    """Return the reply in the JSON of a chat completion.
 
-
-class NoCompletion(ValueError):
-    """An answer with status 200 that is no chat completion; the message quotes it."""
-
-
-class TooLong(ValueError):
-    """An answer of more than `MAX_ANSWER` bytes."""
-
-
-def read_reply(completion: Any, question: Question, thinking: bool | None) -> Reply:
-    """Return the reply in a chat completion.
-
-    Raises NoCompletion for anything else, Cut for a text that was cut (it may hold a score that was
-    only considered), and Unusable for unwanted thoughts and for missing log-probabilities.
+    Raises Failure for anything else, for a text that was cut (it may hold a score that was only
+    considered), for unwanted thoughts and for missing log-probabilities.
     """
     try:
-        choice = completion.choices[0]
-        text = choice.message.content or ""
+        choice = answer["choices"][0]
+        message = choice["message"]
+        text = message.get("content") or ""
         if not isinstance(text, str):
             raise TypeError
-    except (AttributeError, IndexError, TypeError):
-        raise NoCompletion(_quote(completion)) from None
-    thoughts = (getattr(choice.message, n, None) for n in ("reasoning_content", "reasoning"))
+    except (AttributeError, IndexError, KeyError, TypeError):
+        raise no_completion(answer) from None
+    thoughts = (message.get(name) for name in ("reasoning_content", "reasoning"))
     opened, closed = text.lstrip().startswith("<think>"), "</think>" in text
     if not thinking and (opened or closed or any(thoughts)):
-        raise Unusable(
+        raise Failure(
             "thinks before it answers: switch that off where the server is started, or take a "
-            "model that does not think"
-        )
+            "model that does not think", "never",
+        )  # fmt: skip
     if opened and not closed:
-        raise Unusable("thinks up to the end of its answer: raise max_tokens")
-    if not question.alternatives and getattr(choice, "finish_reason", None) == "length":
-        raise Cut(f"did not complete its answer in {question.max_tokens} tokens: raise max_tokens")
+        raise Failure("thinks up to the end of its answer: raise max_tokens", "never")
+    if not question.alternatives and choice.get("finish_reason") == "length":
+        words = f"did not complete its answer in {question.max_tokens} tokens: raise max_tokens"
+        raise Failure(words, "never")
     first: tuple[tuple[str, float], ...] = ()
     if question.alternatives:
-        tokens = choice.logprobs and choice.logprobs.content
-        if not tokens:
-            raise Unusable(
-                "gives no log-probabilities: take a rubric or mode that reads text, or a server "
-                "that gives them, such as vLLM, or SGLang without a reasoning parser"
-            )
         try:
-            first = tuple((top.token, math.exp(top.logprob)) for top in tokens[0].top_logprobs)
-        except (AttributeError, IndexError, TypeError):
-            raise NoCompletion(_quote(completion)) from None
+            tokens = (choice.get("logprobs") or {}).get("content")
+            likeliest = tokens[0]["top_logprobs"] if tokens else ()
+            first = tuple((top["token"], math.exp(top["logprob"])) for top in likeliest)
+        except (AttributeError, IndexError, KeyError, TypeError):
+            raise no_completion(answer) from None
+        if not tokens:
+            raise Failure(
+                "gives no log-probabilities: take a rubric or mode that reads text, or a server "
+                "that gives them, such as vLLM, or SGLang without a reasoning parser", "never",
+            )  # fmt: skip
     return Reply(text=text.rpartition("</think>")[2].strip(), first=first)
+
+
+def no_completion(answer: Any) -> Failure:
+    """Return the failure of an answer with status 200 that is no chat completion."""
+    words = f"answered 200 without a chat completion ({_quote(answer)}): {_ADVICE[200]}"
+    return Failure(words, "few")
 
 
 def _quote(answer: Any) -> str:
     """Return the words of an answer that is no completion: those of its error, if it has one."""
-    if hasattr(answer, "model_dump"):
-        answer = {k: v for k, v in answer.model_dump(warnings=False).items() if v is not None}
     if isinstance(answer, Mapping) and answer.get("error"):
         answer = answer["error"]
         answer = answer.get("message", answer) if isinstance(answer, Mapping) else answer
-    text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+    text = answer if isinstance(answer, str) else json.dumps(answer)
     return " ".join(text.split())[:MESSAGE] or "nothing"
 
 
-# --- failures -------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """Why a try failed, and what may be done.
-
-    kind: "again" is retried until the deadline, "few" a few times, "cut" where the server completes
-    other answers; "final" never mends for this question, "quota" for none.
-    """
-
-    words: str
-    kind: Literal["again", "few", "cut", "final", "quota"]
-    retry_after: float | None = None  # seconds, None where the server does not say
-    refuses: str = ""  # a parameter that the server does not take
-    limited: bool = False  # the server had too many questions
-
-
-def failure(openai: Any, error: Any, timeout: float, arguments: Mapping[str, Any]) -> Failure:
-    """Return what happened in a try that sent these arguments."""
-    if isinstance(error, Cut):
-        return Failure(words=str(error), kind="cut")
-    if isinstance(error, Unusable):
-        return Failure(words=str(error), kind="final")
-    if isinstance(error, TimeoutError):
-        words = f"did not answer within {timeout:g} s: raise timeout, or lower in_flight"
-        return Failure(words=words, kind="few")
-    if isinstance(error, openai.APIStatusError):
-        return _refusal(error, arguments)
-    cause = error.__cause__ or error
-    if isinstance(cause, TooLong):
-        return Failure(words=str(cause), kind="few")
-    if isinstance(error, openai.APIConnectionError):
-        if type(cause).__name__ in ("RemoteProtocolError", "ReadError"):
-            return Failure(words=f"broke off its answer ({cause})", kind="again")
-        words = f"cannot be reached ({cause}): is it running, is base_url right?"
-        return Failure(words=words, kind="few")
-    said = str(error) if isinstance(error, NoCompletion) else f"{type(error).__name__}: {error}"
-    words = f"answered 200 without a chat completion ({said[:MESSAGE]}): {_HINTS[200]}"
-    return Failure(words=words, kind="few")
-
-
-_HINTS = {  # advice by status
+_ADVICE = {  # by status
     200: "see its log, and that base_url ends in /v1",
     400: "see that model is one that the server lists, and that it takes images",
     401: "it does not take the key: see the variable that api_key_env names",
@@ -213,7 +182,7 @@ _HINTS = {  # advice by status
     503: "it is loading or overloaded: wait, or lower in_flight",
     504: "a proxy gave up waiting: lower in_flight, or raise its timeout",
 }
-_SERVER_HINT = "see its log"
+_SERVER_ADVICE = "see its log"
 _UNKNOWN = re.compile(
     r"unsupported|not support|unknown|unrecognized|unexpected|not permitted|extra (inputs|fields)"
     r"|only the default",
@@ -223,38 +192,32 @@ _UNKNOWN = re.compile(
 _OPTIONAL = ("chat_template_kwargs", "enable_thinking", "temperature", "max_tokens")
 
 
-def _refusal(error: Any, arguments: Mapping[str, Any]) -> Failure:
-    code = error.status_code
-    text = _quote(_body(error.response))
-    hint = _HINTS.get(code, _SERVER_HINT if code >= 500 else _HINTS[404])
-    words = f"answered {code} ({text}): {hint}"
-    if "insufficient_quota" in f"{error} {error.body}":
-        words = f"answered {code} ({text}): the account's quota is used up, and no retry mends that"
-        return Failure(words=words, kind="quota")
-    after = _retry_after(error.response.headers.get("retry-after"))
-    if code == 429 or code >= 500 or code in (408, 409, 425):
-        return Failure(words=words, kind="again", retry_after=after, limited=code == 429)
-    if parameter := _refused_parameter(error, arguments):
-        return Failure(words=f"answered {code} ({text})", kind="again", refuses=parameter)
-    return Failure(words=words, kind="final")
+def refusal(
+    code: int, headers: Mapping[str, str], answer: Any, arguments: Mapping[str, Any]
+) -> Failure:
+    """Return what another status than 200 says to a request of these arguments."""
+    whole = answer if isinstance(answer, str) else json.dumps(answer)
+    words = f"answered {code} ({_quote(answer)})"
+    if "insufficient_quota" in whole:
+        words = f"{words}: the account's quota is used up, and no retry mends that"
+        return Failure(words, "never", no_quota=True)
+    advice = _ADVICE.get(code, _SERVER_ADVICE if code >= 500 else _ADVICE[404])
+    if code >= 500 or code in (408, 409, 425, 429):
+        after = _retry_after(headers.get("retry-after"))
+        return Failure(f"{words}: {advice}", "again", retry_after=after, limited=code == 429)
+    if parameter := _refused_parameter(code, whole, arguments):
+        return Failure(words, "again", refuses=parameter)
+    return Failure(f"{words}: {advice}", "never")
 
 
-def _body(response: Any) -> Any:
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(response.text)
-    return response.text
-
-
-def _refused_parameter(error: Any, arguments: Mapping[str, Any]) -> str:
+def _refused_parameter(code: int, text: str, arguments: Mapping[str, Any]) -> str:
     """Return the parameter that a server does not know, "" for none that can be left out."""
-    text = f"{error} {error.body}"
-    if error.status_code not in (400, 422) or not _UNKNOWN.search(text):
+    if code not in (400, 422) or not _UNKNOWN.search(text):
         return ""
-    sent = {*arguments, *arguments.get("extra_body", {})}
     for name in _OPTIONAL:
         if re.search(rf"\b{name}\b", text):
             parameter = "chat_template_kwargs" if name == "enable_thinking" else name
-            return parameter if parameter in sent else ""
+            return parameter if parameter in arguments else ""
     return ""
 
 
@@ -271,25 +234,14 @@ def _retry_after(text: str | None) -> float | None:
     return None if math.isnan(seconds) else min(max(0.0, seconds), LONGEST_REST_S)
 
 
-# --- scores ---------------------------------------------------------------------------------------
-
-
 def redacted(text: str, secret: str) -> str:
-    """Return the text without any part of a secret of `LEAST_SECRET` characters or more."""
-    if len(secret) < LEAST_SECRET:
-        return text.replace(secret, "***") if secret else text
-    parts, at = [], 0
-    while at < len(text):
-        end = at + LEAST_SECRET
-        if text[at:end] not in secret or end > len(text):
-            parts.append(text[at])
-            at += 1
-            continue
-        while end < len(text) and text[at : end + 1] in secret:
-            end += 1
-        parts.append("***")
-        at = end
-    return "".join(parts)
+    """Return the text without any `LEAST_SECRET` characters in a row of a secret."""
+    starts = range(max(1, len(secret) - LEAST_SECRET + 1)) if secret else ()
+    pieces = [re.escape(secret[start : start + LEAST_SECRET]) for start in starts]
+    return re.sub("|".join(pieces), "***", text) if pieces else text
+
+
+# --- scores ---------------------------------------------------------------------------------------
 
 
 def scored(judge: Callable[[T], float], answers: Sequence[T]) -> tuple[list[float], dict[int, str]]:

@@ -30,20 +30,11 @@ class Clock:
 
     def __init__(self, monkeypatch: Any, answer: Callable[[httpx.Request], Any]):
         self.loop = VirtualLoop()
-        openai = client.import_openai()
 
-        def transport(**_: Any) -> httpx.AsyncClient:
+        def connect(url: str, key: str) -> httpx.AsyncClient:
             return httpx.AsyncClient(transport=httpx.MockTransport(answer))
 
-        def here(function: Callable[[], Any]) -> Callable[[], Any]:
-            async def called() -> Any:
-                return function()
-
-            return called
-
-        # A thread's work would take no virtual time, and the clock would jump over it.
-        monkeypatch.setattr(openai._base_client, "asyncify", here)
-        monkeypatch.setattr(openai, "DefaultAsyncHttpxClient", transport)
+        monkeypatch.setattr(client, "connect", connect)
         monkeypatch.setattr(client, "_run", self.loop.run_until_complete)
         for module in (client, account):
             monkeypatch.setattr(module, "now", self.loop.time)
