@@ -18,7 +18,6 @@ from .detectors import (
     detect,
     load_color_namer,
     load_detector,
-    suiting,
 )
 from .geneval_rules import Detection
 from .images import to_uint8
@@ -41,7 +40,7 @@ class GenEval:
             which makes them the components of one reward.
         detector: a name in `detectors.DETECTORS` or "module:attribute", made with detector_args
             when it is first needed.
-        colors: names the colours of objects: "clip" (the rule of the GenEval paper), "pixels" or
+        colors: names the colours of objects: "clip" (the rule of the GenEval paper) or
             "module:attribute", made with colors_args; None leaves it to the detector.
         threshold: least confidence of an object; None leaves it to the detector.
         counting_threshold: the same for counting prompts, where doubtful objects would add up.
@@ -107,13 +106,14 @@ class GenEval:
         """
         rules.check(metadata)
         find, color_namer = self._load()
-        in_form = getattr(find, "classes", None)
+        classes = getattr(find, "classes", None)
         colors = getattr(color_namer or find, "colors", None)
         for entry in metadata["include"]:
-            if in_form is not None and entry["class"] not in in_form:
+            if classes is not None and entry["class"] not in classes:
                 raise ValueError(
                     f"the detector {self.detector!r} does not know {entry['class']!r}, only "
-                    f"{', '.join(in_form)}: {self.advice([metadata])}"
+                    f"{', '.join(classes)}: take args: {{detector: mask2former}} for COCO's 80 "
+                    "classes, {detector: owlv2} for any word"
                 )
             for key in ("size", "place"):
                 if rules.asks(entry, key) and key not in getattr(find, "tells", ()):
@@ -125,19 +125,8 @@ class GenEval:
             if colors is not None and key is not None and key not in colors:
                 raise ValueError(
                     f"{self.colors or self.detector!r} does not know the colour "
-                    f"{key!r}, only {', '.join(colors) or 'objects'}: ask others with "
-                    "args: {colors: clip} or {colors: pixels}"
+                    f"{key!r}, only {', '.join(colors) or 'objects'}: add colors: clip to args"
                 )
-
-    def advice(self, metadata: Sequence[dict]) -> str:
-        """Return which detector suits prompts in GenEval's form, in a few words."""
-        entries = [
-            e for wanted in metadata for e in (wanted["include"], wanted.get("exclude") or ())
-        ]
-        classes = dict.fromkeys(entry["class"] for part in entries for entry in part)
-        colors = {e["color"] for wanted in metadata for e in wanted["include"] if e.get("color")}
-        args, why = suiting(tuple(classes), colors)
-        return f"args: {args} suits ({why})"
 
     def _load(self) -> tuple[Detector, ColorNamer | None]:
         if self._find is None:
@@ -156,6 +145,13 @@ class GenEval:
                 )
         return self._find, self._name_colors
 
+    def _loaded_detector(self) -> Detector:
+        """Return the detector, with its weights and those of what names colours."""
+        find, color_namer = self._load()
+        for part in (find, color_namer):
+            getattr(part, "load", lambda: None)()
+        return find
+
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]
     ) -> tuple[Any, dict[int, str]]:
@@ -171,22 +167,17 @@ class GenEval:
     def _table(self, images: Tensor, metadata: Sequence[dict]) -> tuple[Tensor, dict[int, str]]:
         """Return scores (B, modes), and why some are NaN, by row."""
         scores = torch.full((len(metadata), len(self.modes)), math.nan)
-        in_form = [wanted.get("tag") in rules.TAGS for wanted in metadata]
-        reasons = _untold(metadata, in_form)
-        for row in (row for row, is_known in enumerate(in_form) if is_known):
+        reasons: dict[int, str] = {}
+        for row, wanted in enumerate(metadata):
             try:
-                rules.check(metadata[row])
+                rules.check(wanted)
             except ValueError as error:
-                scores[row] = math.nan
                 reasons[row] = f"the prompt is not in GenEval's form: {error}"
-        rows = [row for row, is_known in enumerate(in_form) if is_known and row not in reasons]
+        rows = [row for row in range(len(metadata)) if row not in reasons]
         if not rows:
             return scores, reasons
-        parts = self._load()
-        for part in parts:
-            getattr(part, "load", lambda: None)()
-        arrays = to_uint8(images[rows])
-        answers = self._detected(parts[0], arrays, [_classes(metadata[row]) for row in rows])
+        find, arrays = self._loaded_detector(), to_uint8(images[rows])
+        answers = self._detected(find, arrays, [_classes(metadata[row]) for row in rows])
         for row, array, answer in zip(rows, arrays, answers, strict=True):
             try:
                 if isinstance(answer, Exception):
@@ -232,11 +223,8 @@ class GenEval:
 
         images: (B, 3, H, W) in [0, 1]; metadata: in GenEval's form. Any mode gives the same.
         """
-        parts = self._load()
-        for part in parts:
-            getattr(part, "load", lambda: None)()
-        arrays = to_uint8(images)
-        answers = detect(parts[0], arrays, [_classes(wanted) for wanted in metadata])
+        find, arrays = self._loaded_detector(), to_uint8(images)
+        answers = detect(find, arrays, [_classes(wanted) for wanted in metadata])
         return [
             self._verdict(answer, wanted, array)
             for answer, wanted, array in zip(answers, metadata, arrays, strict=True)
@@ -315,11 +303,3 @@ def _classes(wanted: dict) -> list[str]:
     """Return the classes that a prompt names, each once."""
     entries = [*wanted["include"], *(wanted.get("exclude") or ())]
     return list(dict.fromkeys(entry["class"] for entry in entries))
-
-
-def _untold(metadata: Sequence[dict], in_form: Sequence[bool]) -> dict[int, str]:
-    return {
-        row: rules.unknown_tag(metadata[row].get("tag"))
-        for row, is_known in enumerate(in_form)
-        if not is_known
-    }

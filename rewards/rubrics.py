@@ -7,7 +7,6 @@ for DeQA's. A model that was trained with one wording wants that one: pass it as
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +24,6 @@ class Pattern:
 
     regex: str  # one group, around the number
     question: int = 0  # index of the question whose answer is searched
-    optional: bool = False  # may be "N/A", and then has no score
 
 
 def mean(scores: Scores) -> float:
@@ -176,38 +174,7 @@ VIESCORE = Rubric(
 )
 
 
-def _heading_pattern(heading: str) -> str:
-    """Return a pattern for the first score below a numbered heading, before the next heading."""
-    next_heading = r"^[#*\s]*\d\.\s"
-    return (
-        rf"(?ims)^[#*\s]*\d\.\s*\**{re.escape(heading)}(?:(?!{next_heading}).)*?"
-        r"Score\**[^\S\n]*:\**[^\S\n]*(N/A|\d+(?:\.\d+)?)"
-    )
-
-
-RATIONAL_REWARDS = Rubric(
-    source="RationalRewards, arXiv 2604.11626",
-    questions=(
-        "User Instruction: {prompt}\nThe picture was generated for this instruction. Judge three "
-        "aspects one after the other, each with a short justification and a score from 1 to 4, "
-        "decimals allowed: 4 is without fault, 3 has minor faults, 2 some that matter, 1 fails.\n"
-        "1. Text Faithfulness: does it show all that is asked for, and nothing that contradicts "
-        "it?\n2. Physical and Visual Quality: is it free of distortions, impossible physics and "
-        "noise?\n3. Text Rendering: are the words in it right and readable? N/A where none are "
-        "asked for.\nWrite each aspect as\n**1. Text Faithfulness**\n## Justification: ...\n"
-        "## Score: ...\n",
-    ),
-    patterns={
-        "text_faithfulness": Pattern(regex=_heading_pattern("Text Faithfulness")),
-        "physical_quality": Pattern(regex=_heading_pattern("Physical and Visual Quality")),
-        "text_rendering": Pattern(regex=_heading_pattern("Text Rendering"), optional=True),
-    },
-    lowest=1.0,
-    highest=4.0,
-    zero=1.0,
-    max_tokens=2048,
-)
-UNIFIED_REWARD_2 = Rubric(
+UNIFIED_REWARD = Rubric(
     source="UnifiedReward 2.0, arXiv 2503.05236",
     questions=(
         "Here is a caption, and a picture that was generated for it. Rate three things from 1 to "
@@ -224,21 +191,6 @@ UNIFIED_REWARD_2 = Rubric(
     zero=1.0,
     max_tokens=1024,
 )
-# The models before 2.0 were trained on 512 by 512 pixels.
-UNIFIED_REWARD_1 = Rubric(
-    source="UnifiedReward 1.5, arXiv 2503.05236",
-    questions=(
-        "Here is a caption, and a picture that was generated for it. Go through the elements of "
-        "the caption and note for each, as 'element (type): value', whether the picture shows it "
-        "(1) or not (0). With that and the quality of the picture in mind (clear, detailed, right "
-        "colours, pleasing), give a score from 1 to 5 after 'Final Score:'.\n"
-        "Text Caption: [{prompt}]",
-    ),
-    patterns={"score": Pattern(regex=rf"Final Score:{_NUMBER}")},
-    lowest=1.0,
-    max_tokens=1024,
-)
-
 RUBRICS = {
     "expectation": EXPECTATION,
     "yes_no": YES_NO,
@@ -246,7 +198,5 @@ RUBRICS = {
     "qwenvl": QWENVL,
     "deqa": DEQA,
     "viescore": VIESCORE,
-    "rational_rewards": RATIONAL_REWARDS,
-    "unified_reward": UNIFIED_REWARD_2,
-    "unified_reward_1.5": UNIFIED_REWARD_1,
+    "unified_reward": UNIFIED_REWARD,
 }

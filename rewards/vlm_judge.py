@@ -94,11 +94,7 @@ class VLMJudge:
         scores = {}
         for name, pattern in rubric.patterns.items():
             text = replies[pattern.question].answer().text
-            score = text_score(
-                text, pattern.regex, rubric.lowest, rubric.highest, optional=pattern.optional
-            )
-            if score is not None:
-                scores[name] = score
+            scores[name] = text_score(text, pattern.regex, rubric.lowest, rubric.highest)
         combined = rubric.combine(scores)
         return {k: rubric.normalise(v) for k, v in (scores | {"score": combined}).items()}
 

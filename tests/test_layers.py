@@ -33,7 +33,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 STRANGERS = [{"sampling", "objectives"}]  # packages of one line that do not import each other
 WITHOUT_TORCH = {"errors", "config", "trees"}
 HEAVY = {
-    "accelerate", "cv2", "datasets", "diffusers", "fastapi", "onnxruntime", "open_clip", "openai",
+    "accelerate", "cv2", "datasets", "diffusers", "fastapi", "onnxruntime", "open_clip",
     "peft", "playwright", "rapidocr", "ray", "scipy", "skimage", "tensorboard", "trackio",
     "transformers", "uvicorn", "wandb", "xformers",
 }  # fmt: skip

@@ -60,14 +60,13 @@ NEEDED = {
     "opencv-python-headless": "the ocr reward and the tiny world's detector",
     "tensorboard": "training curves",
     "pebble": "rewards in processes of their own",
-    "httpx": "rewards on servers",
+    "httpx": "rewards on servers, and judges",
     "fastapi": "flowrl ui and vote",
     "starlette": "flowrl reward-serve",
     "uvicorn": "flowrl ui, vote and reward-serve",
     "scikit-image": "the photograph that detectors are tried on",
 }
 OPTIONAL = {  # package: its extra, and what it is for
-    "openai": ("judge", "vision-language judges"),
     "datasets": ("datasets", "prompts from Hugging Face data sets"),
     "xformers": ("xformers", "memory-efficient attention on CUDA"),
     "bitsandbytes": ("bitsandbytes", "memory.base_bits 8 or 4 on GPUs"),

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Literal
@@ -48,25 +48,14 @@ GENERIC = (
 # (rounding in bf16 stays below), and of the score itself (float32 sums in another order).
 SPREAD_SHARE, SCORE_SHARE = 0.01, 1e-4
 LONGEST = 400  # characters of a reason that are shown
-# What is missing: exception classes or patterns of a reason that show it, and the remedy.
-ABSENT = (
-    (
-        ("ImportError", "ModuleNotFoundError"),
-        r"not installed|No module named|cannot run: ",
-        "Install it; `flowrl doctor` says how.",
-    ),
-    (
-        ("FileNotFoundError",),
-        r"not on this machine|huggingface|LocalEntryNotFound|\boffline\b|local cache|\bgated\b",
-        "Download it once where there is a network, or set HF_HOME to the folder that has it.",
-    ),
-    (
-        ("ConnectionError", "ConnectionRefusedError", "ConnectError", "ConnectTimeout"),
-        r"Connect(ion)?(Error|Timeout)|[Cc]onnection (error|refused)|cannot be reached",
-        "Start the server, and say where it is.",
-    ),
+# Exceptions, and words of reasons, that show that a package, weights or a server is missing.
+ABSENT = {
+    "ImportError", "ModuleNotFoundError", "FileNotFoundError", "LocalEntryNotFoundError",
+    "ConnectionError", "ConnectionRefusedError", "ConnectError",
+}  # fmt: skip
+ABSENT_WORDS = re.compile(
+    r"cannot run: |not installed|not on this machine|huggingface|cannot be reached"
 )
-HAS_REMEDY = ("run `", "pip install", "see that a server runs")  # reasons that say what to do
 
 Row = tuple[int, int]  # trial, image
 State = Literal["ok", "warning", "missing", "problem"]
@@ -117,8 +106,8 @@ def check_named(
 ) -> RewardCheck:
     """Check the reward of that name, in this process or on a server; raises nothing.
 
-    The version and required metadata of a server's reward must be those of the local one, if that
-    can be loaded.
+    A server's reward gets the fixtures of the local one, and must have its version, if that can be
+    loaded.
     """
     local = None
     try:
@@ -144,27 +133,22 @@ def check_named(
 
 
 def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckResult]:
-    """Say how many of a user's prompts the reward can judge, by its methods `check` and `advice`.
-
-    Nothing without prompts, or for a reward without these.
-    """
-    check, advice = (getattr(spec.reward, name, None) for name in ("check", "advice"))
+    """Yield how many of a user's prompts the reward can judge, by its method `check`."""
+    check = getattr(spec.reward, "check", None)
     fits = [prompt for prompt in prompts if spec.applies(prompt.text, prompt.metadata)]
     if check is None or not fits:
         return
-    wrong, first = 0, ""
+    reasons: list[str] = []
     for prompt in fits:
         try:
             check(prompt.text, prompt.metadata)
         except ValueError as error:
-            wrong += 1
-            first = first or f"the first is {prompt.text!r}: {error}"
-    summary = f"{len(fits) - wrong} of {len(prompts)} prompts can be judged"
-    with suppress(LookupError, TypeError, AttributeError):  # metadata that `check` refuses
-        summary += f"; for all {len(fits)} {advice([p.metadata for p in fits])}" if advice else ""
-    if wrong:
+            reasons.append(f"{prompt.text!r}: {error}")
+    summary = f"{len(fits) - len(reasons)} of {len(prompts)} prompts can be judged"
+    if reasons:
         remedy = "Give it other arguments, or leave these prompts to another reward (applies_to)."
-        yield _result(spec.name, f"{summary}; {wrong} cannot, {line(first)}", remedy)
+        detail = f"{summary}; {len(reasons)} cannot, the first is {line(reasons[0])}"
+        yield _result(spec.name, detail, remedy)
     else:
         yield _result(spec.name, summary, state="ok")
 
@@ -189,7 +173,10 @@ def check_reward(
         version = str(getattr(spec.reward, "version", ""))  # a server may not say it
         trials = trials_of(spec, spec.reward if like is None else like, prompts, size)
         if not trials:
-            return RewardCheck(results=(_inapplicable(spec),), version=version)
+            detail = "applies to none of the prompts tried, and has no fixtures"
+            remedy = "Name prompts that it applies to with --prompts."
+            result = _result(spec.name, detail, remedy, state="missing")
+            return RewardCheck(results=(result,), version=version)
         first, again, latency = _score_twice(spec, trials, calls)
         wrong = [*_differences(spec, like), *_problems(spec, trials, first, again)]
         return RewardCheck(
@@ -228,8 +215,8 @@ def trials_of(
     server. Raises UserError for malformed fixtures.
     """
     fixtures = getattr(reward, "fixtures", None)
-    if own_trials := [_trial(spec.name, entry) for entry in fixtures()] if fixtures else []:
-        return own_trials
+    if trials := [_trial(spec.name, entry) for entry in fixtures()] if fixtures else []:
+        return trials
     fits = [p for p in prompts or GENERIC if _can_judge(spec, p)]
     stride = max(len(fits) // PROMPTS, 1)
     images = plain_images(*size)
@@ -419,16 +406,14 @@ def _gap(first: _Round, again: _Round, row: Row) -> float:
 
 
 def _differences(spec: RewardSpec, like: Reward | None) -> Iterator[CheckResult]:
-    """Compare what a server says of its reward with the same reward here."""
-    for key in ("version", "required_metadata") if like is not None else ():
-        remote, local = getattr(spec.reward, key, None), getattr(like, key, None)
-        remote, local = (tuple(v) if isinstance(v, list | tuple) else v for v in (remote, local))
-        if (remote or local) and remote != local:
-            yield _result(
-                spec.name,
-                f"the server's {key} is {remote!r}, expected {local!r} as here",
-                "Start it with the same arguments and the same flowrl, or give its --args.",
-            )
+    """Compare the version of a server's reward with that of the same reward here."""
+    remote, local = (str(getattr(reward, "version", "")) for reward in (spec.reward, like))
+    if like is not None and remote != local:
+        yield _result(
+            spec.name,
+            f"the server's version is {remote!r}, expected {local!r} as here",
+            "Start it with the same arguments and the same flowrl, or give its --args.",
+        )
 
 
 def _passed(spec: RewardSpec, trials: list[Trial], first: _Round, again: _Round) -> CheckResult:
@@ -474,56 +459,29 @@ def failure_result(name: str, error: Exception) -> CheckResult:
 
 def _missing(name: str, reason: str, kinds: Collection[str] = ()) -> CheckResult | None:
     """Return a result "missing" if a reason or `kinds`, the exceptions' class names, show it."""
-    kinds = {*kinds, reason.partition(":")[0]}
-    for classes, pattern, remedy in ABSENT:
-        if kinds.intersection(classes) or re.search(pattern, reason):
-            detail = re.sub(r"^\w+: ", "", line(reason))  # the exception's class says no more
-            remedy = "" if any(words in detail for words in HAS_REMEDY) else remedy
-            return _result(name, detail, remedy, state="missing")
-    return None
-
-
-def _inapplicable(spec: RewardSpec) -> CheckResult:
-    """Return the reward's own reason for not scoring an image with an empty prompt."""
-    answer = spec.get_executor().submit(torch.zeros(1, 3, 64, 64), [""], [{}]).result()
-    if reason := re.sub(r"^\w+: ", "", line(answer.reasons.get(0, ""))):
-        return _result(spec.name, reason, state="missing")
-    detail = "applies to none of the prompts tried, and has no fixtures"
-    remedy = "Name prompts that it applies to with --prompts."
-    return _result(spec.name, detail, remedy, state="missing")
+    if ABSENT.isdisjoint({*kinds, reason.partition(":")[0]}) and not ABSENT_WORDS.search(reason):
+        return None
+    detail = re.sub(r"^\w+: ", "", line(reason))  # the exception's class says no more
+    remedy = "Install the package, download the weights or start the server that it names."
+    return _result(name, detail, remedy, state="missing")
 
 
 def _load_failure(name: str, args: Mapping[str, Any] | None, error: UserError) -> CheckResult:
     """Return why a reward cannot be made: no package, no arguments, or no such reward."""
     result, cause = failure_result(name, error), error.__cause__
-    if result.state == "missing" and (name in BUILT_IN or _lacks_package(name, cause)):
+    lacks_package = isinstance(cause, ImportError) and not _is_misnamed(name, cause)
+    if result.state == "missing" and (name in BUILT_IN or lacks_package):
         return result
-    refused = isinstance(error, ArgumentsRefused)
-    if not args and refused:
-        remedy = f"flowrl reward-check {name} --args '{{{_needed_arguments(str(cause))}}}'"
-        return _result(name, f"needs arguments: {line(str(cause))}", remedy, state="missing")
-    misnamed = refused or cause is None or type(cause) is LookupError
-    remedy = "Correct its name or its arguments." if misnamed else "Correct its code."
-    return _result(name, line(str(error)), remedy)
+    if isinstance(error, ArgumentsRefused) and not args:
+        detail, remedy = f"needs arguments: {line(str(cause))}", "Give them, as in --args '{a: 1}'."
+        return _result(name, detail, remedy, state="missing")
+    return _result(name, line(str(error)), "Correct its name, its arguments or its code.")
 
 
-def _lacks_package(name: str, cause: BaseException | None) -> bool:
-    """Return whether a user's own module was found, and a package that it needs was not."""
-    while cause is not None and not isinstance(cause, ImportError):
-        cause = cause.__cause__
-    if cause is None or cause.name is None:  # raised by hand: "needs the package ..."
-        return cause is not None
-    local = f"{name.partition(':')[0]}.".startswith(f"{cause.name}.")
-    return isinstance(cause, ModuleNotFoundError) and not local
-
-
-def _needed_arguments(reason: str) -> str:
-    """Return the arguments that a reason names, as YAML: `server: {model: NAME}`, or 'model'."""
-    shown = re.search(r"\w+: \{[^{}]*\}", reason)
-    if shown:
-        return shown[0]
-    names = re.findall(r"'(\w+)'", reason.partition("missing")[2]) or ["NAME"]
-    return ", ".join(f"{name}: VALUE" for name in names)
+def _is_misnamed(name: str, cause: ImportError) -> bool:
+    """Return whether the module that was not found is the reward's own."""
+    module = f"{name.partition(':')[0]}."
+    return isinstance(cause, ModuleNotFoundError) and module.startswith(f"{cause.name}.")
 
 
 def _result(name: str, detail: str, remedy: str = "", *, state: State = "problem") -> CheckResult:

@@ -11,15 +11,10 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 PROTOCOL = 1
-Codec = Literal["png", "webp-lossless", "raw"]  # all lossless
+Codec = Literal["png", "raw"]  # both lossless
 CODECS: tuple[Codec, ...] = get_args(Codec)
 
 _SIZE = struct.Struct("<II")  # height and width before the pixels of raw
-_FILES: dict[str, dict[str, Any]] = {
-    "png": {"format": "PNG", "compress_level": 1},
-    # The fastest setting is as small as the next ones on grainy images.
-    "webp-lossless": {"format": "WEBP", "lossless": True, "method": 0, "quality": 20},
-}
 
 
 # --- images ---------------------------------------------------------------------------------------
@@ -32,7 +27,7 @@ def encode(image: np.ndarray, codec: Codec) -> bytes:
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, **_FILES[codec])
+    Image.fromarray(image).save(buffer, format="PNG", compress_level=1)
     return buffer.getvalue()
 
 
@@ -51,17 +46,16 @@ def decode(data: bytes, codec: Codec, *, max_pixels: int) -> np.ndarray:
         return np.frombuffer(data, np.uint8, offset=_SIZE.size).reshape(height, width, 3)
     from PIL import Image
 
-    kind = _FILES[codec]["format"]
     try:
-        with Image.open(io.BytesIO(data), formats=[kind]) as image:
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
             _check_size(image.height, image.width, max_pixels)
             if image.mode != "RGB":
-                raise ValueError(f"is a {kind} of mode {image.mode}; expected RGB of 8 bits")
+                raise ValueError(f"is a PNG of mode {image.mode}; expected RGB of 8 bits")
             return np.array(image)
     except ValueError:
         raise
     except Exception as error:  # Pillow has no common class for broken files
-        raise ValueError(f"is no readable {kind}: {error}") from error
+        raise ValueError(f"is no readable PNG: {error}") from error
 
 
 def _check_size(height: int, width: int, max_pixels: int) -> None:

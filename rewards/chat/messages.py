@@ -265,10 +265,8 @@ def scored_parts(
     return {name: [row.get(name, math.nan) for row in rows] for name in components}, reasons
 
 
-def text_score(
-    text: str, pattern: str, lowest: float, highest: float, *, optional: bool = False
-) -> float | None:
-    """Return the number that `pattern`'s group matches last in `text`, None for an optional "N/A".
+def text_score(text: str, pattern: str, lowest: float, highest: float) -> float:
+    """Return the number that `pattern`'s group matches last in `text`.
 
     Raises ValueError when nothing matches, and when the last match is no number ("4/10", "1-5") or
     lies outside [lowest, highest]; earlier matches do not count.
@@ -280,8 +278,6 @@ def text_score(
             "question, and max_tokens"
         )
     number = matches[-1].rstrip(".,")  # of the sentence around it
-    if optional and number.upper() == "N/A":
-        return None
     if not _NUMBER.fullmatch(number) or not lowest <= float(number) <= highest:
         raise ValueError(
             f"the answer's score is {matches[-1]!r}, expected a number from {lowest:g} to "

@@ -15,7 +15,7 @@ for each the name of its colour, or None when it is not sure. It may have `color
 """
 
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,24 +33,7 @@ DETECTORS = {
 }
 COLOR_NAMERS = {
     "clip": f"{__name__}.clip_colors:ClipColors",
-    "pixels": f"{__name__}.pixel_colors:PixelColors",
 }
-
-
-def suiting(classes: Collection[str], colors: Collection[str] = ()) -> tuple[str, str]:
-    """Return the arguments of `geneval` that find all of these classes and colours, and why these.
-
-    Of detectors that know a list of classes the first that knows all, else one that looks for any
-    words.
-    """
-    tiny, photographs = (_load("detector", DETECTORS, n, None) for n in ("tiny", "mask2former"))
-    if set(classes) <= set(tiny.classes) and set(colors) <= set(tiny.colors):
-        return "{detector: tiny}", "shapes of the tiny world, drawn on light paper"
-    named = ", colors: clip}" if colors else "}"
-    if set(classes) <= set(photographs.classes):
-        return "{detector: mask2former" + named, "COCO's classes, in photographs"
-    unknown = next(name for name in classes if name not in photographs.classes)
-    return "{detector: owlv2" + named, f"any words, in photographs: {unknown!r} is none of COCO's"
 
 
 def load_detector(name: str, args: Mapping[str, Any] | None = None) -> Detector:

@@ -21,7 +21,7 @@ def redder(body, taste=0.0):
 
 def compared(script, images=IMAGES, **args):
     with scripted(script) as server:
-        made = PairwiseWinRate({"model": "m", "base_url": server.url, "rounds": 1}, **args)
+        made = PairwiseWinRate({"model": "m", "base_url": server.url}, **args)
         rates, reasons = made(images, ["red"] * len(images), [{}] * len(images))
     return rates, reasons, len(server.asked)
 

@@ -9,11 +9,6 @@ from flowrl_rewards.vlm_judge import VLMJudge
 
 IMAGES = torch.stack([square("red", 32), square("blue", 32)])
 PROMPTS = ["a red square", "a red square"]
-ASPECTS = (
-    "**1. Text Faithfulness**\n## Justification: fits.\n## Score: {}\n"
-    "**2. Physical and Visual Quality**\n## Justification: fine.\n## Score: {}\n"
-    "3. Text Rendering\nJustification: -\nScore: {}"
-)
 AXES = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
 
 
@@ -21,7 +16,7 @@ def judged(script, rubric="expectation", images=IMAGES, prompts=PROMPTS, **args)
     """Return a judge's scores and reasons, and the requests that it sent."""
     answer = script if callable(script) else (lambda body: script)
     with scripted(answer) as server:
-        judge = VLMJudge({"model": "m", "base_url": server.url, "rounds": 1}, rubric, **args)
+        judge = VLMJudge({"model": "m", "base_url": server.url}, rubric, **args)
         scores, reasons = judge(images, prompts, [{}] * len(images))
     return scores, reasons, server.asked
 
@@ -68,20 +63,13 @@ def test_the_score_is_the_mean_over_answer_tokens_which_hold_half_of_the_probabi
         ("text", "I see <Score>1</Score> no, <Score> 4 </Score>", 0.8),
         ({"base": "text", "highest": 10, "patterns": {"score": r"(\d+)/10"}}, "7/10", 0.7),
         ("qwenvl", "<Thought>a cat</Thought><Score>4</Score>", 0.8),
-        ("unified_reward_1.5", "Final Score: **4.5**", 0.9),
         ("unified_reward", AXES.format(5, 3, 1), 0.5),
-        ("rational_rewards", ASPECTS.format(4, 2.5, "N/A"), 0.75),
-        ("rational_rewards", "1. Text Faithfulness first.\n" + ASPECTS.format(4, 4, 4), 1.0),
         *(("text", text, None) for text in (
             "", "4", "<Score>four</Score>", "<Score>9</Score>", "<Score>-1</Score>",
             "<Score>4/10</Score>", "<Score>4</Score>, I mean <Score>4,5</Score>",
         )),
-        ("unified_reward_1.5", "Final Score: 4/10", None),
         ("unified_reward", AXES.format(5, 3, 6), None),
         ("unified_reward", "Alignment Score (1-5): 3", None),
-        ("rational_rewards", ASPECTS.format(5, 2, 2), None),
-        ("rational_rewards", ASPECTS.format("N/A", 2, 2), None),
-        ("rational_rewards", ASPECTS.format(2, "", 2), None),
     ],
 )  # fmt: skip
 def test_a_text_is_read_by_the_rubrics_patterns_and_missing_without_a_score(rubric, text, expected):

@@ -98,8 +98,8 @@ def to_levels(images: Tensor) -> Tensor:
         return (images.float() * 255).round_().clamp_(0, 255).byte().cpu()
     levels = torch.empty(images.shape, dtype=torch.uint8)
     # One image after the other: the floats of all of them would not fit the processor's cache.
-    for image, its in zip(images, levels, strict=True):
-        its.copy_((image.float() * 255).round_().clamp_(0, 255))
+    for image, target in zip(images, levels, strict=True):
+        target.copy_((image.float() * 255).round_().clamp_(0, 255))
     return levels
 
 
@@ -239,34 +239,44 @@ class _Later(Future):
         return super().result(timeout)
 
 
-class _Background:
-    """One thread that does work in order: a daemon, unlike those of ThreadPoolExecutor, so that the
-    interpreter does not wait for a reward that hangs."""
+class DaemonThreads:
+    """Threads that do work in order. Unlike those of ThreadPoolExecutor they are daemons, so that
+    the interpreter does not wait for a reward that hangs.
 
-    def __init__(self, name: str, gpu: int | None = None):
+    gpu: that is current in them; it is a thread's own, and 0 in a new thread.
+    """
+
+    def __init__(self, name: str, count: int = 1, gpu: int | None = None):
         self._gpu = gpu
-        self._work = queue.SimpleQueue[tuple[Future[Answer], Callable[[], Answer]] | None]()
+        self._work = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name=name, daemon=True) for _ in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def submit(self, work: Callable[[], Answer]) -> "Future[Answer]":
+    def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         if self._closed:
             raise RuntimeError("this executor is closed")
-        future: Future[Answer] = Future()
+        future: Future[Any] = Future()
         self._work.put((future, work))
         return future
 
-    def close(self) -> None:
+    def close(self, *, cancel: bool, seconds: float) -> None:
+        """End when the work is done, or without what has not begun; wait for `seconds` at most."""
         self._closed = True
-        while not self._work.empty():
+        while cancel and not self._work.empty():
             if (item := self._work.get()) is not None:
                 item[0].cancel()
-        self._work.put(None)
-        self._thread.join(1.0)  # one that hangs is left behind
+        for _ in self._threads:
+            self._work.put(None)
+        until = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
-        if self._gpu is not None:  # the current one is a thread's own, and 0 in a new thread
+        if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
         while (item := self._work.get()) is not None:
             future, work = item
@@ -299,7 +309,7 @@ class InlineExecutor:
         options = options or InlineOptions()
         self.reward, self.name, self.options = reward, name, options
         self._micro_batch, self._pending = options.micro_batch, 0
-        self._thread = _Background(f"reward {name}", gpu) if options.background else None
+        self._thread = DaemonThreads(f"reward {name}", gpu=gpu) if options.background else None
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         work = functools.partial(self._ask, images, prompts, metadata)
@@ -308,7 +318,7 @@ class InlineExecutor:
 
     def close(self) -> None:
         if self._thread is not None:
-            self._thread.close()
+            self._thread.close(cancel=True, seconds=1.0)  # one that hangs is left behind
 
     def _ask(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Answer:
         began = time.perf_counter()

@@ -90,7 +90,7 @@ class HTTPExecutor:
         self.name, self.options = name, options
         self._token = _read_token(options.token_env)
         self._lock = Lock()
-        self._session: _Session | None = None
+        self._client: _Client | None = None
         self._info: RewardInfo | None = None
 
     def __call__(
@@ -109,27 +109,27 @@ class HTTPExecutor:
         pixels = np.empty((len(levels), *levels.shape[2:], 3), np.uint8)
         for channel in range(3):  # a third of the time of one transposed copy
             pixels[..., channel] = levels[:, channel]
-        session = self._open()
-        return session.start(session.client.score, pixels, prompts, metadata)
+        client = self._open()
+        return client.start(client.score, pixels, prompts, metadata)
 
     def close(self) -> None:
         """End the thread and its connections; what was not answered is cancelled."""
         with self._lock:
-            session, self._session = self._session, None
-        if session is not None:
-            session.close()
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
-    def _open(self) -> "_Session":
+    def _open(self) -> "_Client":
         with self._lock:
-            if self._session is None:
-                self._session = _Session(_Client(self.name, self.options, self._token))
-            return self._session
+            if self._client is None:
+                self._client = _Client(self.name, self.options, self._token)
+            return self._client
 
     def _fetch_info(self) -> RewardInfo:
         if self._info is None:
-            session = self._open()
+            client = self._open()
             try:
-                self._info = session.start(session.client.fetch_info).result()
+                self._info = client.start(client.fetch_info).result()
             except TimeoutError as error:
                 raise RewardFailure(f"reward {self.name!r}: {error}") from error
         return self._info
@@ -146,27 +146,6 @@ def _read_token(variable: str | None) -> str | None:
         )
     check_token(token)
     return token
-
-
-class _Session:
-    """A client and the thread of its event loop."""
-
-    def __init__(self, client: "_Client"):
-        self.client = client
-        self._started: WeakSet[Future[Any]] = WeakSet()
-        self._stack = ExitStack()
-        self._portal = self._stack.enter_context(start_blocking_portal())
-        self._stack.enter_context(self._portal.wrap_async_context_manager(client.http))
-
-    def start(self, work: Callable[..., Awaitable[T]], *args: Any) -> "Future[T]":
-        future = self._portal.start_task_soon(work, *args)
-        self._started.add(future)
-        return future
-
-    def close(self) -> None:
-        for future in list(self._started):
-            future.cancel()
-        self._stack.close()
 
 
 # --- servers --------------------------------------------------------------------------------------
@@ -224,11 +203,8 @@ class Server:
 
     @property
     def codec(self) -> Codec:
-        """Return the cheapest codec that it takes: pixels as they are on this machine, else small
-        ones.
-        """
-        wanted: Codec = "raw" if self.is_local else "webp-lossless"
-        return wanted if self.info and wanted in self.info.codecs else "png"
+        """Return how it gets images: as they are on this machine, where it takes that."""
+        return "raw" if self.is_local and self.info and "raw" in self.info.codecs else "png"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +241,7 @@ class _Request:
 
 
 class _Client:
-    """Asks servers in an event loop; each call ends within the deadline."""
+    """Asks servers in an event loop of its own thread; each call ends within the deadline."""
 
     def __init__(self, name: str, options: HTTPOptions, token: str | None):
         self.name, self.options = name, options
@@ -280,6 +256,21 @@ class _Client:
         )
         self._slots = asyncio.Semaphore(options.in_flight)
         self._version: tuple[str, str] | None = None  # URL and version of the first answer
+        self._started: WeakSet[Future[Any]] = WeakSet()
+        self._stack = ExitStack()
+        self._portal = self._stack.enter_context(start_blocking_portal())
+        self._stack.enter_context(self._portal.wrap_async_context_manager(self.http))
+
+    def start(self, work: Callable[..., Awaitable[T]], *args: Any) -> "Future[T]":
+        """Start one of the methods below in the event loop."""
+        future = self._portal.start_task_soon(work, *args)
+        self._started.add(future)
+        return future
+
+    def close(self) -> None:
+        for future in list(self._started):
+            future.cancel()
+        self._stack.close()
 
     async def fetch_info(self) -> RewardInfo:
         """Return the reward's description. Raises TimeoutError and RewardFailure."""

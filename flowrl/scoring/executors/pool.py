@@ -1,6 +1,6 @@
 """Call a reward in separate processes: one that hangs or crashes does not end the run.
 
-Each worker is a thread with one process. A micro-batch that takes too long is stopped by killing
+Each thread takes a process that is idle. A micro-batch that takes too long is stopped by killing
 its process; one whose process dies is tried once more, since the machine may be to blame. Only its
 images have no score, and a new process takes the next micro-batch. After `IN_A_ROW` without an
 answer the pool pauses for `REST` seconds, so that a broken reward costs minutes, not hours.
@@ -14,9 +14,10 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,14 @@ from pebble import ProcessExpired, ProcessPool
 from torch import Tensor
 
 from flowrl.config.rewards import PoolOptions
-from flowrl.scoring.executors.base import Answer, RewardFailure, failed, joined, to_levels
+from flowrl.scoring.executors.base import (
+    Answer,
+    DaemonThreads,
+    RewardFailure,
+    failed,
+    joined,
+    to_levels,
+)
 from flowrl.scoring.executors.worker import VISIBLE, Context, Reply, prepare, score
 
 START = 120.0  # seconds for a process to load its reward
@@ -67,85 +75,59 @@ class PoolExecutor:
             Process(setup, self.options, start=start, gpu=gpus[i % len(gpus)] if gpus else None)
             for i in range(self.workers)
         ]
-        self._threads: list[threading.Thread] = []
-        self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[Process] = queue.SimpleQueue()
+        for process in self._processes:
+            self._idle.put(process)
+        self._threads = DaemonThreads(f"reward {name}", self.workers)
         self._lock = threading.Lock()
         self._closed = False
         self._unanswered = 0  # micro-batches in a row
         self._rests_until = 0.0
+        atexit.register(self.close)
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         if self._closed:
             raise RuntimeError(f"the pool of reward {self.name!r} is closed")
         levels = to_levels(images).numpy()
         size = self.options.micro_batch or max(1, len(levels))
-        starts = range(0, len(levels), size)
-        submission = _Submission(answers=[None] * len(starts))
-        submission.future.set_running_or_notify_cancel()  # it cannot be cancelled
-        if not starts:
-            submission.future.set_result(failed(0, ""))
-        self._begin()
-        for index, rows in enumerate(slice(start, start + size) for start in starts):
-            arguments = levels[rows], prompts[rows], metadata[rows]
-            self._parts.put(_Part(submission=submission, index=index, arguments=arguments))
-        return submission.future
+        rows = [slice(start, start + size) for start in range(0, len(levels), size)]
+        work = [partial(self._answer, levels[r], prompts[r], metadata[r]) for r in rows]
+        return gathered([self._threads.submit(part) for part in work])
 
     def close(self) -> None:
         """End the processes at once; what is not answered then has no score."""
+        if self._closed:
+            return
         self._closed = True
         atexit.unregister(self.close)
         for process in self._processes:
             process.stop()
-        for _ in self._threads:
-            self._parts.put(None)
-        until = time.monotonic() + CLOSING
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+            self._threads.submit(process.retire)
+        self._threads.close(cancel=False, seconds=CLOSING)
 
-    def _begin(self) -> None:
-        if self._threads:
-            return
-        atexit.register(self.close)
-        # Daemons: an interpreter that ends does not wait for the queue, it closes the pool.
-        self._threads = [
-            threading.Thread(target=self._work, args=(p,), name=f"reward {self.name}", daemon=True)
-            for p in self._processes
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _work(self, process: "Process") -> None:
-        try:
-            while (part := self._parts.get()) is not None:
-                if not part.submission.future.done():
-                    part.submission.put(part.index, self._answer(process, part))
-        finally:
-            process.retire()
-
-    def _answer(self, process: "Process", part: "_Part") -> Answer | RewardFailure:
-        count = len(part.arguments[1])
+    def _answer(self, levels: np.ndarray, prompts: list[str], metadata: list[dict]) -> Answer:
+        """Score a micro-batch in a process that is idle. Raises RewardFailure."""
         if self._closed:
-            return failed(count, CLOSED)
+            return failed(len(prompts), CLOSED)
         if time.monotonic() < self._rests_until:
-            return failed(count, f"skipped, after {IN_A_ROW} micro-batches without an answer")
-        began = time.perf_counter()
+            reason = f"skipped, after {IN_A_ROW} micro-batches without an answer"
+            return failed(len(prompts), reason)
+        process, began = self._idle.get(), time.perf_counter()
         try:
             try:
-                reply = process.score(*part.arguments)
+                reply = process.score(levels, prompts, metadata)
             except Died:
-                reply = process.score(*part.arguments)
+                reply = process.score(levels, prompts, metadata)
         except CancelledError:
-            return failed(count, CLOSED)
+            return failed(len(prompts), CLOSED)
         except (Died, TookTooLong) as error:
             self._note(answered=False)
-            return failed(count, str(error), time.perf_counter() - began)
-        except RewardFailure as error:
-            return error
-        except Exception as error:  # else it would end this thread unseen
-            return RewardFailure(f"reward {self.name!r}: {type(error).__name__}: {error}")
+            return failed(len(prompts), str(error), time.perf_counter() - began)
+        finally:
+            self._idle.put(process)
         self._note(answered=True)
         if isinstance(reply, str):
-            return RewardFailure(reply)
+            raise RewardFailure(reply)
         parts = {
             name: Answer(scores=torch.from_numpy(scores), reasons=reasons)
             for name, (scores, reasons) in reply.items()
@@ -160,38 +142,29 @@ class PoolExecutor:
                 self._rests_until = time.monotonic() + REST
 
 
-# --- submissions and their parts ------------------------------------------------------------------
+def gathered(parts: "Sequence[Future[Answer]]") -> "Future[Answer]":
+    """Return the future of the joined answers, which raises what the first failed part does."""
+    whole: Future[Answer] = Future()
+    whole.set_running_or_notify_cancel()  # it cannot be cancelled
+    began, lock = time.perf_counter(), threading.Lock()
 
-
-@dataclass(slots=True, kw_only=True)
-class _Submission:
-    """The answers to one `submit`, whose parts are answered in any order, by any process."""
-
-    answers: list[Answer | None]
-    future: "Future[Answer]" = field(default_factory=Future)
-    began: float = field(default_factory=time.perf_counter)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def put(self, index: int, answer: Answer | RewardFailure) -> None:
-        with self.lock:
-            if self.future.done():
+    def look(_: "Future[Answer] | None" = None) -> None:
+        with lock:
+            done = [part for part in parts if part.done()]
+            error = next((error for part in done if (error := part.exception())), None)
+            if whole.done():
                 return
-            if isinstance(answer, RewardFailure):
-                self.future.set_exception(answer)
-                return
-            self.answers[index] = answer
-            answers = [part for part in self.answers if part is not None]
-            if len(answers) == len(self.answers):
-                self.future.set_result(joined(answers, time.perf_counter() - self.began))
+            if error is not None:
+                whole.set_exception(error)
+            elif len(done) == len(parts):
+                answers = [part.result() for part in parts]
+                whole.set_result(joined(answers, time.perf_counter() - began))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A micro-batch of a submission."""
-
-    submission: _Submission
-    index: int
-    arguments: tuple[np.ndarray, list[str], list[dict]]  # (b, 3, H, W) uint8, prompts, metadata
+    for part in parts:
+        part.add_done_callback(look)
+    if not parts:
+        look()
+    return whole
 
 
 # --- one process ----------------------------------------------------------------------------------

@@ -11,18 +11,23 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-# What training depends on and code can change for the whole process: (read, write).
-SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # read, write
+
+# What training depends on and code can change: for its own thread, and for the whole process.
+OF_THREAD: Mapping[str, Setting] = {
+    "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "numpy.seterr": (np.geterr, lambda value: np.seterr(**value)),
+}
+OF_PROCESS: Mapping[str, Setting] = {
     "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.set_num_threads": (torch.get_num_threads, torch.set_num_threads),
-    "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.set_float32_matmul_precision": (
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
@@ -42,7 +47,6 @@ SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda: torch.backends.cudnn.benchmark,
         lambda value: setattr(torch.backends.cudnn, "benchmark", value),
     ),
-    "numpy.seterr": (np.geterr, lambda value: np.seterr(**value)),
     "numpy.set_printoptions": (np.get_printoptions, lambda value: np.set_printoptions(**value)),
     "os.chdir": (os.getcwd, os.chdir),
     "locale.setlocale": (
@@ -53,35 +57,55 @@ SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
 }
 _reported: set[tuple[str, str]] = set()
+# Calls of rewards in all threads share what they found at first: one that begins while another has
+# changed a setting must not restore that change.
+_calls = threading.Lock()
+_open_calls = 0
+_before_calls: dict[str, Any] = {}
 
 
 @contextmanager
 def contained_settings(name: str) -> Iterator[None]:
-    """Restore the process's settings and random generators after code of the reward `name`.
+    """Restore settings and random generators after code of the reward `name`, in any thread.
 
-    A changed setting is reported once. The generators of Python, NumPy and torch get a new seed for
-    the block, drawn from Python's: code that seeds them, or draws from them, does not shift what is
-    drawn outside. In other threads nothing is restored, since the main thread may have changed a
-    setting meanwhile.
+    A changed setting is reported once. In the main thread the generators of Python, NumPy and torch
+    get a new seed for the block, drawn from Python's: code that seeds them, or draws from them,
+    does not shift what is drawn outside.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {setting: read() for setting, (read, _) in SETTINGS.items()}
-    with _seeded_generators():
+    global _open_calls
+    in_main = threading.current_thread() is threading.main_thread()
+    before_thread = {setting: read() for setting, (read, _) in OF_THREAD.items()}
+    with _calls:
+        if not _open_calls:
+            _before_calls.update({setting: read() for setting, (read, _) in OF_PROCESS.items()})
+        _open_calls += 1
+    with _seeded_generators() if in_main else nullcontext():
         try:
             yield
         finally:
-            for setting, (read, write) in SETTINGS.items():
-                if _read(read) != before[setting]:
-                    write(before[setting])
-                    if (name, setting) not in _reported:
-                        _reported.add((name, setting))
-                        warnings.warn(
-                            f"reward {name!r} changed a setting of the whole process, which was "
-                            f"restored: {setting}",
-                            stacklevel=2,
-                        )
+            changed = _restore(OF_THREAD, before_thread)
+            with _calls:
+                changed += _restore(OF_PROCESS, _before_calls)
+                _open_calls -= 1
+            for setting in changed:
+                if (name, setting) not in _reported:
+                    _reported.add((name, setting))
+                    while_others = "" if in_main else (
+                        "; it ran beside training, which saw the change: use executor kind pool"
+                    )  # fmt: skip
+                    warnings.warn(
+                        f"reward {name!r} changed a setting of the whole process, which was "
+                        f"restored: {setting}{while_others}",
+                        stacklevel=2,
+                    )
+
+
+def _restore(settings: Mapping[str, Setting], before: Mapping[str, Any]) -> list[str]:
+    """Set what differs from `before`; return the names."""
+    changed = [name for name, (read, _) in settings.items() if _read(read) != before[name]]
+    for name in changed:
+        settings[name][1](before[name])
+    return changed
 
 
 def _read(read: Callable[[], Any]) -> Any:

@@ -1,11 +1,16 @@
+"""Questions to a judge: what is sent, what is read, and what becomes of faults."""
+
+import json
+
+import numpy as np
 import pytest
 import torch
-from chat_servers import Scripted, completion, free_port, refusal, scripted, text_of
+from chat_servers import Scripted, completion, free_port, images_of, refusal, scripted, text_of
 from chat_servers import within as no_longer_than
 from flowrl_rewards.chat import client as chat_module
 from flowrl_rewards.chat.client import Chat
 from flowrl_rewards.chat.messages import Question, Reply
-from flowrl_rewards.images import pngs
+from flowrl_rewards.images import pngs, to_uint8
 
 RED = pngs(torch.tensor([1.0, 0, 0])[None, :, None, None].expand(1, 3, 8, 8), 8)[0]
 BLUE = pngs(torch.tensor([0, 0, 1.0])[None, :, None, None].expand(1, 3, 8, 8), 8)[0]
@@ -14,7 +19,6 @@ SLACK = 1.5  # seconds, for a busy machine
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    chat_module.import_openai()  # slow the first time, and time counts here
     monkeypatch.setattr(chat_module, "PAUSE_S", 0.01)
 
 
@@ -28,7 +32,7 @@ def echo(body: dict) -> dict:
 
 def ask(server: Scripted | str, *questions: Question, **args) -> list[Reply]:
     url = server if isinstance(server, str) else server.url
-    settings = {"timeout": 5.0, "deadline": 10.0, "rounds": 2} | args
+    settings = {"timeout": 5.0, "deadline": 10.0} | args
     return Chat("m", url, **settings).ask(questions or (question(),))
 
 
@@ -43,47 +47,104 @@ def test_answers_are_greedy_in_order_and_thinking_is_switched_off_where_the_serv
         assert "chat_template_kwargs" not in server.asked[-1]
 
 
+def test_images_arrive_without_loss_and_before_the_text():
+    images = torch.randint(0, 256, (2, 3, 5, 9), generator=torch.Generator().manual_seed(0)) / 255
+    with scripted(lambda body: completion("ok")) as server:
+        ask(server, question("what?", *pngs(images, 64)))
+    assert np.array_equal(np.stack(images_of(server.asked[0])), to_uint8(images))
+    parts = server.asked[0]["messages"][0]["content"]
+    assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
+
+
+def test_probabilities_of_the_first_token_are_asked_for_and_read_and_told_when_absent():
+    with scripted(lambda body: completion("4", {"4": 0.75, " 5": 0.25})) as server:
+        (reply,) = ask(server, question(alternatives=20))
+    assert server.asked[0]["logprobs"] is True and server.asked[0]["top_logprobs"] == 20
+    assert dict(reply.first) == {"4": pytest.approx(0.75), " 5": pytest.approx(0.25)}
+    with scripted(lambda body: completion("5")) as server:
+        assert "no log-probabilities" in ask(server, question(alternatives=20))[0].missing
+        assert len(server.asked) == 1
+
+
+def test_thoughts_that_were_not_asked_for_make_a_reply_useless():
+    for message in (
+        {"text": "<think>hm</think>5"},
+        {"text": "hm</think>5"},
+        {"text": "5", "reasoning_content": "hm"},
+        {"text": "5", "reasoning": "hm"},
+    ):
+        answer = completion(**message)
+        with scripted(lambda body, answer=answer: answer) as server:
+            assert f"{server.url} thinks" in ask(server)[0].missing, message
+            assert len(server.asked) == 1
+            assert ask(server, thinking=True)[0].text == "5", message
+            assert server.asked[-1]["chat_template_kwargs"] == {"enable_thinking": True}
+
+
+def test_an_answer_that_was_cut_asks_for_more_tokens_with_and_without_thoughts():
+    for message, reason in (
+        ({"text": "a score of 4"}, "length"),
+        ({"text": "", "reasoning": "4? 3?"}, "length"),
+        ({"text": "<think>well, 5"}, "stop"),
+    ):
+        cut = completion(**message)
+        cut["choices"][0]["finish_reason"] = reason
+        with scripted(lambda body, cut=cut: cut) as server:
+            assert "max_tokens" in ask(server, thinking=True)[0].missing, message
+            assert len(server.asked) == 1, message
+
+
 NO_PROBABILITY = completion("5")
 NO_PROBABILITY["choices"][0]["logprobs"] = {
     "content": [{"top_logprobs": [{"token": "5", "logprob": None}]}]
 }
-FAULTS = (  # what the server answers, given itself; the words of the reason
+LARGE = json.dumps(completion("x" * 30 * 2**20)).encode()
+FAULTS = (  # what the server answers, or a function of it; the words of the reason
     (None, "cannot be reached"),
-    (lambda server: refusal(500), "500"),
-    (lambda server: refusal(404), "404.*/v1"),
     (lambda server: server.hang, "0.3 s"),
     (lambda server: server.drip, "0.3 s"),
     (lambda server: server.truncated, "broke off"),
-    (lambda server: b"<html>", "without a chat completion"),
-    (lambda server: (200, {"Content-Type": "text/plain"}, b"hi"), "without a chat completion"),
-    (lambda server: {"choices": []}, "without a chat completion"),
-    (lambda server: b"null", "without a chat completion"),
-    (lambda server: completion({"a": 1}), "without a chat completion"),
-    (lambda server: NO_PROBABILITY, "without a chat completion"),
+    (b"<html>", "without a chat completion"),
+    ({"choices": []}, "without a chat completion"),
+    ({"choices": None}, "without a chat completion"),
+    (b"null", "without a chat completion"),
+    (b"[" * 100_000, "without a chat completion"),
+    (completion({"a": 1}), "without a chat completion"),
+    (NO_PROBABILITY, "without a chat completion"),
+    ({"error": {"message": "model is loading", "code": 503}}, r"\(model is loading\)"),
+    ({"object": "error", "message": "no such adapter"}, "no such adapter"),
+    (LARGE, "more than"),
+    ((401, {}, b'{"error": {"message": "Incorrect key"}}'), "Incorrect.*does not take the key"),
+    ((403, {}, b"{}"), "may not use this model"),
+    (refusal(404), "404.*/v1"),
+    ((413, {}, b"too big"), "too big.*longest"),
+    ((422, {}, b"no"), "takes images"),
+    ((500, {}, b'{"error": {"message": "CUDA"}}'), "CUDA.*its log"),
+    ((503, {}, b""), "loading"),
 )
 
 
-def test_a_fault_is_a_missing_reply_that_names_the_server_in_time():
+@pytest.mark.parametrize("fault, says", FAULTS)
+def test_a_fault_is_a_missing_reply_in_time_that_quotes_the_server_with_advice(fault, says):
     several = [question(f"q{n}", alternatives=20) for n in range(3)]
-    for fault, says in FAULTS:
-        with scripted(lambda body, fault=fault: fault(server)) as server:
-            url = server.url if fault else f"http://127.0.0.1:{free_port()}/v1"
-            with no_longer_than(2 + SLACK):
-                replies = ask(url, *several, timeout=0.3, deadline=2)
-        for reply in replies:
-            with pytest.raises(ValueError, match=says):
-                reply.answer()
-            assert reply.missing.startswith(url), says
-            assert not reply.text and not reply.first, says
+    with scripted(lambda body: fault(server) if callable(fault) else fault) as server:
+        url = server.url if fault else f"http://127.0.0.1:{free_port()}/v1"
+        deadline = 6 if fault is LARGE else 2
+        with no_longer_than(deadline + SLACK):
+            replies = ask(url, *several, timeout=3 if fault is LARGE else 0.3, deadline=deadline)
+    for reply in replies:
+        with pytest.raises(ValueError, match=says):
+            reply.answer()
+        assert reply.missing.startswith(url) and "Error" not in reply.missing
+        assert not reply.text and not reply.first
+    if isinstance(fault, tuple) and fault[0] < 500:
+        assert len(server.asked) == len(several)  # a mistake of ours is not sent again
 
 
-def test_what_another_try_mends_is_tried_again_and_a_mistake_of_ours_is_not():
+def test_what_another_try_mends_is_tried_again():
     answers = [refusal(503), b"garbage", completion("at last")]
     with scripted(lambda body: answers.pop(0)) as server:
-        assert ask(server, rounds=3)[0].text == "at last"
-    with scripted(lambda body: refusal(401)) as server:
-        assert "401" in ask(server, rounds=5)[0].missing
-        assert len(server.asked) == 1
+        assert ask(server)[0].text == "at last"
 
 
 def test_replies_that_came_before_the_deadline_are_kept():
@@ -107,26 +168,24 @@ def test_two_servers_share_the_questions_and_a_dead_one_leaves_its_own_to_the_ot
             assert all(reply.text for reply in Chat("m", [dead, one.url]).ask(several))
 
 
-def test_the_same_question_is_asked_once_in_a_batch_and_with_a_cache_never_again():
-    with scripted(echo) as server:
-        forgets, keeps = Chat("m", server.url), Chat("m", server.url, cache=True)
-        for chat, asked in ((forgets, (1, 2)), (keeps, (3, 3))):
-            for total in asked:
-                first, second = chat.ask([question(), question()])
-                assert first == second and first.text
-                assert len(server.asked) == total
-
-
-def test_the_cache_separates_texts_images_lengths_and_probabilities():
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_with_a_cache_a_question_is_never_asked_again_and_other_ones_are(tmp_path, in_folder):
     different = [
         *(question("a", *images) for images in ((), (BLUE,), (RED, BLUE), (BLUE, RED))),
         *(question("b"), question("a", max_tokens=9), question("a", alternatives=5)),
+        question("a", begins="It is"),
     ]
-    with scripted(lambda body: completion("5", {"5": 1.0})) as server:
-        chat = Chat("m", server.url, cache=True)
-        chat.ask(different)
-        chat.ask(different)
-    assert len(server.asked) == len(different)
+    cache = str(tmp_path) if in_folder else True
+    with scripted(lambda body: completion("5", {"5": 0.75, "4": 0.25})) as server:
+        chat = Chat("m", server.url, cache=cache)
+        first = chat.ask([*different, *different])
+        assert first[: len(different)] == first[len(different) :]
+        again = Chat("m", server.url, cache=cache) if in_folder else chat
+        assert again.ask(different) == first[: len(different)]
+        assert len(server.asked) == len(different)
+        Chat("other", server.url, cache=cache).ask(different[:1])
+        Chat("m", server.url).ask(different[:1])
+        assert len(server.asked) == len(different) + 2
 
 
 def test_the_key_comes_from_the_named_variable_only(monkeypatch):
