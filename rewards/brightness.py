@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from .fixtures import blank, fixture, noise
+
 
 class Brightness:
     """The mean pixel value, in [0, 1]: rewards bright images."""
@@ -16,6 +18,4 @@ class Brightness:
 
     def fixtures(self) -> list[dict]:
         """Return light and dark images in their right order."""
-        from .fixtures import blank, fixture, noise
-
         return [fixture("blank paper scores above noise", blank(), noise())]

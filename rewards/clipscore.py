@@ -7,6 +7,7 @@ MIT licence.
 
 from torch import Tensor
 
+from .fixtures import red_and_blue
 from .networks.clip import VIT_L14, Clip
 from .networks.preprocess import NAME
 
@@ -20,6 +21,7 @@ class CLIPScore:
     name = "clipscore"
     bounds = (-1.0, 1.0)
     differentiable = True
+    fixtures = staticmethod(red_and_blue)
 
     def __init__(
         self,
@@ -35,8 +37,3 @@ class CLIPScore:
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         return self.clip.cosine(images, prompts)
-
-    def fixtures(self) -> list[dict]:
-        from .prompt_fixtures import red_and_blue
-
-        return red_and_blue()

@@ -81,21 +81,15 @@ def noise(size: int = 224, seed: int = 0) -> Tensor:
 
 
 def word(text: str, size: int = 128) -> Tensor:
-    """Return a text in dark letters on light paper, as large as fits, words on lines if needed."""
+    """Return a text in dark letters on one line on light paper, as large as fits."""
     canvas, pen = _canvas(size)
     side = size * SUPERSAMPLING
-    lines, best = text, 0.0
-    for layout in _layouts(text.split() or [text]):
-        left, top, right, bottom = pen.multiline_textbbox((0, 0), layout, font=_font(100))
-        largest = min(0.88 * side / max(right - left, 1), 0.5 * side / max(bottom - top, 1)) * 100
-        if largest > best:
-            lines, best = layout, largest
-    middle, font = (side / 2, side / 2), _font(int(min(best, side / 3)))
+    left, top, right, bottom = pen.textbbox((0, 0), text, font=ImageFont.load_default(100))
+    largest = min(0.88 * side / max(right - left, 1), 0.5 * side / max(bottom - top, 1)) * 100
+    font = ImageFont.load_default(int(min(largest, side / 3)))
     stroke = side // 200  # below 100 pixels the regular weight is grey rather than ink
-    pen.multiline_text(
-        middle, lines, font=font, fill=COLORS["black"], anchor="mm", align="center",
-        stroke_width=stroke,
-    )  # fmt: skip
+    middle, ink = (side / 2, side / 2), COLORS["black"]
+    pen.text(middle, text, font=font, fill=ink, anchor="mm", stroke_width=stroke)
     return _tensor(canvas, size)
 
 
@@ -125,6 +119,28 @@ def quarters(objects: Sequence[tuple[str, str] | None], size: int = 64) -> Tenso
     return _tensor(canvas, size)
 
 
+# --- fixtures of several rewards ------------------------------------------------------------------
+
+
+def red_and_blue() -> list[dict]:
+    """Return each of two colours above the other when the prompt asks for it: no fixed liking
+    passes.
+    """
+    return [
+        fixture(f"a {right} square scores above a {other} one when {right} is asked for",
+                square(right), square(other), f"a {right} square")
+        for right, other in (("red", "blue"), ("blue", "red"))
+    ]  # fmt: skip
+
+
+def quality() -> list[dict]:
+    """Return a clean image and a noisy one, for rewards that do not read the prompt."""
+    return [fixture("a clean square is of better quality than noise", square("red"), noise())]
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+
 def _level(color: str) -> tuple[int, int, int]:
     if color not in NAMED:
         raise ValueError(f"unknown colour {color!r}, use one of {', '.join(NAMED)}")
@@ -139,17 +155,6 @@ def _canvas(size: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
 def _tensor(canvas: Image.Image, size: int) -> Tensor:
     small = canvas.resize((size, size), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(small)).permute(2, 0, 1).float().contiguous() / 255
-
-
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size)
-
-
-def _layouts(words: list[str]) -> list[str]:
-    """Return the words on one line, and on as many lines as there are words, evenly filled."""
-    counts = {-(-len(words) // lines) for lines in range(1, len(words) + 1)}
-    rows = ([words[i : i + n] for i in range(0, len(words), n)] for n in counts)
-    return ["\n".join(" ".join(row) for row in layout) for layout in rows]
 
 
 def _polygon(pen, size, spot, radius, corners, color) -> None:

@@ -19,10 +19,10 @@ from .detectors import (
     load_color_namer,
     load_detector,
 )
+from .fixtures import blank, fixture, shapes
 from .geneval_rules import Detection
 from .images import to_uint8
 from .networks.sharing import Shared, digest, shared
-from .prompt_fixtures import cat_or_nothing, tiny_world
 
 MODES = ("partial", "strict", "official")
 # Of detectors whose numbers have changed: scores under another version do not compare.
@@ -289,6 +289,45 @@ class GenEval:
         # A second box on the one cat is no fault to stop a run for: asked for two, one to three
         # score above none.
         return cat_or_nothing(2 if self.modes[0] == "partial" else 1)
+
+
+# --- fixtures -------------------------------------------------------------------------------------
+
+
+def tiny_world() -> list[dict]:
+    """Return prompts of the tiny world in GenEval's form."""
+    ball = {"class": "circle", "count": 1, "color": "red"}
+    three = {"class": "star", "count": 3}
+    return [
+        fixture(
+            "the right colour scores above the wrong one",
+            shapes([("circle", "red")]), shapes([("circle", "blue")]),
+            "a red circle", {"tag": "colors", "include": [ball]},
+        ),
+        fixture(
+            "the right number scores above the wrong one",
+            shapes([("star", "black")] * 3), shapes([("star", "black")] * 2),
+            "three stars", {"tag": "counting", "include": [three]},
+        ),
+        fixture(
+            "an object scores above an empty image",
+            shapes([("circle", "red")]), blank(64), "a circle",
+            {"tag": "single_object", "include": [{"class": "circle", "count": 1}]},
+        ),
+    ]  # fmt: skip
+
+
+def cat_or_nothing(count: int = 1) -> list[dict]:
+    """Return a photograph for detectors of photographs: Chelsea by Stefan van der Walt (CC0), which
+    comes with scikit-image, and paper of its size, 300 by 451 pixels. count: of cats to ask for.
+    """
+    from skimage.data import chelsea
+
+    cat = torch.from_numpy(chelsea()).permute(2, 0, 1).float().contiguous() / 255
+    height, width = cat.shape[1:]
+    paper = blank(max(height, width))[:, :height, :width].contiguous()
+    wanted = {"tag": "single_object", "include": [{"class": "cat", "count": count}]}
+    return [fixture("a cat scores above an empty image", cat, paper, "a photo of a cat", wanted)]
 
 
 # --- helpers --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fixtures import red_and_blue
 from .networks.clip import cosine
 from .networks.loading import (
     DTYPES,
@@ -40,6 +41,7 @@ class HPSv2:
     name = "hpsv2"
     bounds = (-1.0, 1.0)
     differentiable = True
+    fixtures = staticmethod(red_and_blue)
 
     def __init__(
         self,
@@ -65,11 +67,6 @@ class HPSv2:
         pixels = hps_pixels(images.to(self._device), network.visual.image_size[0])
         vectors = network.encode_image(pixels.to(DTYPES[self.dtype]))
         return cosine(F.normalize(vectors.float(), dim=-1), self.texts(prompts))
-
-    def fixtures(self) -> list[dict]:
-        from .prompt_fixtures import red_and_blue
-
-        return red_and_blue()
 
     def _encode(self, prompts: list[str]) -> Tensor:
         tokens = self._tokenizer(prompts)

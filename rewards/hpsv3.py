@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .fixtures import red_and_blue
 from .networks.loading import (
     DTYPES,
     building,
@@ -32,11 +33,11 @@ from .networks.loading import (
     mismatch,
     read_weights,
     text_tokenizer,
+    under,
     weights_file,
 )
 from .networks.preprocess import NAME, resized
 from .networks.sharing import shared
-from .networks.vit_layout import under
 
 MODEL = "MizzenAI/HPSv3"
 FILE = "HPSv3.safetensors"
@@ -66,6 +67,7 @@ class HPSv3:
     name = "hpsv3"
     bounds = (None, None)
     differentiable = True
+    fixtures = staticmethod(red_and_blue)
 
     def __init__(
         self,
@@ -103,11 +105,6 @@ class HPSv3:
         hidden = read(network, tokens, getattr(seen, "pooler_output", seen))
         where = tokens["input_ids"] == self._tokenizer.convert_tokens_to_ids(TOKEN)
         return head(hidden[where].float())[:, 0]
-
-    def fixtures(self) -> list[dict]:
-        from .prompt_fixtures import red_and_blue
-
-        return red_and_blue()
 
     def _tokens(self, texts: list[str], image_tokens: int) -> Any:
         """Tokenise, padded on the right. Raises ValueError for a prompt with the model's own

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .fixtures import red_and_blue
 from .networks.linear_head import linear_head
 from .networks.loading import (
     DTYPES,
@@ -23,12 +24,12 @@ from .networks.loading import (
     imported,
     read_weights,
     text_tokenizer,
+    under,
     weights_file,
 )
 from .networks.preprocess import NAME, clip_pixels
 from .networks.sharing import shared
 from .networks.text_embeddings import warn_of_cut
-from .networks.vit_layout import HEAD_WIDTH, to_blip, under, vision_size
 
 MODEL = "THUDM/ImageReward"
 FILE = "ImageReward.pt"
@@ -38,6 +39,18 @@ MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of raw scores, in the pub
 WIDTHS, LAYERS = (1024, 128, 64, 16, 1), (0, 2, 4, 6, 7)  # of the head; dropout has numbers too
 SEES, READS = "blip.visual_encoder.", "blip.text_encoder."
 VISION_EPS, TEXT_EPS = 1e-6, 1e-12  # of layer norms: not transformers' defaults
+# Names of timm's vision transformer, and those of BlipVisionModel.
+TOPS = {
+    "cls_token": "embeddings.class_embedding",
+    "pos_embed": "embeddings.position_embedding",
+    "patch_embed.proj": "embeddings.patch_embedding",
+    "norm": "post_layernorm",
+}
+BLOCK = {
+    "norm1": "layer_norm1", "norm2": "layer_norm2", "attn.qkv": "self_attn.qkv",
+    "attn.proj": "self_attn.projection", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2",
+}  # fmt: skip
+HEAD_WIDTH = 64  # of attention, in all of them
 
 
 class ImageReward:
@@ -51,6 +64,7 @@ class ImageReward:
     name = "imagereward"
     bounds = (None, None)
     differentiable = True
+    fixtures = staticmethod(red_and_blue)
 
     def __init__(
         self,
@@ -85,11 +99,6 @@ class ImageReward:
             ),
         ).last_hidden_state[:, 0]
         return (head(read.float()).squeeze(-1) - MEAN) / STD
-
-    def fixtures(self) -> list[dict]:
-        from .prompt_fixtures import red_and_blue
-
-        return red_and_blue()
 
     def _tokens(self, prompts: list[str]) -> Any:
         lengths = [len(ids) for ids in self._tokenizer(prompts, verbose=False)["input_ids"]]
@@ -157,7 +166,15 @@ def sizes(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return arguments of a BlipVisionConfig and a BlipTextConfig, told from shapes. Raises
     KeyError.
     """
-    vision = vision_size(under(state, SEES), eps=VISION_EPS)
+    patches = state[SEES + "patch_embed.proj.weight"]  # (D, 3, patch, patch)
+    width, patch = patches.shape[0], patches.shape[-1]
+    vision = {
+        "hidden_size": width, "num_attention_heads": max(1, width // HEAD_WIDTH),
+        "num_hidden_layers": _count(state, SEES + "blocks."),
+        "intermediate_size": state[SEES + "blocks.0.mlp.fc1.weight"].shape[0],
+        "image_size": round((state[SEES + "pos_embed"].shape[1] - 1) ** 0.5) * patch,
+        "patch_size": patch, "layer_norm_eps": VISION_EPS, "hidden_act": "gelu",
+    }  # fmt: skip
     words, places = (
         state[f"{READS}embeddings.{name}_embeddings.weight"] for name in ("word", "position")
     )
@@ -185,4 +202,16 @@ def to_transformers(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]
     """
     text = under(state, READS)
     text.pop("embeddings.position_ids", None)
-    return {"vision": to_blip(under(state, SEES)), "text": text}
+    vision = {_renamed(name): value for name, value in under(state, SEES).items()}
+    return {"vision": vision, "text": text}
+
+
+def _renamed(name: str) -> str:
+    """Return the name of a weight of timm's vision transformer in BlipVisionModel."""
+    if name in TOPS:
+        return TOPS[name]
+    module, _, part = name.rpartition(".")
+    if not module.startswith("blocks."):
+        return f"{TOPS.get(module, module)}.{part}"
+    _, number, rest = module.split(".", 2)
+    return f"encoder.layers.{number}.{BLOCK.get(rest, rest)}.{part}"

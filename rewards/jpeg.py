@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .fixtures import blank, fixture, noise
 from .images import to_uint8
 
 
@@ -41,8 +42,6 @@ class Incompressibility:
 
     def fixtures(self) -> list[dict]:
         """Return noise and blank paper in their right order."""
-        from .fixtures import blank, fixture, noise
-
         return [fixture("noise scores above blank paper", noise(), blank())]
 
 
@@ -58,6 +57,4 @@ class Compressibility(Incompressibility):
 
     def fixtures(self) -> list[dict]:
         """Return noise and blank paper in their right order."""
-        from .fixtures import blank, fixture, noise
-
         return [fixture("blank paper scores above noise", blank(), noise())]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .fixtures import blank, fixture, word
 from .images import to_uint8
 
 MODES = ("flow_grpo", "strict")
@@ -171,8 +172,6 @@ class OCR:
 
     def fixtures(self) -> list[dict]:
         """Return words and blank paper in their right order."""
-        from .fixtures import blank, fixture, word
-
         prompt, data = 'a sign that says "COFFEE"', {"ocr_text": "COFFEE"}
         right, wrong, typo = word("COFFEE"), word("GARDEN"), word("COFFIN")
         return [

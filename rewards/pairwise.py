@@ -15,8 +15,8 @@ from torch import Tensor
 from .chat.client import Chat, connected
 from .chat.messages import Question, Reply, check_template, digest
 from .chat.token_mass import ALTERNATIVES, LEAST_MASS, expectation
+from .fixtures import red_and_blue
 from .images import pngs
-from .prompt_fixtures import red_and_blue
 
 ASK_TOKEN = (
     'Both pictures were made for "{prompt}". Which one shows it better, and is made better? '
@@ -86,6 +86,7 @@ class PairwiseWinRate:
     differentiable = False
     deterministic = False
     scope = "group"
+    fixtures = staticmethod(red_and_blue)
 
     def __init__(
         self,
@@ -159,7 +160,3 @@ class PairwiseWinRate:
         if self.mode == "text":
             return Question(images=(first, second), text=text, max_tokens=self.max_tokens)
         return Question(images=(first, second), text=text, alternatives=ALTERNATIVES)
-
-    def fixtures(self) -> list[dict]:
-        """Return images of known order, for `flowrl reward-check`."""
-        return red_and_blue()

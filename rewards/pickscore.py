@@ -5,6 +5,7 @@ A CLIP ViT-H/14 (986 M parameters: 3.9 GB in fp32, 2.0 GB in bf16) tuned on peop
 
 from torch import Tensor
 
+from .fixtures import red_and_blue
 from .networks.clip import Clip
 from .networks.preprocess import NAME
 
@@ -24,6 +25,7 @@ class PickScore:
 
     name = "pickscore"
     differentiable = True
+    fixtures = staticmethod(red_and_blue)
 
     def __init__(
         self,
@@ -57,8 +59,3 @@ class PickScore:
             return cosine
         raw = self.clip.scale * cosine
         return raw / 26 if self.scale == "div26" else raw
-
-    def fixtures(self) -> list[dict]:
-        from .prompt_fixtures import red_and_blue
-
-        return red_and_blue()

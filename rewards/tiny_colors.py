@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .fixtures import fixture, shapes
 from .tiny_palette import COLORS, PAPER
 
 # Of the softmax over squared distances, with channels in [0, 1]. The closest two, blue and
@@ -78,8 +79,6 @@ class TinyColors:
 
     def fixtures(self) -> list[dict]:
         """Return shapes of the tiny world in their right order."""
-        from .fixtures import fixture, shapes
-
         red, blue = shapes([("circle", "red")]), shapes([("circle", "blue")])
         return [
             fixture("the right colour scores above the wrong one", red, blue, "a red circle"),

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .detectors.tiny_shapes import SHAPES
+from .fixtures import fixture, quarters
 from .networks.loading import building
 from .tiny_palette import COLORS
 
@@ -111,8 +112,6 @@ class TinyJudge:
 
     def fixtures(self) -> list[dict]:
         """Return quarters with shapes in their right order."""
-        from .fixtures import fixture, quarters
-
         red, ring = ("circle", "red"), ("ring", "blue")
         wanted = {"include": [{"class": "circle", "count": 1, "color": "red"}]}
         beside = {"include": [{"class": "ring", "count": 1}, {"class": "circle", "count": 1}]}

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .detectors.tiny_shapes import SHAPES
+from .fixtures import fixture, quarters
 from .networks.loading import building
 from .tiny_palette import COLORS
 
@@ -101,8 +102,6 @@ class TinyProxy:
 
     def fixtures(self) -> list[dict]:
         """Return a shape that the proxy knows, and another colour."""
-        from .fixtures import fixture, quarters
-
         wanted = {"include": [{"class": "circle", "count": 1, "color": "red"}]}
         right, wrong = (quarters([("circle", c), None, None, None]) for c in ("red", "blue"))
         return [

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fixtures import blank, fixture, noise, shapes
 from .images import to_uint8
 from .tiny_palette import COLORS, PAPER
 
@@ -50,8 +51,6 @@ class TinyQuality:
 
     def fixtures(self) -> list[dict]:
         """Return a drawing, blank paper and noise in their right order."""
-        from .fixtures import blank, fixture, noise, shapes
-
         drawing = shapes([("star", "red"), ("square", "blue")])
         return [
             fixture("a clean drawing scores above noise", drawing, noise(64)),

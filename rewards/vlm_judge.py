@@ -10,8 +10,8 @@ from torch import Tensor
 from .chat.client import Chat, connected
 from .chat.messages import Question, Reply, digest, scored, scored_parts, text_score
 from .chat.token_mass import ALTERNATIVES, LEAST_MASS, check_first_tokens, expectation, spelled
+from .fixtures import quality, red_and_blue
 from .images import pngs
-from .prompt_fixtures import quality, red_and_blue
 from .rubrics import RUBRICS, Rubric, changed_rubric, mean
 
 

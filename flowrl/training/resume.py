@@ -33,7 +33,7 @@ FREE = (
     "evaluation.batch_size", "runtime",
     # Requests to a judge and their cost; not its model nor its prompt.
     *(f"rewards.*.args.server.{name}" for name in (
-        "base_url", "api_key_env", "timeout", "deadline", "in_flight", "rounds",
+        "base_url", "api_key_env", "timeout", "deadline", "in_flight",
         "requests_per_minute", "max_requests", "max_tokens_total", "cache",
     )),
 )  # fmt: skip

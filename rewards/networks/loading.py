@@ -35,24 +35,7 @@ def imported(target: str, reward: str) -> Any:
 def _why(name: str, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == name:
         return f"which is not installed: pip install {PACKAGES.get(name, name)}"
-    broken = _torchvision_fault()
-    if broken:
-        return (
-            f"which does not load because torchvision does not ({broken}): reinstall torchvision "
-            "from where torch came from, so that the two fit"
-        )
     return f"which does not load: {first_line(error)}"
-
-
-def _torchvision_fault() -> str:
-    """Return what importing torchvision raises when it is there, "" when it works or is absent."""
-    try:
-        importlib.import_module("torchvision")
-    except ModuleNotFoundError as error:
-        return "" if error.name == "torchvision" else first_line(error)
-    except Exception as error:
-        return first_line(error)
-    return ""
 
 
 def first_line(error: BaseException) -> str:
@@ -153,6 +136,11 @@ def first_file(model: str, files: Sequence[str], revision: str | None = None) ->
         with contextlib.suppress(FileNotFoundError):
             return weights_file(model, file, revision)
     return weights_file(model, files[-1], revision)
+
+
+def under(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the entries that begin with a prefix, without it."""
+    return {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
 
 
 def mismatch(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:

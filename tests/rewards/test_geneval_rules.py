@@ -101,12 +101,6 @@ def test_size_and_place_count_where_they_are_asked_and_told():
         assert official(objects, include, []) == 1  # the published verdict knows neither
 
 
-def test_official_looks_at_the_most_confident_object_alone():
-    sure, unsure = thing("cat", color="blue", score=0.9), thing("cat", color="red", score=0.5)
-    assert official(by_class([unsure, sure], 0.3), COLORED, []) == 0
-    assert official(by_class([unsure], 0.3), COLORED, []) == 1
-
-
 def test_confidence_must_exceed_the_threshold_and_only_sixteen_boxes_count():
     assert by_class([thing("cat", score=0.3)], 0.3)["cat"] == []
     scores = [0.5 + i / 100 for i in range(20)]

@@ -48,14 +48,6 @@ def test_names_and_shapes_of_the_published_size_are_those_of_the_networks_that_a
         assert {k: v.shape for k, v in found.items()} == wanted
 
 
-def test_prompts_beyond_35_tokens_are_cut_with_a_warning(reward, random_images):
-    long = "a red circle " * 20
-    with pytest.warns(UserWarning, match="35 tokens"):
-        cut = reward(random_images(1), [long], [{}])
-    with pytest.warns(UserWarning):
-        assert torch.equal(cut, reward(random_images(1), [long + "and two stars"], [{}]))
-
-
 def test_a_file_of_another_layout_is_one_sentence(tiny_imagereward, tmp_path, random_images):
     made = ImageReward(model=str(tmp_path), tokenizer=tiny_imagereward, device="cpu")
     state = weights_by_name(TINY_IMAGEREWARD)
@@ -64,7 +56,7 @@ def test_a_file_of_another_layout_is_one_sentence(tiny_imagereward, tmp_path, ra
     narrow = state | {"mlp.layers.7.weight": torch.ones(1, 8)}
     extra = state | {"blip.visual_encoder.blocks.0.attn.scale": torch.ones(1)}
     for wrong, says in (
-        ({"model": state}, "lacks 'patch_embed.proj.weight'"),
+        ({"model": state}, "lacks 'blip.visual_encoder.patch_embed"),
         (lacks, "encoder.layer.1.crossattention.self.key.bias is missing"),
         (extra, "attn.scale is unknown"),
         (narrow, "head of ImageReward of widths 64-1024-128-64-16-1"),

@@ -24,12 +24,3 @@ def test_compressibility_is_minus_the_size_in_500_kilobytes():
     sizes = Incompressibility()(BOTH, ["", ""], [{}, {}])
     assert torch.equal(Compressibility()(BOTH, ["", ""], [{}, {}]), -sizes / 500)
     assert sizes[0] < sizes[1]
-
-
-def test_quality_counts_must_be_one_and_versions_tell_it_and_the_two_rewards_apart():
-    best, worse = (Incompressibility(quality)(NOISE, [""], [{}]) for quality in (95, 30))
-    assert worse < best
-    with pytest.raises(ValueError, match="between 1 and 100"):
-        Incompressibility(0)
-    made = [kind(quality) for kind in (Compressibility, Incompressibility) for quality in (30, 95)]
-    assert len({reward.version for reward in made}) == len(made)

@@ -158,18 +158,6 @@ def test_a_prompt_whose_text_to_draw_is_ambiguous_is_refused_and_gets_no_score()
     OCR("strict").check(several, {})
 
 
-def test_a_prompt_without_text_is_missing_and_one_without_quotes_is_not_ours():
-    made = OCR()
-    made._read = lambda image: ["CAT"]
-    for prompt in ("a cat", 'a cat ""', ""):
-        scores, reasons = made(WHITE, [prompt], [{}])
-        assert math.isnan(scores.item()) and "ocr_text" in reasons[0] and len(reasons) == 1
-    assert not made.applies("a sign", {}) and not made.applies("a sign", {"ocr_text": None})
-    for prompt, metadata in (('a "GO" sign', {}), ("a sign", {"ocr_text": "GO"})):
-        assert made.applies(prompt, metadata)
-        made.check(prompt, metadata)
-
-
 def test_a_failing_engine_gives_nan_with_a_reason_and_an_empty_page_gives_zero():
     def fail_on_black(image):
         if image.max() == 0:

@@ -82,11 +82,3 @@ def test_verdicts_in_words_count_as_whole_wins_and_none_is_missing():
         verdict("both are fine")
     rates, reasons, _ = compared(lambda body: completion("both are fine"), mode="text")
     assert all(map(math.isnan, rates)) and set(reasons) == set(range(4))
-
-
-def test_images_of_several_prompts_and_settings_that_cannot_work_are_refused():
-    with pytest.raises(ValueError, match="several prompts"):
-        PairwiseWinRate({"model": "m"})(IMAGES[:2], ["a", "b"], [{}, {}])
-    for args in ({"mode": "x"}, {"rivals": 0}, {"template": "?"}):
-        with pytest.raises(ValueError):
-            PairwiseWinRate({"model": "m"}, **args)

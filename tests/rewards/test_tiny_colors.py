@@ -53,16 +53,6 @@ def test_right_colour_beats_wrong_colour_beats_no_object(asked, other):
     assert asked == other or none + 0.01 < wrong < 0.1
 
 
-@given(colors, colors)
-def test_both_of_two_colours_beat_one_and_a_third_costs(first, second):
-    prompt = f"a {first} circle and a {second} square"
-    both = score(painted((first, 4), (second, 36)), prompt)
-    assert both > 0.85
-    if first != second:
-        assert 0.3 < score(painted((first, 4), (first, 36)), prompt) < both - 0.3
-        assert score(painted((first, 4), (second, 36)), f"a {first} square") < both - 0.3
-
-
 @given(colors)
 def test_painting_the_background_does_not_pay(color):
     prompt = f"a {color} circle"

@@ -111,16 +111,6 @@ def test_a_text_that_was_cut_is_missing_but_one_token_counts():
     assert judged(cut)[0] == [1.0, 1.0]
 
 
-def test_the_version_tells_judges_apart_whose_numbers_differ():
-    server = {"model": "m"}
-    rubrics = [*RUBRICS, {"base": "expectation", "questions": "{prompt}?"},
-               {"base": "expectation", "tokens": {"1": 1, "2": 2}}]  # fmt: skip
-    judges = [VLMJudge(server, rubric) for rubric in rubrics]
-    judges += [VLMJudge({"model": "n"}), VLMJudge(server, longest=256)]
-    assert len({judge.version for judge in judges}) == len(judges)
-    assert VLMJudge(server).version == VLMJudge(server).version
-
-
 @pytest.mark.parametrize(
     "args, names",
     [

@@ -9,18 +9,14 @@ from hypothesis import strategies as st
 from flowrl.scoring.combine import (
     FailureLimit,
     affine,
-    check_invalid,
-    check_scores,
     clip,
     combine,
-    lacks_score,
     mean_reward,
     rank,
     train_weights,
     weighted_sum,
 )
 from flowrl.scoring.executors.base import RewardFailure
-from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardResult, RewardSpec
 
 nan = math.nan
@@ -63,25 +59,6 @@ def test_equal_scores_weigh_the_same_wherever_rewards_do_not_apply(first, second
     assert valid.tolist() == [True, True, True, False]
     expected = torch.full((3,), (first + second) * value)
     torch.testing.assert_close(reward[:3], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_too_many_missing_rewards_stop_with_the_reasons():
-    valid = torch.tensor([True] * 9 + [False])
-    check_invalid(valid, max_invalid_fraction=0.1)
-    with pytest.raises(RewardFailure, match="1 of 10 .*ocr: engine died"):
-        check_invalid(valid, max_invalid_fraction=0.09, errors={"ocr": "engine died"})
-
-    def unsure(images, prompts, metadata):
-        return [nan if p == "b" else 1.0 for p in prompts], {1: "the page is torn"}
-
-    specs = [spec("steady"), RewardSpec(name="torn", reward=unsure)]
-    found = score(specs, torch.full((3, 3, 4, 4), 0.5), ["a", "b", "c"], [{}, {}, {}])
-    _, valid, _ = combine(specs, found, ONE)
-    with pytest.raises(RewardFailure) as stopped:
-        check_invalid(valid, max_invalid_fraction=0.1, errors=found.errors)
-    for words in ("torn", "'b'", "1 of 3", "max_invalid_fraction", "on_failure"):
-        assert words in str(stopped.value), words
-    assert "steady" not in str(stopped.value) and "\n" not in str(stopped.value)
 
 
 def test_transforms_change_what_is_added_and_not_what_is_reported():
@@ -171,13 +148,3 @@ def test_an_evaluation_is_best_by_what_is_trained():
 
     compares = RewardSpec(name="compares", reward=Compares())  # type: ignore[arg-type]
     assert mean_reward([spec(), compares], torch.tensor([[0.5, nan], [1.0, nan]])) == 0.75
-
-
-def test_a_image_lacks_what_no_number_stands_in_for_and_no_watched_reward_counts():
-    scores = torch.tensor([[1.0, 1.0, 1.0], [math.nan, 1.0, 1.0], [1.0, math.nan, math.nan]])
-    found = result(scores.tolist())
-    a, c = spec("a"), spec("c", held_out=True)
-    for number, expected in (("mask", [False, True, True]), (0.5, [False, True, False])):
-        assert lacks_score([a, spec("b", on_failure=number), c], found).tolist() == expected
-    with pytest.raises(RewardFailure, match="'b' has no score where it needs one"):
-        check_scores([a, spec("b", on_failure="raise"), c], found)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.scoring.combine import combine_gdpo, share_weights, z_scores
+from flowrl.scoring.combine import combine_gdpo, z_scores
 
 nan = math.nan
 REAL = st.floats(-9, 9, width=16)
@@ -62,24 +62,3 @@ def test_a_reward_that_is_the_same_throughout_contributes_exactly_0(case, value)
     only = combine_gdpo(scores, weights, group, alone)
     assert set(only[applicable[:, 0]].tolist()) <= {0.0}
     assert bool(found[applicable[:, 0]].isfinite().all())
-
-
-def test_equal_scores_of_any_size_are_no_difference():
-    scores, group = torch.full((3, 1), 0.1e12 / 3, dtype=torch.float64), torch.zeros(3).long()
-    assert z_scores(scores, group).flatten().tolist() == [0.0] * 3
-
-
-def test_rounding_between_equal_images_stays_far_below_a_standard_deviation():
-    """Eight equal PickScores, as fp32 sums of a thousand terms, beside a reward that tells."""
-    off = torch.tensor([0, 30, -20, 110, 10, -90, 40, 0]) * torch.finfo(torch.float32).eps
-    pickscore, telling = 0.8317 * (1 + off), torch.linspace(0, 1, 8)
-    assert 1e-6 < pickscore.double().std() < 1e-5  # a floor of 1e-6 makes these 1.9
-    z = z_scores(torch.stack([pickscore, telling], 1), torch.zeros(8).long())
-    assert 0 < z[:, 0].abs().max() < 0.15
-    assert z[:, 1].abs().max() > 1.5
-
-
-def test_weights_are_shared_out_among_the_rewards_that_apply():
-    fits = torch.tensor([[True, True, True], [True, False, True], [False, False, True]])
-    share = share_weights(fits, torch.tensor([1.0, -3.0, 0.0]))
-    assert share.tolist() == [[1, -3, 0], [4, 0, 0], [0, 0, 0]]

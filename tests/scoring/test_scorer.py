@@ -1,7 +1,6 @@
 """Images through several rewards: rounded once, asked once, in their phase, with reasons."""
 
 import math
-import time
 from typing import Any
 
 import pytest
@@ -9,10 +8,9 @@ import torch
 
 from flowrl.assembly.learner import build_rewards
 from flowrl.config import load_config
-from flowrl.config.rewards import InlineOptions, RewardOptions
+from flowrl.config.rewards import RewardOptions
 from flowrl.errors import UserError
-from flowrl.scoring import scorer
-from flowrl.scoring.executors.base import InlineExecutor, RewardFailure
+from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.scorer import SamplerFailure, Scoring, quantise, score
 from flowrl.scoring.server import make_app
 from flowrl.scoring.spec import RewardResult, RewardSpec, closing
@@ -113,19 +111,6 @@ def test_what_stops_a_trained_reward_leaves_an_untrained_one_without_scores(rewa
     for options in ({"held_out": True}, {"weight": 0.0}):
         result = scored(constant, reward, **options)
         assert result.valid.tolist() == [[True, False]] * 4 and reason in result.errors["r1"]
-
-
-def test_a_long_wait_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr(scorer, "HEARTBEAT", 0.05)
-
-    def late(images, prompts, metadata):
-        time.sleep(0.2)
-        return [1.0] * len(images)
-
-    executor = InlineExecutor(late, "late", InlineOptions(background=True))
-    with closing(specs := [RewardSpec(name="late", reward=late, executor=executor)]):
-        assert score(specs, IMAGES, PROMPTS, PLAIN).valid.all()
-    assert "late" in caplog.text and "4 scores" in caplog.text
 
 
 @pytest.mark.parametrize("phase", ["rollout", "evaluation"])

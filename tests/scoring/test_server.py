@@ -10,7 +10,6 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,11 +19,9 @@ import pytest
 import torch
 from flowrl_rewards.fixtures import fixture
 
-from flowrl.config.rewards import HTTPOptions
 from flowrl.errors import UserError
 from flowrl.scoring import server
 from flowrl.scoring.executors.base import InlineExecutor
-from flowrl.scoring.executors.http import HTTPExecutor
 from flowrl.scoring.protocol import CODECS, Codec, encode
 from flowrl.scoring.server import make_app, warm_up
 from flowrl.scoring.spec import RewardSpec, load_reward
@@ -119,20 +116,6 @@ def test_scores_are_those_of_the_reward_in_process(url, codec, shape):
     assert [r["score"] for r in reply["results"]] == expected.result().scores.tolist()
     assert [r["id"] for r in reply["results"]] == [item["id"] for item in items]
     assert reply["version"] == reward.version
-
-
-def test_a_run_gets_the_reward_and_its_description(url):
-    images = torch.tensor([0.2, 0.8, 0.4, 0.6, 1.0])[:, None, None, None].expand(5, 3, 8, 8)
-    for name in ("watched", "ranks"):
-        options = HTTPOptions(urls=[url], micro_batch=2)
-        with closing(HTTPExecutor(name, options)) as remote:
-            scores, _ = remote(images, ["p"] * 5, [{"mood": 1}] * 5)
-            if name == "ranks":
-                assert torch.as_tensor(scores).tolist() == [0, 3, 1, 2, 4]
-                assert remote.scope == "group"
-            else:
-                assert (remote.bounds, remote.required_metadata) == ((0.0, 1.0), ("mood",))
-                torch.testing.assert_close(scores, images.mean((1, 2, 3)), atol=0.003, rtol=0)
 
 
 def test_what_cannot_be_scored_is_null_with_its_reason(url):
@@ -270,29 +253,7 @@ def test_requests_beyond_the_budget_are_told_to_come_back_and_bodies_must_arrive
             assert b" 408 " in slow.recv(4096).splitlines()[0]
 
 
-def test_each_of_200_clients_of_one_address_gets_an_answer_and_none_a_reset(serving):
-    with serving(make_app(REWARDS, hosts=LOCAL)) as url:
-        content, ready = message(), threading.Barrier(200)
-
-        def ask(number: int) -> httpx.Response:
-            ready.wait(30)
-            return post(url, content | {"key": str(number)})
-
-        with ThreadPoolExecutor(200) as threads:
-            replies = list(threads.map(ask, range(200)))
-    for reply in replies:
-        if reply.status_code != 200:
-            assert_refused(reply, 503, "64 connections")
-            assert reply.headers["Retry-After"]
-
-
 # --- start ----------------------------------------------------------------------------------------
-
-
-def test_names_must_differ_and_exist():
-    for rewards in ({}, [], [RewardSpec(name="a", reward=print)] * 2):
-        with pytest.raises(UserError, match="different names"):
-            make_app(rewards, hosts=LOCAL)
 
 
 def test_a_reward_is_warmed_up_with_its_fixtures_and_not_served_where_it_fails():

@@ -22,19 +22,6 @@ def test_detectors_and_namers_of_colours_are_found_by_name_or_import_path():
             load("nothing")
 
 
-def test_a_detector_is_asked_once_and_one_of_open_vocabulary_is_told_what_to_find():
-    calls = []
-
-    def find(*given):
-        calls.append(given)
-        return [[CAT]] * 3
-
-    assert detect(find, IMAGES, ASKED) == [[CAT]] * 3
-    find.open_vocabulary = True
-    detect(find, IMAGES, ASKED)
-    assert [len(given) for given in calls] == [1, 2] and calls[1][1] == ASKED
-
-
 def test_one_bad_image_spoils_no_other():
     def picky(images, classes):
         if (images == 20).any():

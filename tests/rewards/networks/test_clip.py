@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flowrl_rewards.networks.clip import Clip, projected
+from flowrl_rewards.networks.clip import Clip
 from PIL import Image
 
 PROMPTS = ["a red circle", "two blue stars", "a red circle", "a green ring"]
@@ -64,11 +64,3 @@ def test_long_prompts_are_cut_with_a_warning(clip):
     with pytest.warns(UserWarning, match=r"a test reads 14 tokens .* prompt of 29"):
         cut = clip.texts([long])
     assert torch.equal(cut, clip.texts([long])) and cut.isfinite().all()
-
-
-def test_both_forms_of_the_projected_vector_are_taken():
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
-
-    vector = torch.ones(2, 3)
-    assert projected(vector) is vector
-    assert projected(BaseModelOutputWithPooling(pooler_output=vector)) is vector

@@ -40,18 +40,6 @@ def test_importing_and_making_rewards_and_detectors_loads_no_heavy_package():
     assert result.stdout.split() == ["False", "[]"]
 
 
-def test_a_broken_torchvision_is_named_in_place_of_what_builds_on_it(tmp_path, monkeypatch):
-    (tmp_path / "torchvision").mkdir()  # built for another torch: it raises when it is imported
-    fault = 'raise RuntimeError("operator torchvision::nms does not exist")'
-    (tmp_path / "torchvision" / "__init__.py").write_text(fault)
-    (tmp_path / "builds_on_torchvision.py").write_text("import torchvision")
-    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match="RuntimeError: operator .*reinstall torchvision") as told:
-        imported("builds_on_torchvision", "a test")
-    assert str(told.value).startswith("a test needs builds_on_torchvision")
-
-
 def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch):
     with pytest.raises(ImportError, match="a test needs no_such_thing, .* pip install no_such_th"):
         imported("no_such_thing", "a test")

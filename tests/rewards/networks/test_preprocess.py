@@ -53,23 +53,6 @@ def test_it_is_within_the_documented_bound_of_clips_processor():
             assert difference.max() < BOUND and difference.mean() < 0.005, (make, size)
 
 
-def test_hps_keeps_the_aspect_ratio_and_pads_black_before_normalising():
-    for height, width in [(100, 200), (200, 100), (333, 512), (224, 60)]:
-        white = torch.ones(1, 3, height, width)
-        levels = hps_pixels(white) * torch.tensor(STD)[:, None, None]
-        levels = (levels + torch.tensor(MEAN)[:, None, None])[0, 0]
-        torch.testing.assert_close(levels, levels.round(), rtol=0, atol=1e-5)
-        shown = levels.round().bool()
-        rows, columns = shown.any(1), shown.any(0)
-        scale = 224 / max(height, width)
-        assert (rows.sum(), columns.sum()) == (round(height * scale), round(width * scale))
-        assert shown.sum() == rows.sum() * columns.sum()
-        for line in (rows, columns):
-            before = line.nonzero()[0].item()
-            after = len(line) - 1 - line.nonzero()[-1].item()
-            assert after - before in (0, 1)
-
-
 def test_hps_is_the_published_transform_of_a_float_tensor():
     for height, width in [(300, 500), (500, 300), (80, 60)]:
         functional = pytest.importorskip("torchvision.transforms.functional")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from flowrl_rewards.aesthetic import FILE, Aesthetic
 from flowrl_rewards.clipscore import CLIPScore
-from flowrl_rewards.detectors.pixel_colors import PixelColors
 from flowrl_rewards.detectors.tiny import TinyDetector
 from flowrl_rewards.fixtures import square
 from flowrl_rewards.geneval import GenEval
@@ -21,6 +20,13 @@ from flowrl.scoring.scorer import score
 
 RED = {"tag": "colors", "include": [{"class": "square", "count": 1, "color": "red"}]}
 MODES = ("partial", "strict", "official")
+
+
+class Reddish:
+    """Names every object red; found by its import path."""
+
+    def __call__(self, image, detections):
+        return ["red"] * len(detections)
 
 
 @pytest.fixture
@@ -44,7 +50,7 @@ def counts(monkeypatch) -> dict[str, int]:
     count(CLIPModel, "get_text_features", "text forwards")
     count(TinyDetector, "__init__", "detectors")
     count(TinyDetector, "__call__", "detected", lambda _, images: len(images))
-    count(PixelColors, "__call__", "colors told")
+    count(Reddish, "__call__", "colors told")
     return found
 
 
@@ -65,7 +71,7 @@ def scored(rewards: list[dict], images: torch.Tensor, metadata: dict):
 
 def test_three_rules_of_geneval_look_at_each_image_once_as_rewards_and_as_components(counts):
     images = torch.stack([square("red", 64), square("blue", 64), square("red", 64) * 0.9])
-    args = {"colors": "pixels"}
+    args = {"colors": f"{__name__}:Reddish"}
     alone = [GenEval(mode, **args)(images, [""] * 3, [RED] * 3)[0] for mode in MODES]
     gc.collect()
     before = dict(counts)

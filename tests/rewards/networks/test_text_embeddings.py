@@ -26,11 +26,6 @@ def test_equal_prompts_are_encoded_once_come_back_in_place_and_the_last_used_are
     assert calls == [["a"], ["b"], ["c"], ["b"]]
 
 
-def test_no_gradient_is_kept_for_texts():
-    weight = torch.ones(3, requires_grad=True)
-    assert not TextEmbeddings(lambda new: weight.expand(len(new), 3))(["a"]).requires_grad
-
-
 def test_only_prompts_that_are_cut_are_warned_of(recwarn):
     warn_of_cut("ImageReward", ["short", "a very long one"], [3, 40], 35)
     (only,) = recwarn.list

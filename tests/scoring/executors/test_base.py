@@ -3,7 +3,6 @@
 import functools
 import math
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -94,16 +93,6 @@ def test_levels_are_those_of_a_file_and_a_bad_pixel_is_noticed():
         assert not all_finite(broken)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("engine died"), KeyError("tag"), MemoryError("x")])
-def test_an_exception_is_the_reason_of_missing_scores(error):
-    def raises(images, prompts, metadata):
-        assert not torch.is_grad_enabled()
-        raise error
-
-    answer = ask(raises, "mine", IMAGE, ["p"], [{}])
-    assert answer.scores.isnan().all() and f"{type(error).__name__}: {error}" in answer.reasons[0]
-
-
 @pytest.mark.parametrize(
     "error", [ImportError("no detector"), RewardFailure("over"), KeyboardInterrupt("now"),
               torch.cuda.OutOfMemoryError("full")],
@@ -167,12 +156,6 @@ def test_where_memory_does_not_suffice_the_micro_batch_is_halved_for_good():
     assert answer.scores.isnan().all() and "no room" in answer.reasons[2]
 
 
-def test_a_micro_batch_that_raises_leaves_the_others_their_scores():
-    executor = InlineExecutor(Counting(), "r", InlineOptions(micro_batch=2))
-    answer = call(executor, "a", "b", "stumble", "d", "e")
-    assert answer.scores.isnan().tolist() == [False, False, True, True, False]
-
-
 def test_without_background_the_reward_is_called_when_the_answer_is_taken():
     reward = Counting()
     executor = InlineExecutor(reward, "r")
@@ -200,19 +183,6 @@ def test_in_the_background_it_is_called_at_once_in_order_and_errors_come_with_th
     executor.close()
     executor.close()
     assert not any(thread.name == reward.threads[0] for thread in threading.enumerate())
-
-
-def test_a_reward_that_hangs_in_the_background_does_not_delay_the_end():
-    release = threading.Event()
-    executor = InlineExecutor(lambda *_: release.wait(60), "r", InlineOptions(background=True))
-    executor.submit(IMAGE, ["a"], [{}])
-    waiting = executor.submit(IMAGE, ["b"], [{}])
-    began = time.monotonic()
-    executor.close()
-    assert time.monotonic() - began < 10 and waiting.cancelled()
-    with pytest.raises(RuntimeError, match="closed"):
-        executor.submit(IMAGE, ["c"], [{}])
-    release.set()
 
 
 # --- networks that wait on the CPU ----------------------------------------------------------------

@@ -104,13 +104,6 @@ def test_a_micro_batch_that_hangs_is_stopped_and_the_others_are_scored(pair):
 
 
 @pytest.mark.slow
-def test_the_first_micro_batch_of_a_process_has_time_to_load(make):
-    pool = make("Scripted", timeout=1.0)
-    assert ask(pool, {"do": "sleep", "seconds": 1.5}).scores.isfinite().all()
-    assert "longer than 1 s and" in ask(pool, {"do": "sleep", "seconds": 600}).reasons[0]
-
-
-@pytest.mark.slow
 def test_a_process_that_dies_is_replaced_and_asked_once_more_and_then_there_is_a_reason(
     pair, tmp_path
 ):
@@ -151,11 +144,6 @@ def test_what_no_image_can_mend_stops_with_the_reason(pair, make):
         ask(make("Broken", {"path": "x.bin"}), {}, {})
 
 
-def test_micro_batch_none_asks_about_all_images_at_once(make):
-    scores = ask(make("threads", micro_batch=None), *[{}] * 4).scores
-    assert scores.tolist() == [1, 1, 1, 1]  # and each process has one thread
-
-
 @pytest.mark.slow
 def test_a_process_is_replaced_after_max_tasks_questions(make):
     pool = make("process_id", micro_batch=1, max_tasks=2)
@@ -172,8 +160,6 @@ def test_after_three_in_a_row_without_an_answer_nothing_is_asked_for_a_while(mak
         *["took longer than 0.2 s with loading and was stopped"] * 2,
         *["skipped, after 3 micro-batches without an answer"] * 2,
     ]
-    pool._rests_until, pool._processes[0].start = time.monotonic(), 30.0
-    assert ask(pool, {}).scores.isfinite().all()
 
 
 def test_closing_ends_every_process_at_once_and_answers_what_is_open(make):

@@ -7,13 +7,15 @@ import os
 import random
 import socket
 import sys
+import threading
 import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from flowrl.scoring.executors.base import ask
+from flowrl.config.rewards import InlineOptions
+from flowrl.scoring.executors.base import InlineExecutor, ask
 from flowrl.scoring.executors.pool import PoolExecutor
 
 IMAGE = torch.zeros(1, 3, 8, 8)
@@ -44,32 +46,64 @@ CHANGES = {  # by the name in the warning: a change, and what reads the setting
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("raises", [False, True])
-@pytest.mark.parametrize("setting", CHANGES)
-def test_a_setting_of_the_process_is_restored_and_reported_once(setting, raises, tmp_path):
-    change, read = CHANGES[setting]
-    before_all = locale.setlocale(locale.LC_ALL), os.getcwd()
+@pytest.fixture
+def plain_settings(tmp_path):
+    """A locale and a folder that are not those of the test run."""
+    before = locale.setlocale(locale.LC_ALL), os.getcwd()
     locale.setlocale(locale.LC_ALL, "C")
     os.chdir(tmp_path)
+    yield
+    locale.setlocale(locale.LC_ALL, before[0])
+    os.chdir(before[1])
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("setting", CHANGES)
+def test_a_setting_of_the_process_is_restored_in_any_thread_and_reported_once(
+    setting, background, raises, plain_settings
+):
+    change, read = CHANGES[setting]
+    before = read()
 
     def reward(images, prompts, metadata):
+        in_thread = read()
         change()
-        assert read() != before
+        assert read() != in_thread
         if raises:
             raise RuntimeError("after the change")
         return [1.0]
 
-    try:
-        before = read()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                answer = ask(reward, f"mine {setting} {raises}", IMAGE, ["p"], [{}])
-                assert read() == before and answer.scores.isnan().item() == raises
-        assert len(caught) == 1 and setting in str(caught[0].message)
-    finally:
-        locale.setlocale(locale.LC_ALL, before_all[0])
-        os.chdir(before_all[1])
+    name = f"mine {setting} {background} {raises}"
+    executor = InlineExecutor(reward, name, InlineOptions(background=background))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            answer = executor.submit(IMAGE, ["p"], [{}]).result(30)
+            assert read() == before and answer.scores.isnan().item() == raises
+    executor.close()
+    assert len(caught) == 1 and setting in str(caught[0].message)
+
+
+def test_a_call_that_begins_beside_a_changed_setting_does_not_bring_the_change_back():
+    changed, release = threading.Event(), threading.Event()
+
+    def changes(images, prompts, metadata):
+        torch.set_default_dtype(torch.float64)
+        changed.set()
+        release.wait(30)
+        return [1.0]
+
+    executor = InlineExecutor(changes, "beside", InlineOptions(background=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = executor.submit(IMAGE, ["p"], [{}])
+        assert changed.wait(30)
+        ask(lambda *_: [1.0], "mine", IMAGE, ["p"], [{}])
+        release.set()
+        first.result(30)
+    executor.close()
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_random_generators_outside_do_not_depend_on_what_a_reward_draws_or_seeds():

@@ -87,11 +87,3 @@ def test_ctrl_c_is_the_parents_to_handle_and_an_end_without_close_leaves_none(sc
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does: all of them get it
     assert process.wait(20) != 0
     assert within(5, lambda: all(ended(number) for number in ids))
-
-
-def test_what_runs_in_a_process_loads_no_threads_before_it_asks_for_one():
-    code = "import sys, flowrl.scoring.executors.worker; print({'numpy', 'torch'} & {*sys.modules})"
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=HERE.parents[2], capture_output=True, text=True
-    )
-    assert found.stdout == "set()\n", found.stderr
