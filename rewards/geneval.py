@@ -22,7 +22,7 @@ from .detectors import (
 from .fixtures import blank, fixture, shapes
 from .geneval_rules import Detection
 from .images import to_uint8
-from .networks.sharing import Shared, digest, shared
+from .networks.sharing import shared
 
 MODES = ("partial", "strict", "official")
 # Of detectors whose numbers have changed: scores under another version do not compare.
@@ -73,12 +73,8 @@ class GenEval:
         self.version = self._version()
         self._find: Detector | None = None
         self._name_colors: ColorNamer | None = None
-        self._detectors = self._place("detector", detector, self.detector_args)
-        self._color_namers = self._place("colors", colors, self.colors_args)
-
-    def _place(self, what: str, name: str | None, args: Mapping[str, Any]) -> Shared:
-        """Return the place of a detector or colour namer, which other rewards may share."""
-        return shared((what, name, json.dumps(args, sort_keys=True, default=repr)), self)
+        key = (detector, json.dumps(self.detector_args, sort_keys=True, default=repr))
+        self._detectors = shared(("detector", *key), self)
 
     def _version(self) -> str:
         parts = [
@@ -134,8 +130,7 @@ class GenEval:
                 lambda: load_detector(self.detector, self.detector_args)
             )
         if self.colors is not None and self._name_colors is None:
-            name, args = self.colors, self.colors_args
-            self._name_colors = self._color_namers.load(lambda: load_color_namer(name, args))
+            self._name_colors = load_color_namer(self.colors, self.colors_args)
         floor = getattr(self._find, "floor", 0.0)
         for value in (self.threshold, self.counting_threshold):
             if value is not None and value < floor:
@@ -265,18 +260,10 @@ class GenEval:
                 continue
             detections = objects.get(entry["class"], [])
             first = detections[: entry["count"]]
-            names = self._named(self._name_colors, image, first) if first else ()
+            names = self._name_colors(image, first) if first else ()
             detections[: entry["count"]] = [
                 dataclasses.replace(d, color=c) for d, c in zip(first, names, strict=True)
             ]
-
-    def _named(
-        self, name_colors: ColorNamer, image: np.ndarray, detections: Sequence[Detection]
-    ) -> Sequence[str | None]:
-        if not self._color_namers.holds(name_colors):
-            return name_colors(image, detections)
-        key = tuple((d.name, d.box, b"" if d.mask is None else digest(d.mask)) for d in detections)
-        return self._color_namers.recall(key, image, lambda: name_colors(image, detections))
 
     def fixtures(self) -> list[dict]:
         """Return images in their right order: of the tiny world, or a photograph; none for

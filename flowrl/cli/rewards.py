@@ -1,6 +1,5 @@
 """`flowrl reward-check` and `reward-serve`: try rewards, and serve them over HTTP."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -152,10 +151,6 @@ def reward_serve(
             help="Processes for each reward, on this machine's GPUs in turn; 0 is a thread here.",
         ),
     ] = 0,
-    devices: Annotated[
-        str | None,
-        typer.Option(metavar="0-7", help="GPUs for the processes; without --workers one for each."),
-    ] = None,
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds for one call of a process.")
     ] = 60.0,
@@ -171,12 +166,10 @@ def reward_serve(
 
       flowrl reward-serve ocr --args '{mode: strict}' --workers 2 --timeout 20
 
-      flowrl reward-serve pickscore --devices 0-7
+      flowrl reward-serve pickscore --workers 8
 
       flowrl reward-serve my_rewards:sharpness --host rewards.example.com --token-env REWARD_TOKEN
     """
-    gpus = None if devices is None else _gpu_numbers(devices)
-    workers = workers or len(gpus or ())
     arguments = arguments_of(names, args)
     _need([*SERVER_PACKAGES, "pebble"] if workers else SERVER_PACKAGES)
     from flowrl.scoring.server import make_app, warm_up
@@ -185,7 +178,7 @@ def reward_serve(
 
     token = read_token(host, token_env)
     with bind(host, port) as listening:
-        places = _shared_gpus(len(names), workers, gpus)
+        places = _shared_gpus(len(names), workers)
         specs = [
             _spec(name, options, workers=workers, timeout=timeout, gpus=numbers)
             for name, options, numbers in zip(names, arguments, places, strict=True)
@@ -223,32 +216,13 @@ def _need(packages: Sequence[str]) -> None:
         )
 
 
-def _shared_gpus(rewards: int, workers: int, gpus: Sequence[int] | None = None) -> list[list[int]]:
-    """Return the GPUs of each reward's workers.
-
-    With `gpus` the workers of a reward take these in turn, else all workers this machine's.
-    """
-    if not workers:
-        return [[]] * rewards
-    if gpus is not None:
-        return [[gpus[j % len(gpus)] for j in range(workers)] for _ in range(rewards)]
+def _shared_gpus(rewards: int, workers: int) -> list[list[int]]:
+    """Return the GPUs of each reward's workers: all workers take this machine's in turn."""
     import torch
 
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if workers else 0
     places = range(workers if count else 0)
     return [[(i * workers + j) % count for j in places] for i in range(rewards)]
-
-
-def _gpu_numbers(text: str) -> list[int]:
-    """Return the numbers in a text such as "0-3,6". Raises UserError for another form."""
-    numbers: list[int] = []
-    for part in text.replace(" ", "").split(","):
-        match = re.fullmatch(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", part)
-        part_numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
-        if not part_numbers:
-            raise UserError(f"--devices is {text!r}, expected numbers of GPUs, as in 0-7 or 0,2,5.")
-        numbers += part_numbers
-    return numbers
 
 
 def _spec(

@@ -104,8 +104,6 @@ def test_options_of_the_check_that_do_not_fit_are_named(check, words, option):
         ({"args": ["{quality: 0}"]}, "quality"),
         ({"args": ["{}", "{}"]}, "2 times for 1 rewards"),
         ({"args": ["[]"]}, "names and values"),
-        ({"devices": "3-1"}, "--devices"),
-        ({"devices": "all"}, "--devices"),
         ({"host": "0.0.0.0"}, "--token-env"),
         ({"host": "0.0.0.0", "token_env": "REWARD_TOKEN"}, "REWARD_TOKEN"),
     ],
@@ -136,7 +134,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     [
         ("compressibility", {"workers": 3}, [0, 1, 0], 8),
         ("diversity", {"workers": 1}, [0], None),  # it compares groups
-        ("compressibility", {"devices": "0-2,5"}, [0, 1, 2, 5], 8),
     ],
 )
 def test_processes_take_the_gpus_in_turn(monkeypatch, name, options, gpus, micro_batch):
