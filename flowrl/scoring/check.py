@@ -469,8 +469,7 @@ def _missing(name: str, reason: str, kinds: Collection[str] = ()) -> CheckResult
 def _load_failure(name: str, args: Mapping[str, Any] | None, error: UserError) -> CheckResult:
     """Return why a reward cannot be made: no package, no arguments, or no such reward."""
     result, cause = failure_result(name, error), error.__cause__
-    lacks_package = isinstance(cause, ImportError) and not _is_misnamed(name, cause)
-    if result.state == "missing" and (name in BUILT_IN or lacks_package):
+    if result.state == "missing" and (name in BUILT_IN or _lacks_package(name, cause)):
         return result
     if isinstance(error, ArgumentsRefused) and not args:
         detail, remedy = f"needs arguments: {line(str(cause))}", "Give them, as in --args '{a: 1}'."
@@ -478,10 +477,14 @@ def _load_failure(name: str, args: Mapping[str, Any] | None, error: UserError) -
     return _result(name, line(str(error)), "Correct its name, its arguments or its code.")
 
 
-def _is_misnamed(name: str, cause: ImportError) -> bool:
-    """Return whether the module that was not found is the reward's own."""
-    module = f"{name.partition(':')[0]}."
-    return isinstance(cause, ModuleNotFoundError) and module.startswith(f"{cause.name}.")
+def _lacks_package(name: str, cause: BaseException | None) -> bool:
+    """Return whether a user's own module was there, and a package that it needs was not."""
+    while cause is not None and not isinstance(cause, ImportError):
+        cause = cause.__cause__
+    if cause is None or cause.name is None:  # raised by hand: "needs the package ..."
+        return cause is not None
+    misnamed = f"{name.partition(':')[0]}.".startswith(f"{cause.name}.")
+    return isinstance(cause, ModuleNotFoundError) and not misnamed
 
 
 def _result(name: str, detail: str, remedy: str = "", *, state: State = "problem") -> CheckResult:
