@@ -102,7 +102,7 @@ class Chat:
         self.max_requests, self.max_tokens_total = max_requests, max_tokens_total
         self.version = f"{model}/thinking-{thinking}"
         self._account: Account | None = None
-        self.servers = [Server(url=url.rstrip("/"), limit=in_flight) for url in self.urls]
+        self.servers = [JudgeServer(url=url.rstrip("/"), limit=in_flight) for url in self.urls]
 
     @property
     def account(self) -> Account:
@@ -159,7 +159,7 @@ def connected(server: Chat | Mapping[str, Any] | None) -> Chat:
 
 
 @dataclass(slots=True, kw_only=True)
-class Server:
+class JudgeServer:
     """The state of a server: what it refuses, and how many questions it takes at a time."""
 
     url: str
@@ -233,7 +233,7 @@ class _Batch:
             pause = min(2 * pause, LONGEST_PAUSE_S)
         return Reply(missing=self.trouble.get(key, self.stopped))
 
-    async def _try(self, client: httpx.AsyncClient, server: Server, key: str) -> Reply:
+    async def _try(self, client: httpx.AsyncClient, server: JudgeServer, key: str) -> Reply:
         """Return a reply. Raises Failure that says why there is none."""
         chat, question = self.chat, self.questions[key]
         arguments = request(question, chat.model, chat.thinking, server.left_out)
@@ -257,7 +257,7 @@ class _Batch:
             chat.account.store(key, reply)
         return reply
 
-    def _note(self, server: Server, failure: Failure, sent_at: float) -> None:
+    def _note(self, server: JudgeServer, failure: Failure, sent_at: float) -> None:
         """Record what a failure says about the server."""
         if failure.limited:
             server.note_refusal(sent_at)
@@ -280,12 +280,12 @@ class _Batch:
         turns = [(turn + ahead) % count for ahead in range(count)]
         return min(turns, key=lambda at: self._rest(self.chat.servers[at]))
 
-    def _rest(self, server: Server) -> float:
+    def _rest(self, server: JudgeServer) -> float:
         """Return the seconds that a server still rests, whatever an older version has stored."""
         until = self.chat.account.number(f"rest {server.url}")
         return min(max(0.0, until - now()), LONGEST_REST_S)
 
-    async def _wait_for_room(self, server: Server) -> None:
+    async def _wait_for_room(self, server: JudgeServer) -> None:
         """Wait until the server does not rest, has room, and the rate allows one more."""
         while (rest := self._rest(server)) or server.open >= int(server.limit):
             await asyncio.sleep(rest + random.uniform(0.001, 0.01))
