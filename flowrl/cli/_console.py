@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated
@@ -164,17 +165,24 @@ def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[di
     return arguments or [None] * len(rewards)
 
 
-def say(text: str | Text = "", *, err: bool = False) -> None:
+def say(text: str = "", *, err: bool = False, style: str = "") -> None:
     """Print sentences on stdout, or stderr; a terminal breaks them between words, and no path."""
-    text = Text(text) if isinstance(text, str) else text
-    SafeConsole(stderr=err).print(text, overflow="ignore", crop=False)
+    console = SafeConsole(stderr=err)
+    if console.is_terminal:
+        whole = textwrap.TextWrapper(
+            console.width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+        )
+        text = "\n".join(whole.fill(line) for line in text.split("\n"))
+    printed = Text(text, style)
+    printed.highlight_regex("^error:", "bold red")
+    console.print(printed, soft_wrap=True)
 
 
 def print_error(message: str, hint: str = "") -> None:
     """Print `error: message` on stderr, and a hint below."""
-    say(Text.assemble(("error: ", "bold red"), message), err=True)
+    say(f"error: {message}", err=True)
     if hint:
-        say(Text(hint, style="dim"), err=True)
+        say(hint, err=True, style="dim")
 
 
 class LogLines(logging.Handler):
