@@ -1,8 +1,6 @@
 """The page of `flowrl vote` in a real Chromium: keys, sizes, hostile texts, a lost server."""
 
-import contextlib
 import json
-from itertools import product
 
 import pytest
 from PIL import Image
@@ -39,27 +37,23 @@ def serving(serve_app):
 
 @pytest.fixture
 def open_page(browser):
-    """Open an address in a window of its own; return the page with what it asked and its faults."""
-    with contextlib.ExitStack() as opened:
+    """Open an address in a window of its own; return the page with its requests and its faults."""
+    contexts = []
 
-        def open_page(address, width=1366, scheme="light"):
-            context = opened.enter_context(
-                contextlib.closing(
-                    browser.new_context(
-                        viewport={"width": width, "height": 800}, color_scheme=scheme
-                    )
-                )
-            )
-            context.set_default_timeout(60_000)
-            page = context.new_page()
-            page.faults, page.asked = [], []
-            page.on("pageerror", lambda error: page.faults.append(str(error)))
-            page.on("request", lambda request: page.asked.append(request.url))
-            page.goto(address)
-            page.wait_for_selector("#main[aria-busy=false] #second img[src^=blob]")
-            return page
+    def open_page(address, width=1366):
+        contexts.append(browser.new_context(viewport={"width": width, "height": 800}))
+        contexts[-1].set_default_timeout(60_000)
+        page = contexts[-1].new_page()
+        page.faults, page.asked = [], []
+        page.on("pageerror", lambda error: page.faults.append(str(error)))
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.goto(address)
+        page.wait_for_selector("#main[aria-busy=false] #second img[src^=blob]")
+        return page
 
-        yield open_page
+    yield open_page
+    for context in contexts:
+        context.close()
 
 
 def wait_for_count(page, start):
@@ -101,25 +95,13 @@ def test_keys_vote_and_every_vote_is_on_disk_when_the_page_counts_it(serving, op
         assert all(url.startswith((base, f"blob:{base}")) for url in page.asked)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "scheme"), product((390, 1366), ("light", "dark")))
-def test_the_page_fits_and_can_be_read(serving, open_page, tmp_path, width, scheme):
-    folder = make_candidates(tmp_path, [HOSTILE])
-    with serving(folder) as address:
-        page = open_page(address, width, scheme)
-        wait_for_count(page, "0 of 4 votes")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+def test_the_page_fits_a_phone(serving, open_page, tmp_path):
+    with serving(make_candidates(tmp_path, [HOSTILE])) as address:
+        page = open_page(address, 390)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
         for name in ("first", "second"):
             box = page.locator(f"#{name} img").bounding_box()
-            assert box["width"] > 100 and box["x"] + box["width"] <= width
-        ground = "getComputedStyle(document.body).backgroundColor"
-        light = [int(n) for n in page.evaluate(ground)[4:-1].split(",")[:3]]
-        ink = page.evaluate("getComputedStyle(document.querySelector('h1')).color")
-        ink = [int(n) for n in ink[4:-1].split(",")[:3]]
-        assert (min(light) > 200 > 100 > max(ink)) == (scheme == "light")
-        assert (max(light) < 60 < 150 < min(ink)) == (scheme == "dark")
-        page.keyboard.press("1")
-        wait_for_count(page, "1 of 4 votes")
+            assert box["width"] > 100 and box["x"] + box["width"] <= 390
 
 
 def test_an_image_that_is_gone_can_be_skipped(serving, open_page, tmp_path):
