@@ -13,20 +13,42 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowrl.assembly.learner import ProvidedObjects, build_learner
+from flowrl.backbones.call import call_arguments
 from flowrl.backbones.gate import Visit, call_through
+from flowrl.backbones.lora_files import load_lora, save_lora
 from flowrl.backbones.pipeline import PipelineBackbone, images_of
-from flowrl.backbones.policy import POLICY, Policy
+from flowrl.backbones.policy import POLICY
 from flowrl.backbones.small import small_pipeline
+from flowrl.config import parse_config
 from flowrl.errors import UserError
+from flowrl.export.model_card import LOADERS, loader_of
 from flowrl.functional.sde import ode_step
 from flowrl.trajectory import Conditioning
+from flowrl.utils.distributed import Runtime
 
 TEXTS = ("a red circle", "two blue stars over a green square", "a red ring")
 STEPS, SIDE = 3, 64
+RECIPE = {
+    "pipeline": {"path": "small", "height": SIDE, "width": SIDE, "max_sequence_length": 64},
+    "lora": {"rank": 4, "alpha": 6},
+    "prompts": {"train": "tiny:geneval:train"},
+    "objective": {"kind": "nft"},
+    "rollout": {
+        "prompts_per_iteration": 2,
+        "group_size": 4,
+        "num_inference_steps": 4,
+        "tree": {"kind": "ode"},
+    },
+    "optim": {"lr": 0.05},
+    "rewards": [{"name": "brightness"}],
+    "run": {"iterations": 2},
+}
 NO_TEXT_TO_IMAGE = re.compile(
     "Img2Img|Inpaint|Control|Video|ImageToImage|Edit|Audio|Kontext|Fill|Redux|Modular|I2V|I2I|V2V|"
     "T2V|SR|World|WM|Layered|OmniPipeline|Cloze|LTX|AceStep|Mochi|EasyAnimate|PAG|Refiner|Upsample|VACE|Prior"
@@ -152,30 +174,31 @@ def encodes_images(kind: type) -> None:
     assert case.backbone.encode_images(images).shape == case.x.shape
 
 
-def lora_file(kind: type) -> None:
-    """Train a LoRA by two steps, save it, load it into a fresh pipeline: the same velocity."""
-    from flowrl.backbones.lora_files import load_lora, save_lora
-    from flowrl.backbones.lora_formats import open_lora
-
-    case = Case(kind, torch.float32, 1.0)
-    policy = Policy(case.backbone, rank=4, alpha=6, seed=0)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-    x, cond = case.row(0)
-    before = policy.velocity(x, case.sigmas[1], cond).detach()
-    for _ in range(2):
-        v = policy.velocity(x, case.sigmas[1], cond)
-        (v - x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    after = policy.velocity(x, case.sigmas[1], cond).detach()
-    assert not torch.equal(before, after), "training changed nothing"
+def trained_pixels(kind: type) -> None:
+    """NFT changes the pixels, and a fresh pipeline with the LoRA's file draws the same ones."""
+    pipeline, fresh = small_pipeline(kind), small_pipeline(kind)
+    for each in (pipeline, fresh):
+        each.set_progress_bar_config(disable=True)
+    objects = ProvidedObjects(pipeline=pipeline)
+    learner = build_learner(parse_config(RECIPE), Runtime(device="cpu"), objects)
+    for iteration in (1, 2):
+        learner.iterate(iteration)
+    before, trained = draw(fresh), draw(pipeline)
+    assert (trained - before).abs().max() > 1e-3, "training changed nothing"
     with TemporaryDirectory() as folder:
-        save_lora(case.pipeline, Path(folder), adapter=POLICY)
-        fresh = Case(kind, torch.float32, 1.0)
-        load_lora(fresh.pipeline, open_lora(folder))
-        loaded = fresh.backbone.velocity(x, case.sigmas[1], cond).detach()
-    difference = (loaded - after).abs().max().item()
-    assert difference <= 1e-5, f"the loaded LoRA's velocity differs by {difference:.2g}"
+        save_lora(pipeline, Path(folder), adapter=POLICY)
+        code = LOADERS[loader_of(fresh)].format(folder=folder)  # the model card's own line
+        exec(code, {"pipe": fresh, "load_lora": load_lora})
+    difference = (draw(fresh) - trained).abs().max().item()
+    assert difference <= 1e-5, f"the loaded LoRA's pixels differ by {difference:.2g}"
+
+
+def draw(pipeline: Any) -> Tensor:
+    """Return the image of the pipeline's own call."""
+    call = call_arguments(pipeline, guidance=1.0, height=SIDE, width=SIDE)
+    generator = torch.Generator().manual_seed(0)
+    call |= {"num_inference_steps": STEPS, "output_type": "pt", "generator": generator}
+    return images_of(pipeline(prompt=TEXTS[0], **call))
 
 
 CHECKS: dict[str, Callable[[type], None]] = {
@@ -183,7 +206,7 @@ CHECKS: dict[str, Callable[[type], None]] = {
     "rows": independent_rows,
     "gradients": gradients,
     "image latents": encodes_images,
-    "LoRA file": lora_file,
+    "trained pixels": trained_pixels,
 }
 
 

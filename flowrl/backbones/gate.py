@@ -158,10 +158,10 @@ def _prepare_latents(pipeline: Any, visit: Visit) -> Callable[..., Any]:
 
 
 def _stop_if_complete(visit: Visit) -> None:
-    """End the call where it has shown what it was made for; both orders occur."""
+    """End the call where it has shown what it was made for."""
     if visit.until == "texts" and visit.encoded:
         raise Stop
-    if visit.until == "schedule" and visit.shape is not None and visit.timesteps is not None:
+    if visit.until == "schedule" and visit.timesteps is not None:
         raise Stop
 
 

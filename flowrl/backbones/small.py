@@ -20,6 +20,7 @@ SPECIAL_TOKENS = (
     "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 VOCABULARY = 320
+NEEDED = ("vae", "transformer")  # components, also of classes that load without them
 
 # Sizes of networks by the names that diffusers' classes give them.
 NETWORK_SIZES: dict[str, Any] = {
@@ -119,6 +120,7 @@ class Override:
         pipeline: Arguments of the pipeline itself.
         packed: The pipeline folds 2 x 2 latents into channels (4 times the autoencoder's).
         vae: Arguments of the autoencoder.
+        scheduler: Its class, where the annotation names another one than published folders have.
     """
 
     network: dict[str, Any] = field(default_factory=dict)
@@ -126,18 +128,21 @@ class Override:
     pipeline: dict[str, Any] = field(default_factory=dict)
     packed: bool = False
     vae: dict[str, Any] = field(default_factory=dict)
+    scheduler: str = ""
 
 
+_KLEIN = Override(
+    {"joint_attention_dim": 96, "guidance_embeds": False},
+    {"text_encoder": {"num_hidden_layers": 28}},
+)
 OVERRIDES: dict[str, Override] = {
     "FluxPipeline": Override({"pooled_projection_dim": CLIP_WIDTH}, packed=True),
     "Flux2Pipeline": Override(
         {"joint_attention_dim": 96},
         {"text_encoder": {"num_hidden_layers": 31, "intermediate_size": 16}},
     ),
-    "Flux2KleinPipeline": Override(
-        {"joint_attention_dim": 96, "guidance_embeds": False},
-        {"text_encoder": {"num_hidden_layers": 28}},
-    ),
+    "Flux2KleinPipeline": _KLEIN,
+    "Flux2KleinKVPipeline": _KLEIN,
     "QwenImagePipeline": Override({"out_channels": 16, "in_channels": 64}),
     "Krea2Pipeline": Override(pipeline={"text_encoder_select_layers": (1, 2)}, packed=True),
     "ChromaPipeline": Override(packed=True),
@@ -150,7 +155,12 @@ OVERRIDES: dict[str, Override] = {
         packed=True,
     ),
     "HiDreamImagePipeline": Override(
-        {"patch_size": 2, "caption_channels": [TEXT_WIDTH, TEXT_WIDTH], "llama_layers": [0, 1]}
+        {
+            "patch_size": 2,
+            "caption_channels": [TEXT_WIDTH, TEXT_WIDTH],
+            "llama_layers": [0, 1, 0, 1],
+            "axes_dims_rope": ROTARY_AXES[3],
+        }
     ),
     # An empty prompt is the token 128000, so that its vocabulary stays large.
     "BriaFiboPipeline": Override(
@@ -165,6 +175,9 @@ OVERRIDES: dict[str, Override] = {
         }
     ),
     "PRXPipeline": Override({"axes_dim": (8, 8)}),
+    "WanPipeline": Override({"text_dim": TEXT_WIDTH}),
+    "PRXPixelPipeline": Override({"axes_dim": (8, 8)}),
+    "SanaSprintPipeline": Override(scheduler="SCMScheduler"),
     "CogView4Pipeline": Override({"rope_axes_dim": (16, 16)}),
     "HunyuanImagePipeline": Override({"rope_axes_dim": (8, 8), "text_embed_2_dim": TEXT_WIDTH}),
     "Kandinsky5T2IPipeline": Override({"patch_size": (1, 2, 2)}),
@@ -233,7 +246,7 @@ def component_classes(pipeline_class: Any) -> dict[str, list[type]]:
         classes = [c for c in types.get(name, ()) if inspect.isclass(c) and c is not type(None)]
         builtin = all(c.__module__ == "builtins" for c in classes)
         default = parameter.default is not parameter.empty
-        if default and name != "vae" and (builtin or name in optional):
+        if default and name not in NEEDED and (builtin or name in optional):
             # Switches keep their defaults; image encoders and enhancers are not needed for text.
             if name in optional and not builtin:
                 components[name] = []
@@ -282,7 +295,7 @@ def _component(name: str, classes: list[type], pipeline: str, override: Override
     if name == "vae":
         return kind(**{**AUTOENCODERS[kind.__name__][1], **override.vae})
     if name == "scheduler":
-        return _scheduler(kind)
+        return _scheduler(kind, override.scheduler)
     if "encoder" in name:
         return _text_encoder(kind, pipeline, override.texts.get(name, {}))
     return _network(kind, pipeline, override)
@@ -301,13 +314,15 @@ def _vision_processor() -> Any:
     )
 
 
-def _scheduler(kind: Any) -> Any:
+def _scheduler(kind: Any, name: str) -> Any:
     """Build a scheduler that steps a flow; annotations of pipelines may be more general."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
+    import diffusers
 
+    if name:
+        return getattr(diffusers, name)()
     if kind.__name__ == "DPMSolverMultistepScheduler":
         return kind(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0)
-    return FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
 
 
 def _text_encoder(kind: Any, pipeline: str, sizes: dict[str, Any]) -> Any:
@@ -344,6 +359,7 @@ def _shrink(config: Any, sizes: dict[str, Any]) -> None:
 def _network(kind: Any, pipeline: str, override: Override) -> Any:
     """Build the network of few and narrow layers whose channels are the autoencoder's."""
     import diffusers
+    import torch
 
     vae = component_classes(getattr(diffusers, pipeline)).get("vae") or []
     channels = AUTOENCODERS[vae[0].__name__][0] if vae else 4
@@ -356,4 +372,9 @@ def _network(kind: Any, pipeline: str, override: Override) -> Any:
                 arguments[name] = channels
         elif "axes" in name and "dim" in name and parameter.default:
             arguments[name] = ROTARY_AXES[len(parameter.default)]
-    return kind(**{**arguments, **override.network}).eval()
+    network = kind(**{**arguments, **override.network}).eval()
+    # Zeros that training starts from, as of modulation, would hide what is before them.
+    for weights in network.parameters():
+        if weights.ndim > 1 and not weights.any():
+            torch.nn.init.normal_(weights, std=0.1)
+    return network

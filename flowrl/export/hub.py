@@ -9,6 +9,7 @@ import logging
 import re
 import shlex
 import tempfile
+from ast import literal_eval
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -23,7 +24,8 @@ from flowrl.utils.untrusted import read_bytes
 
 CARD, CONFIG = "README.md", "config.yaml"
 PUBLIC = [FILE, CARD, CONFIG, "card/*.png"]
-# The folder in the line of the card that loads the LoRA.
+# The folders in the lines of the card that load the pipeline and the LoRA.
+BASE = re.compile(r"""(\.from_pretrained\()('(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")""")
 LOADING = re.compile(
     r"""^(.*\bload_lora\w*\((?:pipe, )?)('(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")""", re.MULTILINE
 )
@@ -115,7 +117,8 @@ def stage(folder: Path, to: Path, repository: str) -> list[str]:
 
 
 def public_card(text: str, repository: str) -> str:
-    """Return the card with the repository in place of the folder."""
+    """Return the card with the repository in place of the LoRA's folder, and the base's name."""
+    text = BASE.sub(lambda match: f"{match[1]}{public(literal_eval(match[2]))!r}", text)
     return LOADING.sub(lambda match: f"{match[1]}{repository!r}", text).replace(HINT, "")
 
 

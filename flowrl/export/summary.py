@@ -211,7 +211,7 @@ def card(
     return Card(
         base_model=public(p.path),
         on_hub=on_hub,
-        load_from=f"pipeline_path({p.path!r})" if built_in else f"{public(p.path)!r}{of_revision}",
+        load_from=f"pipeline_path({p.path!r})" if built_in else f"{p.path!r}{of_revision}",
         imports=TINY_LOADING if built_in else "",
         dtype=p.dtype,
         loader=loader_of(learner.policy.backbone.pipeline),

@@ -1,26 +1,32 @@
 """The contract of `scripts/pipelines.py`: every class of diffusers behind the one backbone."""
 
+from pathlib import Path
+
 import diffusers
 import pytest
 import torch
 
 from flowrl.backbones.pipeline import PipelineBackbone, check_scheduler, check_sigmas
 from flowrl.errors import UserError
-from scripts.pipelines import CHECKS, Case, pipeline_classes
+from scripts.pipelines import CHECKS, Case, pipeline_classes, read_table
 
+PAGE = read_table((Path(__file__).parents[2] / "docs/pipelines.md").read_text())
 QUICK = ("Flux2KleinPipeline", "ZImagePipeline")  # packed with batch norm; texts of own lengths
-WHOLE = (
-    "AuraFlowPipeline", "BriaPipeline", "ChromaPipeline", "CogView4Pipeline", "Flux2Pipeline",
-    "FluxPipeline", "HunyuanImagePipeline", "Ideogram4Pipeline", "Krea2Pipeline",
-    "LongCatImagePipeline", "Lumina2Pipeline", "LuminaPipeline", "OvisImagePipeline",
-    "QwenImagePipeline", "SanaPipeline", "StableDiffusion3Pipeline",
-)  # fmt: skip
 
 
 def classes():
-    found = {kind.__name__: kind for kind in pipeline_classes()}
-    slow = [pytest.param(found[name], marks=pytest.mark.slow, id=name) for name in WHOLE]
-    return [*(pytest.param(found[name], id=name) for name in QUICK), *slow]
+    """The classes that hold the whole contract by the page, all but the quick ones slow."""
+    return [
+        pytest.param(
+            getattr(diffusers, name), id=name, marks=[pytest.mark.slow] * (name not in QUICK)
+        )
+        for name, result in PAGE.items()
+        if result == "all"
+    ]
+
+
+def test_the_page_lists_every_class():
+    assert PAGE.keys() == {kind.__name__ for kind in pipeline_classes()}
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -84,6 +90,14 @@ def test_the_pipelines_own_call_is_as_before(load_tiny):
         x = torch.zeros(1, *backbone.latent_shape())
         backbone.decode(backbone.velocity(x, torch.tensor(0.5), cond))
     assert torch.equal(latents(), before)
+
+
+def test_noise_levels_are_read_without_a_forward():
+    backbone = Case(diffusers.ErnieImagePipeline, torch.float32, 1.0).backbone
+    forwards = []
+    backbone.transformer.register_forward_hook(lambda *_: forwards.append(None))
+    times = backbone.times(torch.tensor([0.25, 0.75]))
+    assert (times.diff() > 0).all() and not forwards
 
 
 @pytest.mark.slow

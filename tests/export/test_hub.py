@@ -141,7 +141,10 @@ def run_folder(folder: Path) -> Path:
     (folder / "card").mkdir(parents=True)
     for name in (FILE, "card/curve.png", "state.safetensors", "metrics.jsonl", ".env"):
         (folder / name).write_bytes(b"x")
-    (folder / "README.md").write_text("---\nlicense: mit\n---\npipe.load_lora_weights('/a/b')\n")
+    (folder / "README.md").write_text(
+        "---\nlicense: mit\n---\npipe = X.from_pretrained('/home/me/base')\n"
+        "pipe.load_lora_weights('/a/b')\n"
+    )
     return folder
 
 
@@ -176,7 +179,8 @@ def test_a_finished_run_is_pushed_by_the_command(hub, tmp_path, capsys):
         export_hub(str(folder), repository=None, private=False)
     assert push(folder, open_repository("me/other")) == "https://huggingface.co/me/other"
     assert set(hub.files) == {FILE, "README.md", "card/curve.png"}
-    assert hub.files["README.md"].endswith(b"pipe.load_lora_weights('me/other')\n")
+    code = b"pipe = X.from_pretrained('base')\npipe.load_lora_weights('me/other')\n"
+    assert hub.files["README.md"].endswith(code)
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path), "--to", "hub"])
     assert "--to hub takes a run's folder" in capsys.readouterr().err
