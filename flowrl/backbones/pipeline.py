@@ -218,8 +218,8 @@ class PipelineBackbone:
             visit = Visit(texts=self._example_record(1), until=until)
             with torch.no_grad():
                 v = self._through(visit, 1, num_inference_steps=steps)
-            assert visit.shape is not None
             if self._layout is None:
+                assert visit.shape is not None
                 self._layout = tuple(visit.shape[1:]), v.dtype
             sigmas = check_sigmas(visit.sigmas, self.inverted, type(self.pipeline).__name__)
             assert visit.timesteps is not None
