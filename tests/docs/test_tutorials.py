@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from diffusers import Flux2KleinPipeline
+
+from flowrl.backbones.small import small_folder
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs/tutorials").glob("*.md"))}
 NEEDS = {  # what is left out, and why
     "pip install": "an installation",
+    "hf download": "a download",
     "vllm serve": "a GPU",
     "flowrl reward-check vlm_judge": "a judge that runs",
     "flowrl train flux.1-dev-nft-24gb --prompts": "a GPU and the weights",
@@ -39,6 +43,11 @@ def test_what_is_left_out_is_on_a_page():
         assert any(command.startswith(start) for command in told), start
 
 
+def test_a_model_of_ones_own_needs_few_lines():
+    fences = re.findall(r"```\w+\n(.*?)```", PAGES["own-model"], re.DOTALL)
+    assert len("".join(fences).splitlines()) <= 20
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", list(PAGES))
@@ -51,6 +60,8 @@ def test_a_tutorial_runs_as_printed(name, tmp_path):
     for file, text in files(PAGES[name]).items():
         (tmp_path / file).write_text(text)
     (tmp_path / "my_prompts.txt").write_text("a cat\na dog\na red bus\n")
+    if name == "own-model":
+        small_folder(Flux2KleinPipeline, tmp_path / "my-model")
     ran = 0
     for command in commands(PAGES[name]):
         if command.startswith(tuple(NEEDS)):
