@@ -142,7 +142,7 @@ def run_folder(folder: Path) -> Path:
     for name in (FILE, "card/curve.png", "state.safetensors", "metrics.jsonl", ".env"):
         (folder / name).write_bytes(b"x")
     (folder / "README.md").write_text(
-        "---\nlicense: mit\n---\npipe = X.from_pretrained('/home/me/base')\n"
+        "---\nlicense: mit\n---\npipe = X.from_pretrained('/a/base')\n"
         "pipe.load_lora_weights('/a/b')\n"
     )
     return folder
