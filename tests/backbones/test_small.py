@@ -38,7 +38,12 @@ def test_a_class_is_built_small_and_draws_the_same_after_loading(name, tmp_path)
     assert image.isfinite().all() and image.std() > 0
     loaded = diffusers.DiffusionPipeline.from_pretrained(small_folder(kind, tmp_path / "model"))
     assert type(loaded) is kind
-    assert torch.equal(draw(loaded), image)
+    for part in ("transformer", "vae"):
+        ours, theirs = (getattr(p, part).state_dict() for p in (pipeline, loaded))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    # Where mapped weights lie in memory decides the order of sums.
+    torch.testing.assert_close(draw(loaded), image, rtol=0, atol=1e-5)
 
 
 def test_the_seed_decides_the_weights_and_the_generator_of_the_process_is_left_alone():
