@@ -55,7 +55,8 @@ class RolloutLinear(nn.Module):
         a, b, strength = side or (None, None, None)
         self._hold("side_a", None if a is None else a.detach().clone())
         self._hold("side_b", None if b is None else b.detach().clone())
-        self._hold("strength", None if a is None else _scalar(strength, a.device))
+        scale = None if a is None else torch.tensor(strength, dtype=torch.float32, device=a.device)
+        self._hold("strength", scale)
 
     @torch.no_grad()
     def load(self, weight: Tensor) -> None:
@@ -138,14 +139,6 @@ class RolloutLinear(nn.Module):
                 self._buffers[name] = value.to(fn(value.new_empty(0)).device)
         return self
 
-    def extra_repr(self) -> str:
-        kind = type(self.backend).__name__
-        return f"{self.in_features}, {self.out_features}, {kind}"
-
-
-def _scalar(value: float | None, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=device)
-
 
 def _matrix(weight: Tensor, pointwise: bool) -> Tensor:
     """Return a weight (out, in) or, of a 1x1 convolution, (out, in, 1, 1) as a matrix, detached."""
@@ -182,13 +175,6 @@ class SamePrecisionLinear(nn.Linear):
     def quantised_weight(self) -> Tensor:
         """Return Q(W), (out, in) fp32, unpacked anew: nothing is kept for the backward pass."""
         return self.packed.backend.unpack(self.packed.state())
-
-    def plain(self) -> nn.Linear:
-        """Return an ordinary linear layer around the same exact weight and bias."""
-        bias = self.bias is not None
-        linear = nn.Linear(self.in_features, self.out_features, bias, device="meta")
-        linear.weight, linear.bias = self.weight, self.bias
-        return linear.train(self.training)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -233,12 +219,6 @@ def exact_weights(network: nn.Module) -> Iterator[None]:
     finally:
         for layer, was in zip(layers, before, strict=True):
             layer.exact = was
-
-
-def restore_linear(network: nn.Module) -> None:
-    """Replace packed layers by ordinary linear layers, below adapters too."""
-    for name, layer in list(same_precision_layers(network)):
-        network.set_submodule(name, layer.plain())
 
 
 def same_precision_layers(network: nn.Module) -> Iterator[tuple[str, SamePrecisionLinear]]:
