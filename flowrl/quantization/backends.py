@@ -84,20 +84,30 @@ def resolve(requested: str, capability: Capability, *, where: str = "") -> Resol
     if requested not in PRECISIONS:
         name = option_name(where, "precision")
         raise UserError(f"unknown {name} {requested!r}: one of {', '.join(PRECISIONS)}")
+    native, device = native_formats(capability), _named(capability)
     if requested == "nvfp4-emulated":
-        return _emulated(capability)
-    if requested == "auto":
-        best, *_ = native_formats(capability)
-        why = [f"{f}: {lack}" for f in FIRST if (lack := _lack(f, capability))]
-        why = [f"the lowest precision that {_named(capability)} multiplies natively", *why]
-        return _native(requested, best, "; ".join(why))
+        reason = "the numbers of nvfp4 from ordinary products: not faster than bf16"
+        if "nvfp4" in native:
+            reason += f"; {device} has nvfp4 itself: ask for nvfp4"
+        return Resolved(
+            requested=requested, format="nvfp4", backend=EMULATION, native=False, reason=reason
+        )
+    format: Format = native[0] if requested == "auto" else requested  # type: ignore[assignment]
+    if format not in native:
+        possible = " or ".join([*native, "auto"])
+        raise UserError(
+            f"{option_name(where, 'precision')} {requested} {_lack(format, capability)}: use "
+            f"{possible}, or nvfp4-emulated, which has nvfp4's numbers but is not faster than bf16"
+        )
+    reason = f"native on {device}"
     if requested == "bf16":
-        return _native(requested, "bf16", "not quantised: in the network's own dtype")
-    format: Format = "nvfp4" if requested == "nvfp4" else "fp8"
-    if lack := _lack(format, capability):
-        name = option_name(where, "precision")
-        raise UserError(f"{name} {requested} {lack}: use {_alternatives(capability, format)}")
-    return _native(requested, format, f"native on {_named(capability)}")
+        reason = "not quantised: in the network's own dtype"
+    elif requested == "auto":
+        lacks = [f"{f}: {lack}" for f in FIRST if (lack := _lack(f, capability))]
+        reason = "; ".join([f"the lowest precision that {device} multiplies natively", *lacks])
+    return Resolved(
+        requested=requested, format=format, backend=KERNELS[format], native=True, reason=reason
+    )
 
 
 def option_name(where: str, name: str) -> str:
@@ -124,22 +134,6 @@ def precision_text(resolved: Resolved, dtype: str = "") -> str:
     return f"not quantised ({dtype})" if dtype else "not quantised"
 
 
-def _emulated(capability: Capability) -> Resolved:
-    native = "nvfp4" in native_formats(capability)
-    reason = "the numbers of nvfp4 from ordinary products: not faster than bf16"
-    if native:
-        reason += f"; {_named(capability)} has nvfp4 itself: ask for nvfp4"
-    return Resolved(
-        requested="nvfp4-emulated", format="nvfp4", backend=EMULATION, native=False, reason=reason
-    )
-
-
-def _native(requested: str, format: Format, reason: str) -> Resolved:
-    return Resolved(
-        requested=requested, format=format, backend=KERNELS[format], native=True, reason=reason
-    )
-
-
 def _lack(format: Format, capability: Capability) -> str:
     """Return why a device cannot multiply a format, as the end of a sentence; "" if it can."""
     major, minor = FIRST[format]
@@ -151,12 +145,6 @@ def _lack(format: Format, capability: Capability) -> str:
     if not capability.scaled_mm:
         return "needs torch.nn.functional.scaled_mm, which only newer versions of torch have"
     return ""
-
-
-def _alternatives(capability: Capability, format: Format) -> str:
-    remaining = [f for f in native_formats(capability) if f != format]
-    names = " or ".join([*remaining, "auto"])
-    return f"{names}, or nvfp4-emulated, which has nvfp4's numbers but is not faster than bf16"
 
 
 def _named(capability: Capability) -> str:
