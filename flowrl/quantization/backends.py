@@ -127,13 +127,6 @@ def precision_name(resolved: Resolved) -> str:
     return resolved.format if resolved.native else f"{resolved.format}-emulated"
 
 
-def precision_text(resolved: Resolved, dtype: str = "") -> str:
-    """Return the precision for people; bf16 is "not quantised", with the network's `dtype`."""
-    if resolved.format != "bf16":
-        return precision_name(resolved)
-    return f"not quantised ({dtype})" if dtype else "not quantised"
-
-
 def _lack(format: Format, capability: Capability) -> str:
     """Return why a device cannot multiply a format, as the end of a sentence; "" if it can."""
     major, minor = FIRST[format]

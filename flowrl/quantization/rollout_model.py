@@ -28,7 +28,6 @@ from flowrl.quantization.backends import (
     backend_of,
     check_kernels,
     precision_name,
-    precision_text,
 )
 from flowrl.quantization.layer_rules import (
     LayerChoice,
@@ -82,7 +81,6 @@ class RolloutModel:
             setattr(self.network.get_submodule(parent), last, layer)
         if compile:
             compile_network(self.network)
-        self.version = 0
 
     @torch.no_grad()
     def sync(self, adapter: str) -> None:
@@ -99,7 +97,6 @@ class RolloutModel:
                 one.layer.load(merged_weight(one.lora, one.weight, adapter))
             else:
                 one.layer.load_side(*_factors(one.lora, adapter))
-        self.version += 1
 
     def nbytes(self) -> int:
         """Return the size of what this copy holds beside the policy's own tensors."""
@@ -326,16 +323,20 @@ def write_precision(
         choices: empty where nothing is quantised.
         dtype: the network's own.
     """
-    LOG.info("%s", describe_precision(resolved, choices, dtype=dtype, what=what))
+    number, quantised = str(dtype).removeprefix("torch."), resolved.format != "bf16"
+    name = precision_name(resolved) if quantised else f"not quantised ({number})"
+    share = quantised_share(choices) if choices else 0.0
+    part = f"; {share:.0%} of the weights of its layers" if choices else ""
+    LOG.info("precision of %s: %s, %s%s", what, name, resolved.reason, part)
     content = {
         "what": what,
-        "precision": precision_text(resolved, dtype_name(dtype)),
-        "dtype": dtype_name(dtype),
+        "precision": name,
+        "dtype": number,
         **asdict(resolved),
-        "format": None if resolved.format == "bf16" else resolved.format,
+        "format": resolved.format if quantised else None,
         "lora": lora,
         "four_over_six": four_over_six,
-        "quantised_share": quantised_share(choices) if choices else 0.0,
+        "quantised_share": share,
         "layers": layer_table(choices),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -346,30 +347,3 @@ def read_precision(folder: Path, file: str = FILE) -> str | None:
     """Return the precision in a folder's file, for people; None where it does not say."""
     path = folder / file
     return json.loads(path.read_text(encoding="utf-8")).get("precision") if path.exists() else None
-
-
-def describe_precision(
-    resolved: Resolved,
-    choices: Sequence[LayerChoice],
-    *,
-    dtype: torch.dtype,
-    what: str = "candidates",
-) -> str:
-    """Return a sentence on the precision and its kernel, for the log."""
-    if resolved.format == "bf16":
-        text = f"{what} are {precision_text(resolved, dtype_name(dtype))}"
-        return text if resolved.requested == "bf16" else f"{text}: {resolved.reason}"
-    name = precision_name(resolved)
-    text = f"{what} are computed in {name} by {resolved.backend}: {resolved.reason}"
-    if not choices:
-        return text
-    layers = sum(c.format is not None for c in choices)
-    return (
-        f"{text}; {layers} of {len(choices)} layers are quantised, "
-        f"{quantised_share(choices):.0%} of their weights"
-    )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without torch, such as float32."""
-    return str(dtype).removeprefix("torch.")

@@ -126,7 +126,7 @@ def test_only_packed_and_merged_weights_are_the_twins_own(make):
         assert model.nbytes() == packed + (merged if lora == "merge" else factors)
 
 
-def test_following_the_policy_moves_nothing_and_is_counted(make, inputs):
+def test_following_the_policy_moves_nothing(make, inputs):
     for lora, backend in (("merge", EMULATED), ("side", FP8Rowwise()), *((w, EXACT) for w in WAYS)):
         policy = make()
         model = RolloutModel(
@@ -137,7 +137,6 @@ def test_following_the_policy_moves_nothing_and_is_counted(make, inputs):
         for n in (1, 2):
             disturb(policy, seed=n)
             model.sync(POLICY)
-            assert model.version == n
             seen.append(velocity(model, *inputs(policy)))
             assert not any(torch.equal(seen[-1], other) for other in seen[:-1])
             fresh = RolloutModel(policy, model.choices, backend, lora=lora)
