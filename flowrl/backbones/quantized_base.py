@@ -65,21 +65,10 @@ def _int8() -> Any:
 def quantise_in_place(network: nn.Module, base: BaseBits) -> None:
     """Quantise the linear layers of a network that is loaded already, unless they are.
 
-    Warns if they are in another format. Raises UserError for bitsandbytes, which rounds while
-    loading.
+    Raises UserError for bitsandbytes, which rounds while loading.
     """
     if is_quantised(network):
-        weight = next(w for w in network.parameters() if not is_plain(w))
-        kinds = {"Params4bit": "bitsandbytes 4", "Int8Params": "bitsandbytes 8"}
-        held = kinds.get(type(weight).__name__, _library(weight))
-        if held not in (f"{base.library} {base.bits}", base.library):
-            LOG.warning(
-                "memory.base_bits is %d with %s, but the pipeline that was given is rounded "
-                "already (%s) and stays so",
-                base.bits,
-                base.library,
-                held,
-            )
+        LOG.warning("the pipeline is quantised already and stays so, whatever memory.base_bits is")
         return
     if base.library == "bitsandbytes":
         raise UserError(

@@ -51,15 +51,6 @@ def test_the_largest_of_a_row_is_448_whatever_the_other_rows_are():
     assert codes.float().abs().amax(1).tolist() == [448.0] * 8
 
 
-def test_the_error_is_at_most_half_a_step_of_the_scaled_number():
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
-    _, scale = fp8.quantise_rowwise(x)
-    y = (x.double() / scale).abs()
-    step = torch.exp2(y.log2().floor().clamp(min=-6) - 3)
-    error = (rounded(x).double() - x).abs()
-    assert (error <= scale * (step / 2 + y * 2**-22)).all()
-
-
 def test_rows_of_zeros_stay_and_rows_that_are_not_finite_are_nan_alone():
     x = torch.ones(4, 16)
     x[0], x[1, 3], x[2, 5] = 0, torch.nan, -torch.inf
