@@ -3,7 +3,6 @@
 import copy
 import json
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -11,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
-from torch import Tensor, uint8
 
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.offload import (
@@ -23,13 +21,14 @@ from flowrl.backbones.offload import (
     encoders_on_device,
     place_to_encode,
 )
-from flowrl.errors import UserError, phase
+from flowrl.errors import DamagedFile, UserError, phase
 from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning
+from flowrl.utils.digests import check_seal, seal
 from flowrl.utils.files import write_bytes
 
 LOG = logging.getLogger(__name__)
-VERSION = 2  # of the files
+VERSION = 3  # of the files
 
 
 class PromptCache:
@@ -48,20 +47,15 @@ class PromptCache:
 
     def path(self, prompt: str, negative: str) -> Path:
         whole = {**self.key, "prompt": prompt, "negative": negative}
-        name = _digest(json.dumps(whole, sort_keys=True).encode())
+        name = blake2b(json.dumps(whole, sort_keys=True).encode(), digest_size=16).hexdigest()
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def has(self, prompt: str, negative: str) -> bool:
         """Whether there is a file as long as its header says; its content is not read."""
-        path = self.path(prompt, negative)
         try:
-            with path.open("rb") as file:
-                length = os.fstat(file.fileno()).st_size
-                size = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(min(size, length)))
-            ends = [part["data_offsets"][1] for k, part in header.items() if k != "__metadata__"]
-            return length == 8 + size + max(ends)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            with safe_open(self.path(prompt, negative), "pt"):
+                return True
+        except (OSError, ValueError, SafetensorError):
             return False
 
     def load(self, prompt: str, negative: str) -> Conditioning | None:
@@ -69,36 +63,20 @@ class PromptCache:
         path = self.path(prompt, negative)
         try:
             data = path.read_bytes()
+            if check_seal(data, path):
+                return Conditioning(tensors=load(data))
         except FileNotFoundError:
             return None
-        try:
-            tensors = load(data)
-            size = int.from_bytes(data[:8], "little")
-            wanted = json.loads(data[8 : 8 + size])["__metadata__"]["digest"]
-            intact = bool(tensors) and _content(tensors) == wanted
-        except (SafetensorError, ValueError, KeyError):
-            intact, tensors = False, {}
-        if not intact:
-            LOG.warning("the encoded prompt %s is damaged: it is made anew", path)
-            return None
-        return Conditioning(tensors=tensors)
+        except (DamagedFile, SafetensorError):
+            pass
+        LOG.warning("the encoded prompt %s is damaged: it is made anew", path)
+        return None
 
     def save(self, prompt: str, negative: str, cond: Conditioning) -> None:
         """Write the conditioning of a prompt, one row."""
         tensors = {name: t.detach().cpu().contiguous() for name, t in cond.tensors.items()}
-        notes = {"digest": _content(tensors), "prompt": prompt, "negative": negative}
-        write_bytes(self.path(prompt, negative), save(tensors, metadata=notes))
-
-
-def _content(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of names and bytes; shapes are in the header."""
-    flat = {name: tensor.contiguous().flatten() for name, tensor in tensors.items()}
-    parts = [name.encode() + flat[name].view(uint8).numpy().tobytes() for name in sorted(flat)]
-    return _digest(b"".join(parts))
-
-
-def _digest(data: bytes) -> str:
-    return blake2b(data, digest_size=16).hexdigest()
+        texts = {"prompt": prompt, "negative": negative}
+        write_bytes(self.path(prompt, negative), seal(save(tensors, metadata=texts)))
 
 
 CAPACITY = 2_048  # prompts; at the real sizes one takes megabytes
