@@ -15,8 +15,7 @@ from flowrl.config.rollout import ExploreOptions
 from flowrl.quantization.backends import Resolved, precision_name
 from flowrl.quantization.layer_rules import quantised_share
 from flowrl.sampling.rank_audit import audit_ranks
-from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Sampler, Timer
-from flowrl.sampling.source import Ahead
+from flowrl.sampling.rollout import Ahead, RolloutGenerator, RolloutRequest, Sampler, Timer
 from flowrl.sampling.two_stage import score_candidates
 from flowrl.training.loop import Learner
 from flowrl.trees.plan import TreePlan, count

@@ -39,7 +39,6 @@ from flowrl.sampling.two_stage import Explorer
 from flowrl.sampling.workers import RemoteGenerator, WorkerPool
 from flowrl.scoring.spec import RewardSpec
 from flowrl.trees.memory import check_memory, free_bytes
-from flowrl.trees.plan import TreePlan
 from flowrl.utils.distributed import Runtime
 
 WHERE = "rollout.explore"
@@ -123,14 +122,13 @@ def build_generator(parts: RolloutParts) -> RolloutGenerator:
     make = RolloutGenerator
     if parts.pool is not None:
         make = functools.partial(
-            RemoteGenerator, pool=parts.pool, policy=parts.policy, adapter=parts.adapter,
-            draws_alike=not r.compile,
+            RemoteGenerator, pool=parts.pool, policy=parts.policy, adapter=parts.adapter
         )  # fmt: skip
     return make(
         backbone=backbone,
         network=network,
         text_cache=parts.text_cache,
-        specs=parts.specs,
+        specs=[spec for spec in parts.specs if spec.asked_in("rollout")],
         runtime=parts.runtime,
         failures=parts.config.failures.build(),
         num_inference_steps=r.num_inference_steps,
@@ -154,22 +152,16 @@ def build_explorer(parts: RolloutParts, exact: RolloutGenerator) -> Explorer | N
     resolved = resolve(e.precision, capability_of(parts.runtime.device), where=WHERE)
     preview_layers(parts, resolved)  # what cannot work fails before anything is sampled
     rollout = parts.config.rollout
-    plan = functools.partial(rollout.candidates, seed=seed)
-
-    def exact_plan(iteration: int) -> TreePlan:
-        return replace(rollout.plan(iteration, seed), roots=e.candidates)
-
     auditor = RankAuditor(
         preview=functools.cache(functools.partial(_preview_generator, parts, exact, resolved)),
         precision=precision_name(resolved),
         exact=exact,
-        plan=plan,
-        exact_plan=exact_plan,
-        keep=lambda iteration: rollout.plan(iteration, seed).roots,
-        select=e.select,
-        options=e.audit,
+        rollout=rollout,
+        explore=e,
+        seed=seed,
         folder=Path(parts.config.run.output_dir),
     )
+    plan = functools.partial(rollout.candidates, seed=seed)
     return Explorer(preview=auditor, plan=plan, select=e.select)
 
 
@@ -190,10 +182,7 @@ def _preview_generator(
                 lora=e.lora,
                 four_over_six=e.four_over_six,
             )
-        generator = build_preview_generator(parts, exact, layers, backend)
-    if isinstance(generator, RemoteGenerator):
-        return replace(generator, precision=precision_name(resolved))
-    return generator
+        return build_preview_generator(parts, exact, layers, backend)
 
 
 def build_preview_generator(
@@ -210,6 +199,8 @@ def build_preview_generator(
     if parts.pool is None and (layers or folds != parts.merged):
         backbone, network = parts.copied_network(layers, backend, e.lora)
     trained = [spec for spec in parts.specs if spec.trained]
+    if isinstance(exact, RemoteGenerator):
+        exact = replace(exact, preview=True)
     return replace(
         exact,
         backbone=backbone,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flowrl import __version__
 from flowrl.assembly.backbone import build_backbone, build_pipeline, set_precision
@@ -41,21 +42,11 @@ from flowrl.config.rollout import WorkerOptions
 from flowrl.errors import UserError, as_failure
 from flowrl.quantization.backends import capability_of, resolve
 from flowrl.sampling.rollout import RolloutGenerator
-from flowrl.sampling.workers import (
-    Job,
-    JobResult,
-    Stage,
-    WorkerInfo,
-    WorkerPool,
-    on_device,
-    sample_job,
-    tree_digest,
-    unpack_weights,
-)
+from flowrl.sampling.workers import Job, JobResult, WorkerPool, on_device, sample_job
 from flowrl.scoring.executors.base import to_levels
-from flowrl.utils.digests import digest
 from flowrl.utils.distributed import Runtime
 
+TRIES = 3  # of a job whose worker dies of it
 IN_FLIGHT = 2  # jobs of one worker: one is sampled while the rewards of the other work
 SOCKET_PATH = 40  # most characters of a folder for Ray's sockets, whose whole paths have 107
 # Read when Ray is imported: nothing is reported to anybody; Ray's own places for GPUs; and a
@@ -75,40 +66,41 @@ class Worker:
     Args:
         recipe: the recipe as JSON.
         threads: of the CPU, as the trainer has, since sums depend on them.
-        probe: a job whose latents show that this machine has the trainer's bits.
-        weights: reference of the probe's packed weights, in a list.
+        like: the trainer's `machine`; on another one the last bits would differ.
     """
 
-    def __init__(self, recipe: str, threads: int, probe: Job, weights: list[Any]):
+    def __init__(self, recipe: str, threads: int, like: str):
         torch.set_num_threads(threads)
         self._folder = tempfile.TemporaryDirectory(prefix="flowrl-worker-")
-        self._adapter = ""  # digest of the weights that it has
-        self._generators: dict[tuple[str | None, int], RolloutGenerator] = {}
+        self._name = f"{platform.node()}, process {os.getpid()}"
+        self._problem, self._version = "", 0  # of the weights that it has
+        self._generators: dict[bool, RolloutGenerator] = {}  # by whether it samples candidates
         self._sampling, self._scoring = threading.Lock(), threading.Lock()
         try:
             self._parts = _build_parts(_for_worker(parse_config(json.loads(recipe)), self._folder))
-            self._set_weights(probe.adapter, weights)
-            tree, _, _ = sample_job(self._generator(probe.stage), probe)
-            self._info: WorkerInfo | str = WorkerInfo(
-                where=f"{platform.node()}, process {os.getpid()}",
-                machine=machine(self._parts.runtime),
-                digest=tree_digest(tree),
-            )
+            here = machine(self._parts.runtime)
+            if here != like:
+                self._problem = (
+                    f"{self._name} is {here}, and the trainer {like}: use one kind of GPU and the "
+                    "same versions everywhere, or the bits of a rollout depend on who samples it"
+                )
         except Exception as error:
-            self._info = _sentence(error)
+            self._problem = _sentence(error)
 
-    def info(self) -> WorkerInfo | str:
-        """Return what this worker is, or why it cannot work."""
-        return self._info
+    def load(self) -> tuple[str, str]:
+        """Return its name once all is loaded, and why it cannot work, "" if it can."""
+        return self._name, self._problem
 
-    def sample(self, job: Job, weights: list[Any]) -> JobResult | str:
+    def sample(self, job: Job, weights: Sequence[Tensor]) -> JobResult | str:
         """Return the result of a job, or why there is none."""
-        if isinstance(self._info, str):
-            return self._info
+        if self._problem:
+            return self._problem
         try:
             with self._sampling:
-                self._set_weights(job.adapter, weights)
-                tree, images, scoring = sample_job(self._generator(job.stage), job)
+                if job.version != self._version:
+                    self._parts.policy.set_weights(self._parts.adapter, weights)
+                    self._version = job.version
+                tree, images, scoring = sample_job(self._generator(job), job)
             with self._scoring:
                 result = scoring.result()
         except Exception as error:
@@ -116,42 +108,29 @@ class Worker:
                 raise
             return _sentence(error)
         return JobResult(
-            worker=self._info,
+            worker=self._name,
             result=result,
             tree=on_device(tree, "cpu") if job.keep else None,
             levels=to_levels(images) if job.keep else None,
         )
 
-    def _set_weights(self, adapter: str, weights: list[Any]) -> None:
-        import ray
-
-        if adapter == self._adapter:
-            return
-        packed: Any = ray.get(weights[0])  # an array of bytes, in the memory of this machine
-        data = packed.tobytes()
-        if digest(data) != adapter:
-            raise RuntimeError("the weights that came are not those of the job")
-        self._parts.policy.set_weights(self._parts.adapter, unpack_weights(data))
-        self._adapter = adapter
-
-    def _generator(self, stage: Stage) -> RolloutGenerator:
-        """Return the generator of a stage, with the rewards that it asks."""
-        parts, key = self._parts, (stage.precision, stage.num_inference_steps)
-        if key not in self._generators:
-            if stage.precision is not None:  # one copy of the network at a time
-                self._generators = {k: g for k, g in self._generators.items() if k[0] is None}
-            self._generators[key] = _build_generator(parts, stage)
-        specs = [spec for spec in parts.specs if spec.name in stage.rewards]
-        return replace(self._generators[key], specs=specs)
-
-
-def _build_generator(parts: RolloutParts, stage: Stage) -> RolloutGenerator:
-    exact = build_generator(parts)
-    if stage.precision is not None:
-        capability = capability_of(parts.runtime.device)
-        resolved = resolve(stage.precision, capability, where=WHERE)
-        exact = build_preview_generator(parts, exact, *preview_layers(parts, resolved))
-    return replace(exact, num_inference_steps=stage.num_inference_steps)
+    def _generator(self, job: Job) -> RolloutGenerator:
+        """Return the generator of a job, with the rewards that it names."""
+        parts, preview = self._parts, job.preview
+        if preview not in self._generators:
+            generator = build_generator(parts)
+            if preview:
+                explore, capability = (
+                    parts.config.rollout.explore,
+                    capability_of(parts.runtime.device),
+                )
+                assert explore is not None
+                resolved = resolve(explore.precision, capability, where=WHERE)
+                layers, backend = preview_layers(parts, resolved)
+                generator = build_preview_generator(parts, generator, layers, backend)
+            self._generators[preview] = generator
+        specs = [spec for spec in parts.specs if spec.name in job.rewards]
+        return replace(self._generators[preview], specs=specs)
 
 
 def _sentence(error: Exception) -> str:
@@ -171,7 +150,8 @@ def _for_worker(config: Config, folder: "tempfile.TemporaryDirectory[str]") -> C
     def changed(section: str, **options: Any) -> Any:
         return getattr(config, section).model_copy(update=options)
 
-    rewards = [entry for entry in config.rewards if entry.when != "evaluation"]
+    # Others are asked in evaluations, or compare groups: then all rewards work in the trainer.
+    rewards = [entry for entry in config.rewards if entry.trained or entry.when]
     return config.model_copy(
         update={
             "rewards": rewards,
@@ -210,13 +190,12 @@ class RayCluster:
     """Ray on this machine, started and stopped here, or a cluster at an address, which stays.
 
     Args:
-        gpu: number of the trainer's GPU, which workers on this machine leave to it where there are
-            more; None without CUDA.
+        runtime: the trainer's. Workers on its machine leave its GPU to it where there are more.
     """
 
-    def __init__(self, options: WorkerOptions, recipe: str, gpu: int | None):
-        self.options, self.recipe, self.gpu = options, recipe, gpu
-        self._share = 0.0 if gpu is None else 1.0  # of a GPU, for one worker
+    def __init__(self, options: WorkerOptions, recipe: str, runtime: Runtime):
+        self.options, self.recipe, self.runtime = options, recipe, runtime
+        self._share = 0.0 if runtime.gpu is None else 1.0  # of a GPU, for one worker
         self._folder: str | None = None  # of a Ray that was started here
         self._joined = False
 
@@ -255,32 +234,26 @@ class RayCluster:
 
     def _start_here(self, quiet: dict[str, Any]) -> None:
         import ray
+        from accelerate.utils import patch_environment
 
-        gpus, visible = self._worker_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
-        root = tempfile.gettempdir()
+        gpus, root = self._worker_gpus(), tempfile.gettempdir()
         self._folder = tempfile.mkdtemp(
             prefix="ray-", dir=root if len(root) < SOCKET_PATH else "/tmp"
         )
-        if gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        try:
+        visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        with patch_environment(**visible):  # which Ray's processes inherit
             ray.init(
                 address="local", num_cpus=self.options.count, num_gpus=len(gpus or ()),
                 include_dashboard=False, _temp_dir=self._folder, **quiet,
             )  # fmt: skip
-        finally:
-            if visible is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = visible
-            elif gpus is not None:
-                del os.environ["CUDA_VISIBLE_DEVICES"]
 
     def _worker_gpus(self) -> Sequence[str] | None:
         """Return the GPUs of this machine for workers; the trainer's where it is the only one."""
-        if self.gpu is None:
+        if self.runtime.gpu is None:
             return None
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         every = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-        free = [name for number, name in enumerate(every) if number != self.gpu]
+        free = [name for number, name in enumerate(every) if number != self.runtime.gpu]
         if not free:
             self._share = 1.0 / self.options.count
             return every
@@ -291,14 +264,15 @@ class RayCluster:
             )
         return free
 
-    def launch(self, probe: Job, weights: list[Any]) -> Any:
+    def launch(self) -> Any:
+        """Return the handle of a new `Worker`, which may have to wait for a place."""
         import ray
 
         placed = ray.remote(Worker).options(
-            num_cpus=1, num_gpus=self._share, max_restarts=-1, max_concurrency=IN_FLIGHT,
-            scheduling_strategy="SPREAD",
+            num_cpus=1, num_gpus=self._share, max_restarts=-1, max_task_retries=TRIES - 1,
+            max_concurrency=IN_FLIGHT, scheduling_strategy="SPREAD",
         )  # fmt: skip
-        return placed.remote(self.recipe, torch.get_num_threads(), probe, weights)
+        return placed.remote(self.recipe, torch.get_num_threads(), machine(self.runtime))
 
     def close(self) -> None:
         import ray
@@ -328,5 +302,5 @@ def build_pool(config: Config, runtime: Runtime, provided: ProvidedObjects) -> W
             f"rollout.workers sample for one training process, and {runtime.world_size} were "
             "started: start one, or set rollout.workers to null"
         )
-    cluster = RayCluster(options, config.model_dump_json(), runtime.gpu)
+    cluster = RayCluster(options, config.model_dump_json(), runtime)
     return WorkerPool(cluster, count=options.count, timeout=options.timeout)

@@ -33,10 +33,10 @@ def audit(
 
     All candidates of a few prompts are sampled once exactly, and once in every pair of steps and
     precision. A row has the share of weights in few bits (low-bit); Spearman's rank correlation of
-    scores within a prompt (rho); the share of the best and of the worst half of a selection by
-    exact scores that is selected (best, worst); the difference of exact scores between the halves,
-    relative to that of a selection by exact scores (contrast); and the seconds to sample and score
-    an image, also relative to an exact one. The last row is of the exact images.
+    scores within a prompt (rho); the difference of exact scores between the best and the worst
+    half of the selection, relative to that of a selection by exact scores (contrast); and the
+    seconds to sample and score an image, also relative to an exact one. The last row is of the
+    exact images.
 
     Training warns below a rho of 0.8 by default, see `flowrl explain rollout.explore.audit`.
 
@@ -58,10 +58,9 @@ def audit(
     )  # fmt: skip
     print_table(rows if as_json else table_rows(rows), as_json=as_json)
     for row in () if as_json else rows:
-        for count, lack in ((row["flat"], "prompts have no rho: their scores are all equal"),
-                            (row["missing"], "candidates have no score")):  # fmt: skip
-            if count:
-                say(f"{row['steps']} steps, {row['precision']}: {count} {lack}", err=True)
+        if row["missing"]:
+            count = f"{row['missing']} candidates have no score"
+            say(f"{row['steps']} steps, {row['precision']}: {count}", err=True)
 
 
 def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -76,8 +75,6 @@ def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "precision": row["precision"],
             "low-bit": text(row["quantised"], ".0%"),
             "rho": text(row["rho"], ".3f"),
-            "best": text(row["best_kept"], ".2f"),
-            "worst": text(row["worst_kept"], ".2f"),
             "contrast": text(row["contrast"], ".3f"),
             "seconds": text(row["seconds_per_image"], ".3g"),
             "ratio": text(row["ratio_to_exact"], ".2f"),

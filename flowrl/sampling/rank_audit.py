@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.config.rollout import AuditOptions
+from flowrl.config.rollout import ExploreOptions, RolloutOptions
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
 from flowrl.sampling.two_stage import (
@@ -26,6 +26,7 @@ from flowrl.sampling.two_stage import (
 from flowrl.trees.plan import TreePlan
 from flowrl.utils.files import write_bytes
 from flowrl.utils.journal import read_lines, seal_line
+from flowrl.utils.templates import finite_or_none
 
 LOG = logging.getLogger(__name__)
 FILE = "audits.jsonl"
@@ -36,10 +37,7 @@ class RankAudit:
     """How well candidates rank within their prompt: means over prompts, NaN where none has one."""
 
     rho: float  # Spearman's rank correlation
-    best_kept: float  # share of the best half of an exact selection that is selected as best
-    worst_kept: float
     contrast: float  # exact scores, best minus worst half: share of that of an exact selection
-    flat: int  # prompts without rho: equal scores on a side, or fewer than two pairs
     missing: int  # candidates of all prompts that lack one of their scores
 
 
@@ -60,44 +58,12 @@ def audit_ranks(
             f"scores have shapes {tuple(proxy.shape)} and {tuple(true.shape)}, expected (prompts, "
             "candidates) for both"
         )
-    numbers = [_audit_prompt(p, t, keep, select) for p, t in zip(proxy, true, strict=True)]
-    rows = torch.tensor(numbers, dtype=torch.float64).view(-1, 4)
-    return RankAudit(
-        **dict(zip(("rho", "best_kept", "worst_kept", "contrast"), _means(rows), strict=True)),
-        flat=int(rows[:, 0].isnan().sum()),
-        missing=int((~(proxy.isfinite() & true.isfinite())).sum()),
-    )
-
-
-def _audit_prompt(
-    proxy: Tensor, true: Tensor, keep: int, select: SelectRule
-) -> tuple[float, float, float, float]:
-    both = proxy.isfinite() & true.isfinite()
-    rho = spearman_rho(proxy, true)
-    if len(true[both].unique()) < 2:  # nothing to rank
-        return rho, math.nan, math.nan, math.nan
-    chosen, perfect = (
-        _halves(score.double().masked_fill(~both, math.nan), keep, select)
-        for score in (proxy, true)
-    )
-    best, worst = (
-        torch.isin(mine, exact).double().mean().item()
-        for mine, exact in zip(chosen, perfect, strict=True)
-    )
-    largest = _contrast(true, perfect)
-    return rho, best, worst, _contrast(true, chosen) / largest if largest else math.nan
-
-
-def _halves(score: Tensor, keep: int, select: SelectRule) -> list[Tensor]:
-    """Return the best floor(K/2) of a selection by scores (N,), and the others: both long."""
-    chosen = select_candidates(score, keep, select, torch.Generator().manual_seed(0))
-    ranked = chosen[score[chosen].argsort(descending=True, stable=True)]
-    return [ranked[half] for half in best_and_worst(len(ranked), len(ranked))]
-
-
-def _contrast(true: Tensor, halves: list[Tensor]) -> float:
-    best, worst = (true[half].double().mean().item() for half in halves)
-    return best - worst
+    pairs = list(zip(proxy.double(), true.double(), strict=True))
+    rho = [spearman_rho(p, t) for p, t in pairs]
+    contrast = [contrast_share(p, t, keep, select) for p, t in pairs]
+    means = torch.tensor([rho, contrast], dtype=torch.float64).nanmean(1).tolist()
+    missing = int((~(proxy.isfinite() & true.isfinite())).sum())
+    return RankAudit(rho=means[0], contrast=means[1], missing=missing)
 
 
 def spearman_rho(proxy: Tensor, true: Tensor) -> float:
@@ -114,18 +80,22 @@ def spearman_rho(proxy: Tensor, true: Tensor) -> float:
     return float(spearmanr(a, b).statistic)  # type: ignore[attr-defined]
 
 
-def regenerated_rank(proxy: Tensor, true: Tensor) -> float:
-    """Return the mean within-prompt rho over the K candidates that are sampled exactly, (P, K).
+def contrast_share(proxy: Tensor, true: Tensor, keep: int, select: SelectRule) -> float:
+    """Return the contrast of a selection by `proxy`, as a share of that of one by `true`, (N,).
 
-    It costs nothing, but only extremes were selected: their rho is not that of all candidates
-    (restriction of range). Watch how it drifts; decide nothing by it.
+    The contrast is the mean exact score of the best half of a selection minus that of its rest.
     """
-    values = [spearman_rho(p, t) for p, t in zip(proxy, true, strict=True)]
-    return _means(torch.tensor(values, dtype=torch.float64).view(-1, 1))[0]
+    both = proxy.isfinite() & true.isfinite()
 
+    def contrast(score: Tensor) -> float:
+        score, rng = score.masked_fill(~both, math.nan), torch.Generator().manual_seed(0)
+        chosen = select_candidates(score, keep, select, rng)
+        ranked = true[chosen[score[chosen].argsort(descending=True, stable=True)]]
+        best, worst = (ranked[half].mean() for half in best_and_worst(len(ranked), len(ranked)))
+        return (best - worst).item()
 
-def _means(rows: Tensor) -> list[float]:
-    return rows.nanmean(0).tolist()
+    largest = contrast(true)
+    return contrast(proxy) / largest if largest else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +108,9 @@ class RankAuditor:
     preview: Callable[[], RolloutGenerator]  # built at its first call
     precision: str  # of the candidates
     exact: RolloutGenerator
-    plan: Callable[[int], TreePlan]  # of an iteration's candidates
-    exact_plan: Callable[[int], TreePlan]  # of as many exact trees
-    keep: Callable[[int], int]  # trees of a prompt that are selected
-    select: SelectRule
-    options: AuditOptions
+    rollout: RolloutOptions
+    explore: ExploreOptions
+    seed: int
     folder: Path  # of the run
 
     def __call__(
@@ -152,58 +120,66 @@ class RankAuditor:
 
         Raises UserError when candidates rank too badly and the run is to stop then.
         """
-        generator, o = self.preview(), self.options
+        generator, o = self.preview(), self.explore.audit
         if not o.every or iteration % o.every:
             return generator, {}
-        audit = self._audit(generator, iteration, candidates)
-        passed = audit.rho >= o.min_rho
-        action = "keep" if passed else "warn" if math.isnan(audit.rho) else o.on_miss
-        text = self._text(audit, iteration, generator.num_inference_steps)
+        plan = self.rollout.plan(iteration, self.seed)
+        exact_plan = replace(plan, roots=self.explore.candidates)
+        plans = self.rollout.candidates(iteration, self.seed), exact_plan
+        audit = audit_ranks(
+            *self._score(generator, plans, candidates), plan.roots, self.explore.select
+        )
+        action = "keep" if audit.rho >= o.min_rho else o.on_miss
+        if math.isnan(audit.rho):
+            action = "warn"
+        text = self._text(audit.rho, iteration, generator.num_inference_steps, plans)
         if self.exact.runtime.is_main:
             entry = {"iteration": iteration, "precision": self.precision, "action": action}
             entry |= {"steps": generator.num_inference_steps, "text": text}
-            numbers = {k: None if v != v else v for k, v in asdict(audit).items()}
-            self._write(entry | numbers)
+            self._write(entry | {k: finite_or_none(v) for k, v in asdict(audit).items()})
             if action != "stop":  # the error says it then
-                LOG.log(logging.INFO if passed else logging.WARNING, "%s", text)
+                LOG.log(logging.INFO if action == "keep" else logging.WARNING, "%s", text)
         if action == "stop":
             raise UserError(text)
         return generator, {"rho": audit.rho, "contrast": audit.contrast}
 
-    def _audit(
-        self, generator: RolloutGenerator, iteration: int, candidates: RolloutRequest
-    ) -> RankAudit:
-        """Generate all candidates of the first prompts both ways."""
-        plan = self.plan(iteration)
+    def _score(
+        self,
+        generator: RolloutGenerator,
+        plans: tuple[TreePlan, TreePlan],
+        candidates: RolloutRequest,
+    ) -> tuple[Tensor, Tensor]:
+        """Score all candidates of the first prompts, by previews and by exact images: (P, N)."""
         # All prompts' texts at once, as without an audit: the last bits depend on their batch.
-        generator.encode_prompts(candidates.take(generator.share(candidates, plan)))
-        few = candidates.only((candidates.group < self.options.prompts).nonzero().squeeze(1))
+        generator.encode_prompts(candidates.take(generator.share(candidates, plans[0])))
+        first = (candidates.group < self.explore.audit.prompts).nonzero().squeeze(1)
         exact = replace(
             self.exact,
             specs=generator.specs,
             failures=generator.failures,
             whole_prompts=generator.whole_prompts,  # these images are not compared in training
         )
-        proxy = score_candidates(generator, few, plan, Timer())
-        true = score_candidates(exact, few, self.exact_plan(iteration), Timer())
-        return audit_ranks(proxy, true, self.keep(iteration), self.select)
+        proxy, true = (
+            score_candidates(stage, candidates.only(first), plan, Timer())
+            for stage, plan in zip((generator, exact), plans, strict=True)
+        )
+        return proxy, true
 
-    def _text(self, audit: RankAudit, iteration: int, steps: int) -> str:
+    def _text(
+        self, rho: float, iteration: int, steps: int, plans: tuple[TreePlan, TreePlan]
+    ) -> str:
         """Return the result in a sentence, and what to do where candidates rank too badly."""
         where = f"audit before iteration {iteration + 1}: candidates ({steps} steps, "
         where += f"{self.precision})"
-        if math.isnan(audit.rho):
+        if math.isnan(rho):
             return (
                 f"{where} have no rank correlation: all their scores, or the exact ones, are equal"
             )
-        result = f"{where} have rho {audit.rho:.3f} within prompts"
-        limit = f"rollout.explore.audit.min_rho = {self.options.min_rho:g}"
-        if audit.rho >= self.options.min_rho:
+        result, least = f"{where} have rho {rho:.3f} within prompts", self.explore.audit.min_rho
+        limit = f"rollout.explore.audit.min_rho = {least:g}"
+        if rho >= least:
             return f"{result}, at least {limit}"
-        noise, exact_noise = (
-            any(move.noise for move in plan(iteration).moves)
-            for plan in (self.plan, self.exact_plan)
-        )
+        noise, exact_noise = (any(move.noise for move in plan.moves) for plan in plans)
         remedy = (
             "raise rollout.explore.num_inference_steps, or set rollout.explore.precision to bf16"
         )

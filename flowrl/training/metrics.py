@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flowrl.objectives.advantage import group_stats
-from flowrl.sampling.rank_audit import regenerated_rank
 from flowrl.trajectory import Metrics, Rollout, leaves_below
 from flowrl.utils.distributed import Runtime
 
@@ -115,7 +114,6 @@ def _explore_metrics(rollout: Rollout) -> dict[str, float]:
     explored = rollout.explored
     assert explored is not None
     proxy, chosen = explored.proxy, explored.proxy.gather(1, explored.chosen)
-    exact = rollout.reward.view(*chosen.shape, -1).nanmean(-1)
     return {
         "explore/forwards": float(explored.forwards),
         "explore/candidates": float(proxy.numel()),
@@ -124,7 +122,6 @@ def _explore_metrics(rollout: Rollout) -> dict[str, float]:
         "explore/mean": proxy.nanmean().item(),
         "explore/spread": _spread(proxy),
         "explore/spread_kept": _spread(chosen),
-        "explore/rho_kept": regenerated_rank(chosen, exact),
     } | {f"explore/audit/{name}": value for name, value in explored.audit.items()}
 
 

@@ -518,7 +518,7 @@ def _figure(value: Any) -> str:
 
 def _audited(row: Mapping[str, Any]) -> str:
     """Return how low-bit candidates rank beside exact ones."""
-    shown = (name for name in ("rho", "best_kept", "contrast") if isinstance(row.get(name), float))
+    shown = (name for name in ("rho", "contrast") if isinstance(row.get(name), float))
     return f"{row.get('precision')}: " + ", ".join(f"{name} {row[name]:.3g}" for name in shown)
 
 

@@ -26,12 +26,11 @@ from flowrl.config import parse_config
 from flowrl.errors import UserError
 from flowrl.functional.batches import ALONE
 from flowrl.sampling.rollout import Timer
-from flowrl.sampling.workers import pack_weights, unpack_weights
 from flowrl.scoring.spec import closing
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Transitions
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.files import load_state, save_state, write_text
 from scripts.bench.rollout import training_passes, with_random_rewards
 from scripts.bench.timing import best_of
 
@@ -154,7 +153,7 @@ def _measure(
     done = subprocess.run([*words, asked], env=environment, capture_output=True, text=True)
     if done.returncode or not to.is_file():
         raise UserError(f"a job on {processes} processes failed: {done.stderr.strip()[-2000:]}")
-    return json.loads(to.read_text()) | {"trained": unpack_weights(weights.read_bytes())}
+    return json.loads(to.read_text()) | {"trained": load_state(weights)}
 
 
 # --- in the programs of a job --------------------------------------------------------------------
@@ -186,11 +185,11 @@ def run_job(recipe: Row, iterations: int, to: str) -> None:
             "weights": _frozen_bytes(learner),
             "peak": _peak(runtime),
         }
-        trained = pack_weights(learner.policy.weights(POLICY))
+        trained = learner.policy.weights(POLICY)
         alone = pool is None and runtime.world_size == 1
         found["bare"] = _bare(learner, WARM + iterations) if alone else 0.0
     if runtime.is_main:
-        write_bytes(Path(to).with_name("weights"), trained)
+        save_state(Path(to).with_name("weights"), trained)
         write_text(Path(to), json.dumps(found))
 
 

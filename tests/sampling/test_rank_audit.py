@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.errors import UserError
-from flowrl.sampling.rank_audit import audit_ranks, read_audits, regenerated_rank, spearman_rho
+from flowrl.sampling.rank_audit import audit_ranks, read_audits, spearman_rho
 from flowrl.sampling.rollout import Timer
 
 NAN, INF = math.nan, math.inf
@@ -47,7 +47,7 @@ def test_a_candidate_without_one_score_is_left_out_of_both():
     broken, lost = scores(2, 12), scores(2, 12, seed=1)
     broken[0, 3], lost[0, 5], broken[1, 0] = NAN, NAN, INF
     audit = audit_ranks(broken, lost, 4)
-    assert audit.missing == 3 and audit.flat == 0
+    assert audit.missing == 3
     rest = [i for i in range(12) if i not in (3, 5)]
     alone = audit_ranks(broken[:1, rest], lost[:1, rest], 4)
     assert asdict(audit_ranks(broken[:1], lost[:1], 4)) == asdict(alone) | {"missing": 2}
@@ -57,39 +57,23 @@ def test_a_candidate_without_one_score_is_left_out_of_both():
 def test_perfect_and_reversed_candidates(select):
     true = scores()
     perfect = audit_ranks(true.exp() if select != "mean_deviation" else 2 * true, true, 24, select)
-    numbers = [perfect.rho, perfect.best_kept, perfect.worst_kept, perfect.contrast]
-    assert numbers == pytest.approx([1] * 4) and (perfect.flat, perfect.missing) == (0, 0)
+    assert [perfect.rho, perfect.contrast] == pytest.approx([1, 1])
     reverse = audit_ranks(-true, true, 24, select)
     assert reverse.rho == pytest.approx(-1) and reverse.contrast < 0
 
 
-def test_unrelated_candidates_select_at_random():
-    audit = audit_ranks(scores(400), scores(400, seed=1), 24)
-    assert audit.rho == pytest.approx(0, abs=0.02)
-    assert audit.best_kept == pytest.approx(12 / 96, abs=0.02)
-    assert audit.contrast == pytest.approx(0, abs=0.05)
-
-
-def test_prompts_without_a_rank_are_counted_and_left_out_of_the_means():
+def test_means_are_over_the_prompts_that_have_a_rank():
+    unrelated = audit_ranks(scores(400), scores(400, seed=1), 24)
+    assert unrelated.rho == pytest.approx(0, abs=0.02)
+    assert unrelated.contrast == pytest.approx(0, abs=0.05)
     true, proxy = scores(3, 8), scores(3, 8, seed=1)
     proxy[0], true[1] = 0.5, 0.5
     audit, alone = audit_ranks(proxy, true, 4), audit_ranks(proxy[2:], true[2:], 4)
-    assert audit.flat == 2 and audit.rho == alone.rho
+    assert audit.rho == alone.rho and audit.missing == 0
     empty = audit_ranks(torch.full((2, 6), NAN), scores(2, 6), 4)
-    assert math.isnan(empty.rho) and math.isnan(empty.contrast)
-    assert (empty.flat, empty.missing) == (2, 12)
-    one = audit_ranks(scores(1), scores(1), 1)  # it is the worst; there is no best
-    assert math.isnan(one.best_kept) and one.worst_kept == 1 and math.isnan(one.contrast)
+    assert math.isnan(empty.rho) and math.isnan(empty.contrast) and empty.missing == 12
     with pytest.raises(ValueError, match="shapes"):
         audit_ranks(scores(2, 8), scores(2, 9), 4)
-
-
-def test_the_regenerated_rank_is_the_mean_of_prompts_that_have_one():
-    true = scores(3, 8)
-    proxy = torch.stack([true[0], -true[1], torch.zeros(8).double()])
-    assert regenerated_rank(proxy[:2], true[:2]) == pytest.approx(0)
-    assert regenerated_rank(proxy[[0, 2]], true[[0, 2]]) == pytest.approx(1)
-    assert math.isnan(regenerated_rank(torch.empty(0, 2), torch.empty(0, 2)))
 
 
 # --- in a run ------------------------------------------------------------------------------------
