@@ -208,9 +208,10 @@ class RewardOptions(Options):
         False,
         "Only measure it, as a check on the trained rewards.",
     )
-    when: Literal["rollout", "evaluation", "both"] = option(
-        "both",
-        "Which images it scores: evaluation leaves out the training images, for held-out judges.",
+    when: Literal["rollout", "evaluation", "both"] | None = option(
+        None,
+        "Which images it scores. null: both for a trained reward, evaluation for one that is only "
+        "measured, unless it compares the images of a prompt, which evaluations do not have.",
     )
     transform: Annotated[
         AffineOptions | ClipOptions | SigmoidOptions | RankOptions | None,
@@ -240,7 +241,7 @@ class RewardOptions(Options):
         for key, values in self.applies_to.items():
             if not values:
                 raise ValueError(f"applies_to.{key} is an empty list, which no prompt matches")
-        if self.when == "evaluation" and self.weight and not self.held_out:
+        if self.when == "evaluation" and self.trained:
             raise ValueError(
                 f"when is evaluation, but {self.name!r} is trained on in rollouts: set "
                 "held_out to true, or when to both"
@@ -251,6 +252,10 @@ class RewardOptions(Options):
                 "them to the server, and leave args out here"
             )
         return self
+
+    @property
+    def trained(self) -> bool:
+        return bool(self.weight) and not self.held_out
 
     def same_reward(self, other: "RewardOptions") -> bool:
         """Return whether both are parts of one reward, asked by one executor."""
@@ -351,7 +356,7 @@ def check_rewards(rewards: list[RewardOptions]) -> None:
                 f"rewards.{i} is {reward.name!r} with the same args as one before it, expected "
                 "every reward once, or with a label of its own"
             )
-    if not any(reward.weight and not reward.held_out for reward in rewards):
+    if not any(reward.trained for reward in rewards):
         raise ValueError(
             "rewards has nothing to train on, expected at least one reward with a weight "
             "other than 0 that is not held_out, for example rewards=[{name: geneval}]"

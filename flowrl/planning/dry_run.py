@@ -432,7 +432,7 @@ def _made_up(
     rewards: Sequence[InspectedReward], balance: str | None, count: int
 ) -> list[dict[str, Any]]:
     """Return prompts of the tiny world, to which every reward applies."""
-    trained = [reward for reward in rewards if reward.entry.weight and not reward.entry.held_out]
+    trained = [reward for reward in rewards if reward.entry.trained]
     rows = []
     for i, record in enumerate(load_prompts(FALLBACK, limit=count)):
         # Rewards that apply to some prompts only get one each, and so does what is trained on.

@@ -300,7 +300,7 @@ def count_work(config: Config) -> RunWork:
     needs = config.objective.build(r.kernel).needs
     scopes = [getattr(inspect_reward(e).reward, "scope", "sample") for e in config.rewards]
     groups = [e for e, scope in zip(config.rewards, scopes, strict=True) if scope == "group"]
-    whole_trained = any(entry.weight and not entry.held_out for entry in groups)
+    whole_trained = any(entry.trained for entry in groups)
     loads: Counter[IterationWork] = Counter()
     known: dict[tuple[TreePlan, TreePlan | None], IterationWork] = {}
     kinds: dict[tuple, IterationKind] = {}

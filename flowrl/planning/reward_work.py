@@ -74,13 +74,14 @@ def _requests(config: Config, work: RunWork, entry: RewardOptions, reward: Any) 
     """Return the requests of a whole run, at most; None where a prompt's metadata decide."""
     if getattr(reward, "requests_per_image", 0) is None:
         return None
-    total = 0
-    if entry.when != "evaluation" and config.rollout.store is None:
+    total, groups = 0, hasattr(reward, "requests_per_group")
+    when = entry.when or ("both" if entry.trained or groups else "evaluation")
+    if when != "evaluation" and config.rollout.store is None:
         times = sum(work.loads.values())
         for load, count in work.loads.items():
             total += _of_iteration(reward, load) * (count * config.run.iterations // times)
         total += _of_audits(config, reward)
-    if entry.when != "rollout" and not hasattr(reward, "requests_per_group"):
+    if when != "rollout" and not groups:
         total += _evaluated(config, work) * reward.requests_per_image
     return total
 

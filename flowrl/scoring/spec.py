@@ -62,7 +62,7 @@ class RewardSpec:
     # Metadata keys and the values that a prompt must have, for example {"tag": ("ocr",)}.
     applies_to: Mapping[str, Collection[Any]] = field(default_factory=dict)
     component: str | None = None  # which of the reward's named scores; None is the first
-    when: Literal["rollout", "evaluation", "both"] = "both"  # it is asked
+    when: Literal["rollout", "evaluation", "both"] | None = None  # it is asked, see `asked_in`
     # Of a missing score: "mask" leaves the image out, "raise" stops, a number stands in.
     on_failure: Literal["mask", "raise"] | float = "mask"
 
@@ -90,8 +90,13 @@ class RewardSpec:
             return False
 
     def asked_in(self, phase: Literal["rollout", "evaluation"] | None) -> bool:
-        """Return whether it is asked in a phase; None is outside of both."""
-        return phase is None or self.when in (phase, "both")
+        """Return whether it is asked in a phase; None is outside of both.
+
+        A reward that is only measured is by default asked in evaluations alone, unless it compares
+        the images of a prompt, which evaluations do not have.
+        """
+        default = "both" if self.trained or self.whole_groups else "evaluation"
+        return phase is None or (self.when or default) in (phase, "both")
 
     @property
     def trained(self) -> bool:

@@ -11,14 +11,13 @@ from flowrl.prompts.records import PromptSampler, load_prompts
 from flowrl.sampling.rollout import (
     Timer,
     decode,
-    gather_results,
     group_request,
     occurrences,
     sample_request,
     submit_images,
 )
 from flowrl.sampling.sampler import Schedule
-from flowrl.scoring.scorer import Scoring, score
+from flowrl.scoring.scorer import Scoring
 from flowrl.scoring.spec import RewardSpec
 from flowrl.trees.plan import Step, TreePlan
 
@@ -207,7 +206,21 @@ def test_images_in_all_words_are_compared_in_one_group(make_learner):
     assert metrics["grad/norm"] > 0 and metrics["policy/ratio_error_max"] < 0.1  # nats
 
 
-HELD_OUT = {"name": "compressibility", "held_out": True}
+HELD_OUT = {"name": "compressibility", "held_out": True, "when": "both"}
+
+
+def test_a_reward_that_is_only_measured_is_asked_in_rollouts_on_request(make_learner):
+    measured = {"name": "compressibility", "held_out": True}
+    for change, names in (
+        ({}, ("brightness",)),
+        ({"when": "both"}, ("brightness", "compressibility")),
+        ({"when": "both", "held_out": False, "weight": 0.0}, ("brightness", "compressibility")),
+        ({"held_out": False, "weight": 0.0}, ("brightness",)),
+        ({"name": "diversity"}, ("brightness", "diversity")),  # evaluations have no groups
+    ):
+        learner = make_learner(specs=[{"name": "brightness"}, measured | change])
+        assert learner.source.collect(0, Timer()).names == names, change
+        assert [spec.name for spec in learner.specs][1] in ("compressibility", "diversity")
 
 
 def test_a_held_out_reward_teaches_nothing_and_may_fail(make_learner):
@@ -223,24 +236,12 @@ def test_a_held_out_reward_teaches_nothing_and_may_fail(make_learner):
     # A held out reward that fails leaves every image valid.
     learner = make_learner()
     broken = RewardSpec(
-        name="broken", reward=lambda images, *_: [math.nan] * len(images), held_out=True
-    )
+        name="broken", reward=lambda images, *_: [math.nan] * len(images), held_out=True,
+        when="both",
+    )  # fmt: skip
     specs = [*learner.specs, broken]
     stage = replace(learner.source.generator, specs=specs)
     learner = replace(learner, specs=specs, source=replace(learner.source, generator=stage))
     rollout, metrics = learner.iterate(0)
     assert bool(rollout.valid.all()) and bool(rollout.reward.isfinite().all())
     assert metrics["reward/invalid"] == 0 and math.isnan(metrics["reward/broken"])
-
-
-def test_one_process_keeps_its_scores_and_laps_add_up():
-    from flowrl.utils.distributed import Runtime
-
-    spec = RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))
-    result = score([spec], torch.zeros(2, 3, 4, 4), ["a", "b"], [{}, {}])
-    assert gather_results(replace(result), Runtime(device="cpu")).scores.tolist() == [[0.0], [0.0]]
-    # A stopwatch adds laps of one name.
-    watch = Timer()
-    for name in ("a", "b", "a"):
-        watch.lap(name)
-    assert list(watch.seconds) == ["a", "b"] and min(watch.seconds.values()) >= 0
