@@ -34,7 +34,6 @@ from flowrl.assembly.learner import (
     check_unseen,
     evaluation_prompts,
     fill_prompt_cache,
-    prompts_of_iterations,
     training_prompts,
     with_pipeline_name,
 )
@@ -359,6 +358,9 @@ def collect(
     shards = -(-groups // config.rollout.prompts_per_iteration)  # one an iteration
     # A rollout's precision is recorded in its output folder: here that of the data set.
     config = _changed(config, "run", output_dir=str(folder), iterations=shards)
+    # A data set has no evaluations: rewards that are only measured score its images.
+    measured = [entry.model_copy(update={"when": entry.when or "both"}) for entry in config.rewards]
+    config = config.model_copy(update={"rewards": measured})
     if config.prompts.retained is not None:
         raise UserError(
             "prompts.retained asks for images in other words than the prompt's own, which a "
@@ -535,7 +537,7 @@ def audit(
     names = precisions or (explore_options(config).precision,)
     resolved = [resolve(name, capability_of(runtime.device)) for name in dict.fromkeys(names)]
     provided = ProvidedObjects(pipeline=pipeline, rewards=rewards)
-    needed = prompts_of_iterations(config, provided, 1)
+    needed = prompts_to_encode(config, training_prompts(config, provided), (), range(1))
     learner = build_learner(
         _changed(config, "rollout", explore=None), runtime, provided, needed=needed
     )

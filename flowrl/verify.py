@@ -13,7 +13,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from flowrl.api import training_runtime
-from flowrl.assembly.learner import ProvidedObjects, build_learner, build_run, prompts_of_iterations
+from flowrl.assembly.learner import ProvidedObjects, build_learner, build_run, training_prompts
+from flowrl.assembly.text import prompts_to_encode
 from flowrl.backbones.lora_formats import FILE, open_lora
 from flowrl.backbones.original_layers import layers_of
 from flowrl.config import Config, load_config
@@ -204,7 +205,8 @@ def _replay(
         section = config.run.model_copy(update={"output_dir": scratch, "trackers": []})
         config = config.model_copy(update={"run": section})
         provided = ProvidedObjects(pipeline=pipeline)
-        needed = prompts_of_iterations(config, provided, start + 1, start)
+        training = training_prompts(config, provided)
+        needed = prompts_to_encode(config, training, (), range(start, start + 1))
         learner = build_learner(config, training_runtime(config), provided, needed=needed)
         with closing(learner.specs):
             run = build_run(config, learner, None, state, resumed=True)

@@ -69,8 +69,8 @@ def build_backbone(
 def evaluated_pipeline(config: Config) -> PipelineOptions:
     """Return the pipeline's options with the size of evaluated images."""
     sides = {"height": config.evaluation.height, "width": config.evaluation.width}
-    own = {name: side for name, side in sides.items() if side is not None}
-    return config.pipeline.model_copy(update=own)
+    named = {name: side for name, side in sides.items() if side is not None}
+    return config.pipeline.model_copy(update=named)
 
 
 def call_settings(config: Config, pipeline: Any) -> dict[str, Any]:

@@ -39,8 +39,8 @@ from flowrl.offline.format import open_dataset
 from flowrl.prompts.overlap import check_overlap, hold_out
 from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrases, load_prompts
 from flowrl.prompts.sources import check_row
+from flowrl.sampling.rollout import Ahead
 from flowrl.sampling.sampler import Schedule
-from flowrl.sampling.source import Ahead, Source
 from flowrl.sampling.workers import WorkerPool
 from flowrl.scoring.combine import mean_reward
 from flowrl.scoring.executors.base import InlineExecutor
@@ -48,7 +48,7 @@ from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_prom
 from flowrl.training.checkpoint import Checkpoints, set_aside
 from flowrl.training.evaluate import Evaluation, Evaluator, PipelineCall, check_quality
 from flowrl.training.ledger import Ledger
-from flowrl.training.loop import Learner
+from flowrl.training.loop import Learner, Source
 from flowrl.training.run import Run
 from flowrl.training.stop_rule import StopRule, stop_rule
 from flowrl.training.tracking import Report
@@ -191,7 +191,17 @@ def check_parts(
         check_offline(config, needs)
     if needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
-    check_evaluations(config, specs, prompts, held_out)
+    if config.prompts.retained is not None:
+        check_paraphrases(prompts, "prompts.retained", config.prompts.train)
+    check_evaluations(config, specs, held_out)
+    build_stop_rule(config, specs, held_out)
+    for spec in specs:
+        if not held_out and not spec.asked_in("rollout"):
+            LOG.warning(
+                "reward %r is only measured, and there are no held-out prompts to measure it on: "
+                "name evaluation.prompts, or set its option when to both",
+                spec.name,
+            )
 
 
 def check_unseen(config: Config, held_out: Sequence[PromptRecord]) -> None:
@@ -467,43 +477,22 @@ def build_run(
 
 
 def check_evaluations(
-    config: Config,
-    specs: Sequence[RewardSpec],
-    prompts: Sequence[PromptRecord],
-    held_out: Sequence[PromptRecord],
+    config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
 ) -> None:
-    """Check that paraphrases and held-out scores exist where they are used. Raises UserError."""
-    p, e = config.prompts, config.evaluation
+    """Check that evaluations have the scores and paraphrases they need. Raises UserError."""
+    e = config.evaluation
     check_evaluation(specs, held_out)
-    if p.retained is not None:
-        check_paraphrases(prompts, "prompts.retained", p.train)
     if e.paraphrases:
         check_paraphrases(held_out, "evaluation.paraphrases", e.prompts or "evaluation.prompts")
     if e.quality is not None:
         check_quality(specs, held_out, e.quality)
-    build_stop_rule(config, specs, held_out)
-
-
-def check_evaluation_alone(
-    config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
-) -> None:
-    """Check the same for an evaluation without training. Raises UserError."""
-    # What is asked of prompts and rewards for training alone does not matter here.
-    prompts = config.prompts.model_copy(update={"retained": None})
-    run = config.run.model_copy(update={"stop_when_hacking": None})
-    untrained = config.model_copy(update={"prompts": prompts, "run": run})
-    check_evaluations(untrained, specs, (), held_out)
 
 
 def build_stop_rule(
     config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
 ) -> StopRule | None:
     rule = config.run.stop_when_hacking
-    if rule is None:
-        return None
-    return stop_rule(
-        specs, held_out, held_out=rule.held_out, patience=rule.patience, margin=rule.margin
-    )
+    return None if rule is None else stop_rule(rule, specs, held_out)
 
 
 def with_pipeline_name(config: Config, pipeline: Any) -> Config:
@@ -561,16 +550,8 @@ def all_prompts_to_encode(
     if config.memory.text_encoders == "keep":
         return []
     held_out = _evaluated(config, evaluation_prompts(config, provided))
-    return prompts_to_encode(config, training_prompts(config, provided), held_out, first)
-
-
-def prompts_of_iterations(
-    config: Config, provided: ProvidedObjects, last: int, first: int = 0
-) -> GuidedPrompts:
-    """Return what some iterations of training encode, from `first` to before `last`."""
-    run = config.run.model_copy(update={"iterations": last})
-    config = config.model_copy(update={"run": run})
-    return prompts_to_encode(config, training_prompts(config, provided), (), first)
+    iterations = range(first, config.run.iterations)
+    return prompts_to_encode(config, training_prompts(config, provided), held_out, iterations)
 
 
 def fill_prompt_cache(config: Config, runtime: Runtime) -> dict[str, int]:

@@ -55,9 +55,9 @@ def prompts_to_encode(
     config: Config,
     training: Sequence[PromptRecord],
     held_out: Sequence[PromptRecord],
-    first: int = 0,
+    iterations: range | None = None,
 ) -> list[tuple[float, PromptRecord]]:
-    """Return every text that training from iteration `first` on and evaluation encode.
+    """Return every text that these iterations of training, None for all, and evaluation encode.
 
     Paraphrases are included, texts of an offline data set are not: see `stored_prompts`.
     """
@@ -67,7 +67,7 @@ def prompts_to_encode(
             training, r.prompts_per_iteration, seed, balance=p.balance, weights=p.weights
         )
         taken: dict[str, PromptRecord] = {}
-        for iteration in range(first, config.run.iterations):
+        for iteration in range(config.run.iterations) if iterations is None else iterations:
             taken |= {prompt.uid: prompt for prompt in sampler.at(iteration)}
             if len(taken) == len(training):
                 break

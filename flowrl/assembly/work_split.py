@@ -6,16 +6,15 @@ images of all processes. The number of GPUs decides only how long it takes.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 from flowrl.config import Config
 from flowrl.errors import UserError
-from flowrl.functional.batches import Batches, packed
+from flowrl.functional.batches import packed
 from flowrl.objectives.base import Needs
-from flowrl.trees.plan import TreePlan, count, level_widths
+from flowrl.trees.plan import TreePlan, count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +25,6 @@ class IterationWork:
     roots: int  # trees of a prompt
     leaves: int = 1  # images of a tree
     forwards: int = 1  # of a tree
-    widths: tuple[int, ...] = (1,)  # velocities of a tree at each step
-    batch: int = 1  # trees at once, and rows of a call, at most
     candidates: int = 0  # trees of a prompt that are explored first
     candidate_leaves: int = 1
     candidate_forwards: int = 0
@@ -86,12 +83,6 @@ class WorkSplit:
         }
 
     @property
-    def padding(self) -> float:
-        """The velocities that full batches make up while sampling, as a share of all others."""
-        trees = [share.trees for share in self.shares]
-        return sampling_padding(trees, self.load.widths, self.load.batch)
-
-    @property
     def even(self) -> bool:
         """Whether no GPU ever waits for another."""
         return all(share == 1 for share in self.busy.values())
@@ -147,45 +138,11 @@ def nearest_gpus(load: IterationWork, gpus: int) -> tuple[int, ...]:
     return (*below[-1:], *above[:1])
 
 
-def sampling_padding(shares: Sequence[int], widths: Sequence[int], batch: int) -> float:
-    """Return the velocities made up by processes with `shares` trees, per velocity asked for."""
-    together, rows = Batches().trees(max(shares), widths, batch)
-    computed = 0
-    for trees in shares:
-        parts = [min(together, trees - start) for start in range(0, trees, together)]
-        computed += sum(-(-part * width // rows) * rows for part in parts for width in widths)
-    forwards = sum(shares) * sum(widths)
-    return computed / forwards - 1 if forwards else 0.0
-
-
-def nearest_batches(load: IterationWork, gpus: int) -> tuple[int, ...]:
-    """Return the numbers of rows nearest to the load's, below and above, that need no padding."""
-    shares = [len(part) for part in deal(units(load), gpus)]
-    trees = [n * (load.roots if load.whole_prompts else 1) for n in shares]
-
-    def good(batch: int) -> bool:
-        return not sampling_padding(trees, load.widths, batch)
-
-    below = next((n for n in range(load.batch, 0, -1) if good(n)), None)
-    above = next((n for n in range(load.batch + 1, 2 * load.batch + 1) if good(n)), None)
-    return tuple(n for n in (below, above) if n is not None)
-
-
 def nearest_prompts(load: IterationWork, gpus: int) -> tuple[int, ...]:
-    """Return the numbers of prompts nearest to the load's, below and above, with an even split.
+    """Return the numbers of prompts nearest to the load's, below and above, with an even split."""
 
-    Those that need no padding are preferred, where there are some.
-    """
-    full = _nearest_prompts(load, gpus, lambda split: split.even and not split.padding)
-    return full or _nearest_prompts(load, gpus, lambda split: split.even)
-
-
-def _nearest_prompts(
-    load: IterationWork, gpus: int, wanted: Callable[[WorkSplit], bool]
-) -> tuple[int, ...]:
     def good(prompts: int) -> bool:
-        changed = replace(load, prompts=prompts)
-        return not units(changed) % gpus and wanted(_solve(changed, gpus))
+        return _is_even(replace(load, prompts=prompts), gpus)
 
     unit, start = load.updates, load.prompts - load.prompts % load.updates
     below = next((n for n in range(start, 0, -unit) if good(n)), None)
@@ -277,8 +234,6 @@ def iteration_work(
         roots=plan.roots,
         leaves=tree.leaves // plan.roots,
         forwards=tree.forwards // plan.roots,
-        widths=tuple(level_widths(plan)),
-        batch=r.batch_size,
         candidates=candidates.roots if candidates else 0,
         candidate_leaves=explored.leaves // candidates.roots if candidates and explored else 1,
         candidate_forwards=explored.forwards // candidates.roots if candidates and explored else 0,

@@ -134,8 +134,6 @@ def _show_shares(planned: "Plan") -> None:
     )
     if not geometry.even:
         say(_uneven(planned))
-    if geometry.padding:
-        say(_padded(planned))
     say("")
 
 
@@ -169,17 +167,6 @@ def _uneven(planned: "Plan") -> str:
     return (
         f"GPUs wait for each other: they work {busy}. None waits with {gpus} GPUs, or with "
         f"rollout.prompts_per_iteration={prompts}."
-    )
-
-
-def _padded(planned: "Plan") -> str:
-    from flowrl.assembly.work_split import nearest_batches
-
-    geometry = planned.geometry
-    sizes = " or ".join(map(str, nearest_batches(geometry.load, geometry.gpus)))
-    return (
-        f"Calls of the network with a full batch make up {geometry.padding:.1%} of sampling; none "
-        f"with rollout.batch_size={sizes}."
     )
 
 

@@ -7,7 +7,7 @@ from flowrl.assembly.learner import (
     ProvidedObjects,
     build_evaluated_pipeline,
     build_evaluator,
-    check_evaluation_alone,
+    check_evaluations,
     check_unseen,
     evaluation_prompts,
 )
@@ -29,7 +29,7 @@ def held_out_prompts(config: Config, specs: Sequence[RewardSpec]) -> list[Prompt
     prompts = evaluation_prompts(config, ProvidedObjects())
     if not prompts:
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
-    check_evaluation_alone(config, specs, prompts)
+    check_evaluations(config, specs, prompts)
     check_unseen(config, prompts)
     return prompts
 

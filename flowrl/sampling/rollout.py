@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -329,6 +329,38 @@ class Sampler:
             seed=learning_seed(self.seed, iteration),
             explored=explored,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """Samples one iteration ahead of learning (`rollout.staleness: 1`).
+
+    While an iteration is learned from, the rewards score the images of the next one, which were
+    sampled with the weights of then. These are kept until they were learned from, so that a resumed
+    run samples the same images again.
+    """
+
+    sampler: Sampler
+    policy: Policy
+    adapter: str  # that samples
+    last: int  # iteration, before which the run ends
+    _samples: dict[int, Samples] = field(init=False, default_factory=dict)
+
+    def collect(self, iteration: int, timer: Timer) -> Rollout:
+        """Sample the next iteration, then return this one."""
+        self.policy.forget_weights(before=iteration)
+        samples = self._samples.pop(iteration, None)
+        if samples is None:  # the first of a session
+            with self.policy.weights_of(iteration, self.adapter):
+                samples = self._sample(iteration, timer)
+        self.policy.keep_weights(iteration + 1, self.adapter)
+        if iteration + 1 < self.last:
+            self._samples[iteration + 1] = self._sample(iteration + 1, timer)
+        return self.sampler.rollout(iteration, samples, timer)
+
+    def _sample(self, iteration: int, timer: Timer) -> Samples:
+        plan = self.sampler.plan(iteration)
+        return self.sampler.generator.sample(self.sampler.request(iteration, plan), plan, timer)
 
 
 def learning_seed(seed: int, iteration: int) -> int:

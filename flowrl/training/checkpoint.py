@@ -93,18 +93,6 @@ class Checkpoints:
             ) from damaged
         return None
 
-    def offer(self, damaged: Path) -> str:
-        """Return what to do about a damaged checkpoint: the newest whole one before it."""
-        for step in reversed(self.steps()):
-            if step < (step_of(damaged) or 0):
-                with contextlib.suppress(DamagedFile):
-                    read_checkpoint(self.path(step))
-                    return (
-                        f"the checkpoint before it, {self.path(step)}, is whole: --resume latest "
-                        "takes it"
-                    )
-        return "no checkpoint before it is whole: choose another run.output_dir to start over"
-
     def remove_unfinished(self) -> None:
         """Remove the folders of checkpoints that a killed process was writing or removing."""
         for path in sorted(self.folder.glob("step-*")):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,12 +21,19 @@ from flowrl.objectives.base import (
     with_random_rewards,
 )
 from flowrl.sampling.rollout import Timer
-from flowrl.sampling.source import Source
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.metrics import RowMeans, rollout_metrics
 from flowrl.training.run import Run, SampleGrid
 from flowrl.trajectory import Rollout
 from flowrl.utils.distributed import Runtime
+
+
+class Source(Protocol):
+    """A source of rollouts: `Sampler` samples them, `StoredGroups` reads them from disk."""
+
+    def collect(self, iteration: int, timer: Timer) -> Rollout:
+        """Return this process's share of an iteration's images, with the scores of all images."""
+        ...
 
 
 def train(learner: "Learner", run: Run, *, iterations: int) -> None:

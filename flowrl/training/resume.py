@@ -94,7 +94,7 @@ def decide(config: Config, facts: Facts, *, resume: str | None, accept_changes: 
     _check_accepted(folder, learned(changed), accept_changes)
     if named is None:
         return _at(folder, Checkpoints(folder, keep=1).newest(), changed)
-    return _at(folder, (named, _read_named(named, folder)), changed)
+    return _at(folder, _read_named(named), changed)
 
 
 def holds_run(folder: Path) -> bool:
@@ -125,7 +125,9 @@ def _rerun(config: Config, facts: Facts, folder: Path, accept_changes: bool) -> 
         if why := _finished(place, config):
             return Start(folder=place, holds_run=True, finished=why)
         LOG.info("%s", f"resuming the run in {place}")
-        return _at(place, _newest_whole(place), changed)
+        checkpoints = Checkpoints(place, keep=1)
+        newest = [_read_named(checkpoints.path(step)) for step in checkpoints.steps()[-1:]]
+        return _at(place, newest[0] if newest else None, changed)
     raise AssertionError("numbers do not end")
 
 
@@ -135,20 +137,15 @@ def _numbered(folder: Path) -> Iterator[Path]:
         yield folder.with_name(f"{folder.name}-{number}")
 
 
-def _newest_whole(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest checkpoint. Raises DamagedFile that offers the one before it."""
-    checkpoints = Checkpoints(folder, keep=1)
-    steps = checkpoints.steps()
-    if not steps:
-        return None
-    return checkpoints.path(steps[-1]), _read_named(checkpoints.path(steps[-1]), folder)
-
-
-def _read_named(path: Path, folder: Path) -> dict[str, Any]:
+def _read_named(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return a checkpoint and its state. Raises DamagedFile that says how to take another."""
     try:
-        return read_checkpoint(path)
+        return path, read_checkpoint(path)
     except DamagedFile as error:
-        raise DamagedFile(f"{error}; {Checkpoints(folder, keep=1).offer(path)}") from error
+        raise DamagedFile(
+            f"{error}; --resume latest takes the newest whole checkpoint, or choose another "
+            "run.output_dir to start over"
+        ) from error
 
 
 def _finished(folder: Path, config: Config) -> str:

@@ -166,7 +166,7 @@ class Run:
     @property
     def _best_by(self) -> str | None:
         """The held-out reward that decides the best checkpoint, None for the trained score."""
-        return None if self.stop is None else self.stop.held_out
+        return None if self.stop is None else self.stop.options.held_out
 
     # --- in the loop ------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flowrl.config.sections import StopWhenHackingOptions
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.spec import RewardSpec, trained
@@ -14,14 +15,12 @@ from flowrl.training.evaluate import Evaluation, named_reward
 class StopRule:
     """Stop after `patience` evaluations in a row that look like hacking, see `is_hacking`."""
 
-    held_out: str  # name of the reward that is only measured
-    patience: int
-    margin: float = 0.0  # how far it must have fallen, in its own units
-    sign: float = 1.0  # -1 where less of it is better
+    options: StopWhenHackingOptions
+    sign: float = 1.0  # -1 where less of the held-out reward is better
 
     def score(self, evaluation: Evaluation) -> float:
         """Return the held-out mean, higher is better; NaN when no image has it."""
-        return self.sign * evaluation.mean(self.held_out)
+        return self.sign * evaluation.mean(self.options.held_out)
 
     def reason(self, history: Mapping[int, tuple[float, float]]) -> str:
         """Return a sentence that says why to stop, or "" to continue.
@@ -30,24 +29,20 @@ class StopRule:
         """
         steps = [step for step in sorted(history) if not any(map(math.isnan, history[step]))]
         scores, held_out = ([history[step][i] for step in steps] for i in (0, 1))
-        if not is_hacking(scores, held_out, self.patience, margin=self.margin):
+        o = self.options
+        if not is_hacking(scores, held_out, o.patience, margin=o.margin):
             return ""
         best, last = max(steps, key=lambda step: (history[step][1], step)), steps[-1]
         values = [self.sign * history[step][1] for step in (best, last)]
         return (
             f"Stopped at iteration {last} by run.stop_when_hacking: since iteration {best} the "
             f"trained reward went from {history[best][0]:.4g} to {history[last][0]:.4g}, while the "
-            f"held-out {self.held_out} went from {values[0]:.4g} to {values[1]:.4g}."
+            f"held-out {o.held_out} went from {values[0]:.4g} to {values[1]:.4g}."
         )
 
 
 def stop_rule(
-    specs: Sequence[RewardSpec],
-    prompts: Sequence[PromptRecord],
-    *,
-    held_out: str,
-    patience: int,
-    margin: float,
+    options: StopWhenHackingOptions, specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]
 ) -> StopRule:
     """Return the rule of run.stop_when_hacking. prompts: those of evaluation.
 
@@ -55,11 +50,11 @@ def stop_rule(
     them, and every trained reward does, too: without its score nothing could be compared.
     """
     option = "run.stop_when_hacking.held_out"
-    spec = named_reward(specs, prompts, held_out, option)
+    spec = named_reward(specs, prompts, options.held_out, option)
     if not spec.held_out:
         raise UserError(
-            f"{option} is {held_out!r}, which is trained: name a reward that is only measured, "
-            "with held_out: true"
+            f"{option} is {options.held_out!r}, which is trained: name a reward that is only "
+            "measured, with held_out: true"
         )
     for other in trained(specs):
         if other.whole_groups:  # never measured there
@@ -70,8 +65,7 @@ def stop_rule(
                 f"to none of the {len(prompts)} held-out prompts: give evaluation.prompts that it "
                 "can judge, or more evaluation.num_images, or set the rule to null"
             )
-    sign = -1.0 if spec.weight < 0 else 1.0
-    return StopRule(held_out=held_out, patience=patience, margin=margin, sign=sign)
+    return StopRule(options=options, sign=-1.0 if spec.weight < 0 else 1.0)
 
 
 def is_hacking(
