@@ -51,7 +51,7 @@ def test_options_of_measures_reach_the_evaluator_and_the_run(tiny_config, load_t
     assert evaluator is not None
     assert (evaluator.quality, evaluator.paraphrases) == ("tiny_quality", False)
     run = build_run(config, learner, evaluator, None, resumed=False)
-    assert run.stop == StopRule(held_out="tiny_quality", patience=2, margin=0.5)
+    assert run.stop == StopRule(options=config.run.stop_when_hacking)
 
 
 def drifting(pipeline):

@@ -2,8 +2,6 @@
 
 import logging
 import weakref
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +23,6 @@ from flowrl.backbones.offload import ENCODER, are_freed, encoders_of
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, PromptSampler
-from flowrl.trajectory import Conditioning
 from flowrl.utils.distributed import Runtime
 
 CPU = torch.device("cpu")
@@ -127,7 +124,7 @@ def test_prompts_and_wordings_that_a_run_may_ask_for_are_needed(tiny_config):
     taken = {p.uid for i in range(4) for p in sampler.at(i)}
     assert {p.uid for _, p in prompts_to_encode(config, many, [])} == taken and len(taken) == 12
     left = {p.uid for i in (2, 3) for p in sampler.at(i)}
-    assert {p.uid for _, p in prompts_to_encode(config, many, [], first=2)} == left
+    assert {p.uid for _, p in prompts_to_encode(config, many, [], range(2, 4))} == left
     kinds = [PromptRecord(uid=k, text=k, metadata={"tag": k}) for k in "ab"]
     weighed = tiny_config(prompts={"balance": "tag", "weights": {"a": 0}})
     assert {p.text for _, p in prompts_to_encode(weighed, kinds, [])} == {"b"}
@@ -186,55 +183,6 @@ def test_prompts_that_do_not_fit_into_memory_are_told(tiny_config, load_tiny, mo
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # each process has its own
     with pytest.raises(UserError, match="10 encoded prompts .* in each of 2 processes do not fit"):
         text._make_room([cache], 2**10, 10, True)
-
-
-def test_what_other_processes_put_elsewhere_is_encoded_too(tiny_config, prompts, tmp_path):
-    memory = {"text_encoders": "free", "prompt_cache": str(tmp_path)}
-    config = tiny_config(memory=memory, prompts=prompts, rollout={"prompts_per_iteration": 3})
-    texts, given = TextCaches(config), ProvidedObjects()
-    second = SimpleNamespace(
-        rank=1, world_size=2, is_main=False, raise_on_all=nullcontext, wait=lambda: None, device=CPU
-    )
-    needed = all_prompts_to_encode(config, given)
-    components = texts.encode_first(needed, second)
-    assert components["text_encoder"] is None and "transformer" not in components
-    (cache,) = texts._caches.values()
-    assert len(needed) == 3 and all(cache.has(prompt, whole=True) for _, prompt in needed)
-
-
-def test_what_is_on_disk_belongs_to_the_commit_that_is_loaded(tiny_config, tmp_path, monkeypatch):
-    # A branch of the Hub moves on while it is loaded, but not where encoders are left out.
-    memory = {"text_encoders": "free", "prompt_cache": str(tmp_path)}
-    texts = TextCaches(tiny_config(memory=memory))
-    for commit in ("aaa", "bbb"):
-        (tmp_path / "snapshots" / commit).mkdir(parents=True)
-        (tmp_path / "snapshots" / commit / "model_index.json").write_text('{"text_encoder": []}')
-    here = ["aaa"]
-    index = lambda *_: tmp_path / "snapshots" / here[0] / "model_index.json"  # noqa: E731
-    monkeypatch.setattr(text, "index_file", index)
-    needed = [(1.0, PromptRecord(uid="a", text="a"))]
-    assert texts.unneeded_encoders(needed) == []
-    here[0] = "bbb"  # as it was loaded
-    assert texts.commit() == "bbb"
-    texts._disk(False).save("a", "", Conditioning(tensors={"x": torch.ones(1)}))
-    assert texts.unneeded_encoders(needed) == ["text_encoder"]
-    here[0] = "aaa"
-    assert texts.commit() == "bbb"
-    asked = []
-
-    def load(path, **options):
-        asked.append((options["revision"], options["given"]))
-        raise UserError("far enough")
-
-    monkeypatch.setattr(build_memory, "load_pipeline", load)
-    monkeypatch.setattr(TextCaches, "commit", lambda self: "bbb")
-    for without in (["text_encoder"], []):
-        monkeypatch.setattr(
-            TextCaches, "encode_first", lambda self, *_, names=without: dict.fromkeys(names)
-        )
-        with pytest.raises(UserError, match="far enough"):
-            build_learner(tiny_config(), Runtime(device="cpu"), ProvidedObjects())
-    assert asked == [("bbb", {"text_encoder": None}), (None, {})]
 
 
 def test_options_of_memory_are_set_on_the_pipeline(tiny_config, load_tiny, caplog):

@@ -53,21 +53,6 @@ def test_the_ratio_is_far_from_1_when_only_the_rollout_does(learner):
         assert one.learn(rollout, 0)[NATS] > 20  # nats; updates are clipped at 6.5
 
 
-@pytest.mark.slow
-def test_one_scale_for_a_whole_batch_asks_for_the_very_same_rows(learner, monkeypatch):
-    monkeypatch.setattr(build_precision, "row_by_row", lambda backend: backend)
-    assert ratio_errors(learner(optim={"micro_batch": 8}), 1) == [0]
-    assert ratio_errors(learner(optim={"micro_batch": 4}), 1)[0] > 20
-
-
-@pytest.mark.slow
-def test_what_another_kernel_rounds_otherwise_quantisation_makes_large(learner):
-    """One image alone: a few 1e-5 nats with exact weights, whole nats with packed ones."""
-    one_by_one = {"micro_batch": 1}
-    assert 0 < max(ratio_errors(learner(pipeline={}, optim=one_by_one), 1)) < 1e-3
-    assert max(ratio_errors(learner(optim=one_by_one), 1)) > 1
-
-
 def test_the_policy_begins_at_its_reference_and_only_its_adapter_moves(learner):
     one = learner(objective={"kl_coef": 0.1})
     layers = dict(same_precision_layers(one.policy.network))

@@ -16,7 +16,6 @@ from flowrl.config.trees import PRESETS
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.quantization.linear import same_precision_layers
-from flowrl.sampling.rollout import Timer
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 NAMES = re.findall(r"^\| `(.+?)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -133,24 +132,6 @@ def test_a_tree_or_sampler_draws_images_that_are_learned_from(learner, name, fam
     assert TREES.keys() == PRESETS.keys() - {"custom", "ode"}
     rollout = {"prompts_per_iteration": 1} | SAMPLED[name]["rollout"]
     assert_learns(learner(family, rollout=rollout))
-
-
-REWARDS = {
-    "tiny:geneval:train": (
-        "brightness", "compressibility", "incompressibility", "geneval", "tiny_quality",
-        "diversity",
-    ),
-    "tiny:color_attr:train": ("tiny_colors",),
-    "tiny:ocr:train": ("ocr",),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("prompts", "family"), each_on_one(REWARDS))
-def test_rewards_score_its_images(learner, prompts, family):
-    specs = [{"name": name} for name in REWARDS[prompts]]
-    made = learner(family, rollout=CHAINS, specs=specs, prompts={"train": prompts})
-    rollout = made.source.collect(0, Timer())
-    assert rollout.names == REWARDS[prompts] and rollout.scores.isfinite().all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,18 +13,14 @@ from flowrl.assembly.work_split import (
     check_split,
     deal,
     micro_batches,
-    nearest_batches,
     nearest_gpus,
     nearest_prompts,
-    sampling_padding,
     split_work,
     units,
 )
-from flowrl.config import load_config
 from flowrl.errors import UserError
-from flowrl.functional.batches import ALONE, even_rows
+from flowrl.functional.batches import ALONE
 from flowrl.objectives.batches import Endpoints
-from flowrl.planning.plan import count_work
 from flowrl.trajectory import Conditioning
 from flowrl.utils.distributed import Runtime
 
@@ -114,34 +110,6 @@ def test_what_is_suggested_keeps_every_gpu_busy(load, gpus):
         assert prompts % load.updates == 0
     if units(load) >= gpus and split_work(load, gpus).even:
         assert gpus in suggested and load.prompts in nearest_prompts(load, gpus)
-
-
-def test_padding_that_is_allowed_is_taken_where_a_tree_is_narrow():
-    narrow = replace(BASE, prompts=6, roots=1, widths=(1, 1, 2, 4, 8, 16, 16), batch=96)
-    assert 1 / 30 < split_work(narrow, 1).padding <= 0.2
-
-
-def test_shapes_without_padding_are_counted_and_preferred():
-    assert sampling_padding([10, 5], (1, 1), 8) == 0  # five rows a call
-    assert sampling_padding([11], (1, 1), 8) == pytest.approx(1 / 11)
-    assert sampling_padding([6, 5], (1,), 6) == pytest.approx(1 / 11)
-    load = replace(BASE, prompts=11, roots=1, updates=1, batch=8)
-    assert split_work(load, 1).padding == pytest.approx(1 / 11)
-    assert nearest_batches(load, 1) == (1, 11)
-    assert nearest_prompts(load, 1) == (10, 12)  # 11 is as even, but makes up a row
-    assert nearest_prompts(replace(load, batch=11), 1) == (11, 12)
-
-
-def test_the_quickstart_makes_up_no_rows_while_sampling_and_few_while_learning():
-    config = load_config("quickstart")
-    work = count_work(config)
-    assert all(split_work(load, 1).padding == 0 for load in work.loads)
-    load = next(iter(work.loads))
-    assert load.batch == config.rollout.batch_size and sum(load.widths) == load.forwards
-    for groups in range(1, load.prompts + 1):  # those with signal
-        rows = groups * load.roots * load.rows
-        size = even_rows(rows, load.micro_batch)
-        assert -(-rows // size) * size <= 1.03 * rows
 
 
 @given(load=loads(), gpus=st.integers(1, 40))

@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from flowrl import api
-from flowrl.backbones import offload
 
 DEVICE = torch.device("mps")
 HERE = torch.device("cpu:0")  # in calls, so that the CPU does what the device is asked for
@@ -145,22 +144,3 @@ def test_encoders_and_transformer_are_never_on_the_device_together(
     assert not [seen for seen in device.seen if "vae" in seen and names & seen]
     assert device.seen[-1] <= {"transformer", "vae"}
     assert {"transformer"} in device.seen and {"transformer", "vae"} in device.seen
-
-
-@pytest.mark.slow
-def test_encoders_that_do_not_fit_together_come_one_at_a_time(
-    tiny_config, placements, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(offload, "free_bytes", lambda device: 0)
-    device = placements(recipe(tiny_config, tmp_path / "run", "sd3", text_encoders="free"))
-    encoders = [{n for n in seen if n.startswith("text_encoder")} for seen in device.seen]
-    assert len(set().union(*encoders)) == 3 and max(map(len, encoders)) == 1
-    assert not [seen for seen in device.seen if "transformer" in seen and len(seen) > 2]
-
-
-@pytest.mark.slow
-def test_the_record_shows_encoders_that_are_kept_beside_the_transformer(
-    tiny_config, placements, tmp_path
-):
-    device = placements(recipe(tiny_config, tmp_path / "run", "sd3", text_encoders="keep"))
-    assert [s for s in device.seen if {"transformer", "text_encoder", "text_encoder_3"} <= s]

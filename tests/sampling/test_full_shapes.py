@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from flowrl.backbones.pipeline import PipelineBackbone
-from flowrl.errors import UserError
 from flowrl.functional.batches import ALONE, Batches
 from flowrl.objectives import base
 from flowrl.trajectory import Conditioning
@@ -41,13 +40,6 @@ def test_the_ratio_is_1_though_a_partial_batch_rounds_otherwise(make_learner, ro
     metrics = learner.iterate(0)[1]
     assert metrics["policy/ratio_error_max"] < 1e-3 and metrics["grad/norm"] > 0
     assert len(set(rounding)) == 1
-
-
-def test_the_check_of_the_ratio_sees_a_partial_batch(make_learner, rounding, monkeypatch):
-    monkeypatch.setattr(Batches, "velocity", lambda self, field, *_: field)
-    learner = make_learner(rollout=CHAINS, optim={"micro_batch": 6}, rewards={"middling": middling})
-    with pytest.raises(UserError, match="optim.ratio_tolerance"):
-        learner.iterate(0)
 
 
 def test_an_evaluation_makes_calls_of_one_shape(make_learner, rounding, tiny_config, load_tiny):

@@ -21,7 +21,7 @@ from flowrl.assembly.learner import ProvidedObjects, build_learner  # noqa: E402
 from flowrl.backbones.loading import load_pipeline  # noqa: E402
 from flowrl.config import parse_config  # noqa: E402
 from flowrl.offline import source  # noqa: E402
-from flowrl.sampling.source import Sampler  # noqa: E402
+from flowrl.sampling.rollout import Sampler  # noqa: E402
 from flowrl.utils.distributed import Runtime  # noqa: E402
 from flowrl.utils.files import save_state  # noqa: E402
 

@@ -98,17 +98,6 @@ def test_a_changed_byte_is_refused_by_name_wherever_it_is_at_200_places_a_file(k
     check_flips(kept, tmp_path, 200)
 
 
-def test_a_file_cut_short_is_refused(kept, tmp_path):
-    for name, read in READERS.items():
-        root = Path(shutil.copytree(kept / name.partition("/")[0], tmp_path / name / "copy"))
-        path = root / name.partition("/")[2]
-        data = path.read_bytes()
-        for size in (0, 5, 40, len(data) // 2 + 7, len(data) - 2):
-            path.write_bytes(data[:size])
-            with pytest.raises(UserError):
-                read(path)
-
-
 def test_a_damaged_evaluation_is_made_again(kept, tiny_config, tmp_path, caplog):
     folder = Path(shutil.copytree(kept / "run", tmp_path / "run"))
     path = folder / "evaluations" / "step-000000.safetensors"

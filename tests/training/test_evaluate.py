@@ -157,17 +157,6 @@ def test_as_deployed_is_the_pipelines_own_call_from_the_same_noise(make_evaluato
     assert called.key != ours.key
 
 
-def test_as_deployed_sana_steps_with_its_own_solver(make_evaluator, runtime):
-    ours, called = (
-        make_evaluator("sana", num_inference_steps=5, as_deployed=own) for own in (False, True)
-    )
-    assert type(called.backbone.pipeline.scheduler).__name__ == "DPMSolverMultistepScheduler"
-    own, found = (e(e.backbone.velocity, runtime) for e in (ours, called))
-    assert not torch.equal(own.scores, found.scores)
-    away = (own.images.float() - found.images.float()).abs().mean()
-    assert away < 30  # of 255: another sampler, much the same images
-
-
 def test_as_deployed_needs_the_pipelines_text_encoders(tiny_config, load_tiny):
     config = tiny_config(
         evaluation=SETTINGS | {"as_deployed": True}, memory={"text_encoders": "free"}

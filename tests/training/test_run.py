@@ -21,7 +21,6 @@ from flowrl.config import config_yaml
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import CONFIG, STATE
 from flowrl.training.evaluate import Evaluation
-from flowrl.training.run import cpu_share
 from flowrl.training.tracking import read_metrics, read_rows
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import load_state, write_text
@@ -199,15 +198,6 @@ def test_a_time_limit_stops_after_an_iteration_and_is_no_end(whole, config_for, 
     assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
 
 
-def test_the_screen_says_what_is_evaluated_and_shows_no_bar_of_a_third_party(
-    config_for, tmp_path, capfd
-):
-    align(config_for(tmp_path / "run", iterations=1))
-    screen = "".join(capfd.readouterr())
-    assert "evaluating the base" in screen and "evaluating the LoRA of iteration 1" in screen
-    assert "Loading" not in screen and "it/s" not in screen
-
-
 def test_metrics_are_on_the_disk_before_what_a_resumed_run_takes_for_written(
     config_for, tmp_path, monkeypatch
 ):
@@ -230,24 +220,6 @@ def test_metrics_are_on_the_disk_before_what_a_resumed_run_takes_for_written(
     monkeypatch.setattr(os, "replace", check)
     align(config_for(tmp_path / "run", iterations=2, checkpoint_every=1))
     assert late == [] and on_disk
-
-
-def test_a_process_that_others_keep_from_the_cpu_knows_its_share():
-    """Three processes on one core: each gets a third of what it asks for."""
-    if cpu_share() is None:
-        pytest.skip("the system does not say")
-    burn = (
-        "import os, sys, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "while time.process_time() < 1.0: pass\n"
-        "if sys.argv[1:]: from flowrl.training.run import cpu_share; print(cpu_share())"
-    )
-    noise = [subprocess.Popen([sys.executable, "-c", burn.replace("1.0", "9")]) for _ in "ab"]
-    try:
-        done = subprocess.run([sys.executable, "-c", burn, "x"], capture_output=True, text=True)
-    finally:
-        for process in noise:
-            process.kill()
-    assert float(done.stdout) < 0.6, done
 
 
 def test_too_little_cpu_time_is_said_once_with_the_remedy(

@@ -10,8 +10,7 @@ from flowrl.api import align
 from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.backbones.lora_files import FILE
 from flowrl.errors import UserError
-from flowrl.sampling.rollout import Timer
-from flowrl.sampling.source import Ahead
+from flowrl.sampling.rollout import Ahead, Timer
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.utils.distributed import Runtime
 

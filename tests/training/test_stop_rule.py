@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flowrl.config.sections import StopWhenHackingOptions
 from flowrl.errors import UserError
 from flowrl.export.summary import card
 from flowrl.prompts.records import PromptRecord
@@ -19,7 +20,13 @@ from flowrl.training.stop_rule import StopRule, is_hacking, stop_rule
 from flowrl.training.tracking import read_metrics
 
 NAN = math.nan
-RULE = StopRule(held_out="quality", patience=2)
+
+
+def options_of(held_out: str, margin: float = 0.0) -> StopWhenHackingOptions:
+    return StopWhenHackingOptions(held_out=held_out, patience=2, margin=margin)
+
+
+RULE = StopRule(options=options_of("quality"))
 
 
 def test_a_rule_gives_its_reason_with_both_scores():
@@ -29,7 +36,7 @@ def test_a_rule_gives_its_reason_with_both_scores():
         "went from 0.2 to 0.4, while the held-out quality went from 4 to 3.25."
     )
     assert RULE.reason({step: history[step] for step in (0, 2, 4)}) == ""
-    assert replace(RULE, margin=0.6).reason(history) == ""
+    assert StopRule(options=options_of("quality", 0.6)).reason(history) == ""
     assert RULE.reason(dict(reversed(history.items()))) == RULE.reason(history)
     assert RULE.reason({}) == ""
     # Evaluations without a score are passed over.
@@ -54,14 +61,13 @@ def spec(name: str, **options) -> RewardSpec:
 def test_the_rule_watches_a_reward_that_is_only_measured():
     prompts = [PromptRecord(uid="a", text="a")]
     specs = [spec("ocr"), spec("quality", held_out=True), spec("flaws", held_out=True, weight=-1)]
-    made = stop_rule(specs, prompts, held_out="quality", patience=2, margin=0.1)
-    assert made == StopRule(held_out="quality", patience=2, margin=0.1, sign=1)
-    assert stop_rule(specs, prompts, held_out="flaws", patience=2, margin=0).sign == -1
+    assert stop_rule(options_of("quality"), specs, prompts) == RULE
+    assert stop_rule(options_of("flaws"), specs, prompts).sign == -1
     for name, message in (("ocr", "which is trained"), ("beauty", "ocr, quality, flaws")):
         with pytest.raises(UserError, match=f"stop_when_hacking.held_out is '{name}'.*{message}"):
-            stop_rule(specs, prompts, held_out=name, patience=2, margin=0)
+            stop_rule(options_of(name), specs, prompts)
     with pytest.raises(UserError, match="none of the 0 held-out prompts"):
-        stop_rule(specs, [], held_out="quality", patience=2, margin=0)
+        stop_rule(options_of("quality"), specs, [])
 
     # Every trained reward has a score to compare.
     def ocr(images, prompts, metadata):
@@ -74,12 +80,12 @@ def test_the_rule_watches_a_reward_that_is_only_measured():
     def made(prompts: list[PromptRecord], **options) -> StopRule:
         specs = [spec("taste"), spec("quality", held_out=True)]
         specs.append(RewardSpec(name="ocr", reward=ocr, **options))
-        return stop_rule(specs, prompts, held_out="quality", patience=2, margin=0)
+        return stop_rule(options_of("quality"), specs, prompts)
 
     with pytest.raises(UserError, match="'ocr' applies to none of the 1 held-out prompts"):
         made([plain])
     for rule in (made([plain, text]), made([plain], weight=0.0), made([plain], held_out=True)):
-        assert rule.held_out == "quality"
+        assert rule == RULE
 
 
 HELD_OUT = [0.2, 0.5, 0.4, 0.3]

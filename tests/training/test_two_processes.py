@@ -71,13 +71,6 @@ for place in ("", f"-{runtime.rank}"):
         sum(texts.get(backbone, g).has(prompt) for g, prompt in needed),
         encoders_of(backbone.pipeline) == [],
     ]
-seen["from main"] = [
-    runtime.from_main(lambda: data if runtime.is_main else b"not asked").decode()
-    for data in (b"", b"the main one's")
-]
-seen["any"] = [runtime.any(runtime.rank == 1), runtime.any(False)]
-seen["sum"] = runtime.sum(float(runtime.rank + 1))
-seen["merge"] = runtime.merge({f"rank {runtime.rank}": "here"})
 # Every process has a disk of its own, and only the main one's holds what is resumed.
 own = folder / f"own-{runtime.world_size}-{runtime.rank}"
 case = load_config(
@@ -180,12 +173,6 @@ def test_evaluations_texts_and_failures_are_shared(seen):
             assert abs(encoded - part * needed) < 1
     # A run is resumed from the main process's disk.
     assert seen["2-1"]["resumed"][0] == [] and seen["2-0"]["resumed"][1] == 2
-    # Decisions and notes are shared.
-    assert seen["1-0"]["any"] == [False, False] and seen["1-0"]["sum"] == 1
-    for name in ("2-0", "2-1"):
-        assert seen[name]["any"] == [True, False] and seen[name]["sum"] == 3
-        assert seen[name]["from main"] == ["", "the main one's"]
-        assert seen[name]["merge"] == {"rank 0": "here", "rank 1": "here"}
     # A reward that fails on one process stops all with one message.
     for reward, words in [
         ("dead", ("6 of 12 images have no reward", "dead", "the server is gone", "prompt")),
