@@ -1,6 +1,5 @@
 """A training run on disk: restored before the loop, saved, evaluated and stopped during it."""
 
-import json
 import logging
 import math
 import os
@@ -84,7 +83,7 @@ class Run:
     _optimizer: torch.optim.Optimizer = field(init=False)
     _began: float = field(init=False, default_factory=time.monotonic)
     _request: StopRequest = field(init=False, default_factory=StopRequest)
-    # (trained score, held-out score) of the evaluations by iteration, for the stop rule
+    # (trained score, held-out score) of the evaluations by iteration, on the main process
     _history: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
     _latest: tuple[int, Evaluation] | None = field(init=False, default=None)
     out_of_time: bool = field(init=False, default=False)
@@ -117,7 +116,7 @@ class Run:
                 self.evaluate_policy()  # the session before was stopped during it
         self._apply_stop_rule()
         self._began = time.monotonic()
-        return self.options.iterations if self.stopped else self.done
+        return self.options.iterations if self.runtime.any(bool(self.stopped)) else self.done
 
     def _main_finds(self, look: Callable[[], bool]) -> bool:
         """Return what the main process finds in the folder, which others may not see."""
@@ -129,20 +128,13 @@ class Run:
         return evaluation is not None and evaluator is not None and evaluation.key == evaluator.key
 
     def _load_history(self) -> None:
-        """Load what earlier sessions measured, for the stop rule."""
-        if self.stop is None or self.evaluator is None:
+        """Load what earlier sessions measured as this one does, for the stop rule."""
+        if self.stop is None or self.evaluator is None or not self.runtime.is_main:
             return
-        data = self.runtime.from_main(lambda: json.dumps(list(self._measured())).encode())
-        for step, score, held_out in json.loads(data):
-            self._history[step] = score, held_out
-
-    def _measured(self) -> Iterator[tuple[int, float, float]]:
-        """Yield the iterations of comparable evaluations in the folder, with both scores."""
-        assert self.stop is not None and self.evaluator is not None
         for step in range(0, self.done + 1, self.evaluate_every):
             evaluation = self.evaluation(step)
             if evaluation is not None and evaluation.key == self.evaluator.key:
-                yield step, self.score(evaluation), self.stop.score(evaluation)
+                self._history[step] = self.score(evaluation), self.stop.score(evaluation)
 
     def _renew_lora(self) -> None:
         """Put the checkpoint's LoRA at the root, where that of a later iteration may lie."""
@@ -261,8 +253,9 @@ class Run:
         return evaluation
 
     def _apply_stop_rule(self) -> None:
-        """End the run when the rule says so. The scores are those of all processes."""
-        if self.stop is None or self.done >= self.options.iterations:
+        """Let the main process, which knows all evaluations, end the run when the rule says so."""
+        main = self.runtime.is_main
+        if self.stop is None or not main or self.done >= self.options.iterations:
             return
         self.stopped = self.stop.reason(self._history)
         if self.stopped and self.best is not None:
@@ -359,13 +352,14 @@ class Run:
         """Return whether time is up, a signal came or the rule stops; the same on all processes."""
         limit, total = self.options.max_minutes, self.options.iterations
         late = self.runtime.any(limit is not None and self.seconds() >= 60 * limit)
-        if late and not self.stopped and self.done < total and not self.interrupted:
+        stopped, interrupted = self.runtime.any(bool(self.stopped)), self.interrupted
+        if late and not stopped and not interrupted and self.done < total:
             self.out_of_time = True
             self.stopped = (
                 f"Stopped by {TIME_LIMIT} after {self.done} of {total} iterations; continue: "
                 f"flowrl train --resume {shlex.quote(str(self.folder))} {TIME_LIMIT}=null"
             )
-        return late or self.interrupted or self.runtime.any(bool(self.stopped))
+        return late or interrupted or stopped
 
     @property
     def interrupted(self) -> bool:
