@@ -129,9 +129,9 @@ class WorkerPool:
         import ray
 
         version, before, _ = self._weights
-        if not before or not all(map(torch.equal, weights, before)):
-            sent = ray.put([tensor.cpu() for tensor in weights])
-            self._weights = version + 1, list(weights), sent
+        tensors = [tensor.cpu() for tensor in weights]
+        if not before or not all(map(torch.equal, tensors, before)):
+            self._weights = version + 1, tensors, ray.put(tensors)
         return self._weights[0]
 
     def submit(self, jobs: Sequence[Job], name: str) -> list[PendingJob]:
