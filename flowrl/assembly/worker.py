@@ -234,18 +234,24 @@ class RayCluster:
 
     def _start_here(self, quiet: dict[str, Any]) -> None:
         import ray
-        from accelerate.utils import patch_environment
 
         gpus, root = self._worker_gpus(), tempfile.gettempdir()
         self._folder = tempfile.mkdtemp(
             prefix="ray-", dir=root if len(root) < SOCKET_PATH else "/tmp"
         )
-        visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        with patch_environment(**visible):  # which Ray's processes inherit
+        before = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if gpus is not None:  # Ray's processes inherit it
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        try:
             ray.init(
                 address="local", num_cpus=self.options.count, num_gpus=len(gpus or ()),
                 include_dashboard=False, _temp_dir=self._folder, **quiet,
             )  # fmt: skip
+        finally:
+            if before is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = before
+            elif gpus is not None:
+                del os.environ["CUDA_VISIBLE_DEVICES"]
 
     def _worker_gpus(self) -> Sequence[str] | None:
         """Return the GPUs of this machine for workers; the trainer's where it is the only one."""
