@@ -151,7 +151,6 @@ def test_a_process_is_replaced_after_max_tasks_questions(make):
     assert first == second != third
 
 
-@pytest.mark.slow
 def test_after_three_in_a_row_without_an_answer_nothing_is_asked_for_a_while(make):
     pool = make("Scripted", micro_batch=1, timeout=0.1, start=0.1)
     found = ask(pool, *[{"do": "sleep", "seconds": 600}] * 3, {}, {})
