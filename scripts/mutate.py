@@ -36,17 +36,18 @@ def inject(copy: Path, name: str, mutation: dict) -> str:
     """Make one mutation in the copy, run its tests, undo it; return and print what happened."""
     path = copy / mutation["file"]
     text = path.read_text() if path.exists() else ""
-    missing = [test for test in mutation["tests"] if not (copy / test).exists()]
+    tests = mutation["tests"]  # files or folders, or a test as FILE::NAME
+    missing = [test for test in tests if not (copy / test.partition("::")[0]).exists()]
     if text.count(mutation["line"]) != 1:
         result = "its line is not there once: update its entry"
-    elif missing or not mutation["tests"]:
+    elif missing or not tests:
         result = f"its tests do not exist: {missing}"
     else:
         path.write_text(text.replace(mutation["line"], mutation["mutant"]))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
-            [*command, *mutation["tests"]], cwd=copy, env=environment, capture_output=True
+            [*command, *tests], cwd=copy, env=environment, capture_output=True
         )
         names = {0: "survived", 1: "caught"}
         result = names.get(done.returncode, f"pytest ended with {done.returncode}")

@@ -2,18 +2,21 @@
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
+from flowrl.backbones.lora_formats import LoRA
 from flowrl.cli import main
 from flowrl.errors import UserError
 from flowrl.evaluation.benchmark import (
     geneval_table,
     judge_geneval,
 )
-from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
+from flowrl.evaluation.drawing import Drawing, DrawingOptions, draw_prompts
 from flowrl.prompts.records import load_prompts
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import GENEVAL_TAGS, split_prompts
@@ -175,3 +178,21 @@ def test_a_prompts_own_negative_is_drawn_with_and_written_beside_its_images(monk
     assert asked == expected
     first, second = (json.loads((tmp_path / f"b/0000{i}/metadata.jsonl").read_text()) for i in "01")
     assert first == {"prompt": "a cat", "negative": "blurry"} and second == {"prompt": "a dog"}
+    # Images to compare have other noise each; those of a benchmark begin anew at each prompt.
+    for distinct, seeds in ((True, [3, 4, 5, 6]), (False, [3, 4, 3, 4])):
+        asked.clear()
+        how = {"per_prompt": 2, "seed": 3, "distinct_noise": distinct}
+        draw_prompts(canvas, load_prompts(source), tmp_path / str(distinct), **how)
+        assert [seed for _, seed, _ in asked] == seeds
+
+
+def test_images_belong_to_the_tensors_of_a_lora_and_not_to_its_file():
+    def identity(value: float, name: str):
+        lora = LoRA(
+            name=name, path=Path(name), make="PEFT", scales={"a": 1.0},
+            state={"a.lora_A.weight": torch.full((1, 2), value)},
+        )  # fmt: skip
+        options = DrawingOptions(model="tiny-sd3", lora=name)
+        return Drawing(pipeline=None, call={}, lora=lora, rlg=None, options=options).identity()
+
+    assert identity(1.0, "a") == identity(1.0, "b") != identity(2.0, "a")
