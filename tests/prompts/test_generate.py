@@ -96,9 +96,9 @@ def test_a_prompt_says_what_its_metadata_ask_for():
 
 def test_what_cannot_be_is_refused():
     # A kind without a request for a list is a sentence.
-    with pytest.raises(UserError, match=r"of the kind two_object in 2 lists .* at most 1 comb"):
+    with pytest.raises(UserError, match="two_object"):
         geneval_sets(9, 9, classes=["cat", "dog"], ratio=(0, 0, 0, 0, 1, 0))
-    with pytest.raises(UserError, match=r"30 prompts of the kind 4 words .* at most 0"):
+    with pytest.raises(UserError, match="4 words"):
         ocr_sets(100, 0, words=["a", "b", "c"])
     train, test = geneval_sets(1920 - 8, 6, ratio=(0, 1, 0, 0, 0, 0))
     assert len(train) + len(test) == 1918  # all but the other wordings of what is held out

@@ -30,36 +30,49 @@ class TemplateKind:
 
     def sample(
         self,
-        counts: Sequence[int],
-        seed: int | str,
+        test: int,
+        train: int,
+        seed: int,
         taken: set[Hashable],
         excluded: Collection[Hashable] = (),
-    ) -> list[list[dict]]:
-        """Return portions of `counts` prompts without a combination in common, seeded.
+    ) -> tuple[list[dict], list[dict]]:
+        """Return `test` and `train` prompts without a combination in common, seeded.
 
-        A portion repeats a combination, in other words, only when it needs more than there are,
-        and a text only when it needs more than there are of these. The last portion is short
-        first.
+        A list repeats a combination, in other words, only when it needs more than there are, and
+        a text only when it needs more than there are of these; training first.
 
         Args:
             taken: keys of used combinations; new ones are added.
-            excluded: keys that no portion may have.
+            excluded: keys that neither list may have.
 
         Raises:
-            UserError: there is no combination for a portion.
+            UserError: there is no combination for a list.
         """
+        # Each list gets the combinations that its texts need, then one a prompt, the test first.
+        free, needed = self.free(excluded), [-(-n // self.wordings) for n in (test, train)]
+        of_test = min(test, max(free - needed[1], min(needed[0], free - min(train, 1)), 0))
+        of_train = max(min(train, free - of_test), 0)
         rng = random.Random(f"{seed}/{self.name}")
-        shares = self._shares(counts, self.free(excluded))
-        most = 2 * sum(shares) + SPARE + len(excluded)
-        stream = self._distinct(rng, most, taken | set(excluded))
-        portions = []
-        for count, share in zip(counts, shares, strict=True):
-            chosen = list(islice(stream, share))
+        most = 2 * (of_test + of_train) + SPARE + len(excluded)
+        unused = self._unused(rng, most, taken | set(excluded))
+        lists = []
+        for count, share in ((test, of_test), (train, of_train)):
+            chosen = list(islice(unused, share))
             if count and not chosen:
-                raise self._none_left(counts)
+                raise UserError(
+                    f"cannot make {test + train} prompts of the kind {self.name} in two lists that "
+                    f"share nothing, because there are at most {self.combinations} combinations, "
+                    "without those that are excluded: ask for none of this kind"
+                )
             taken.update(map(self.key, chosen))
-            portions.append(self._worded(chosen, count, rng))
-        return portions
+            starts = [rng.randrange(self.wordings) for _ in chosen]
+            rows = (
+                self.make(index, (start + lap) % self.wordings)
+                for lap in laps(0)
+                for index, start in zip(chosen, starts, strict=True)
+            )
+            lists.append(list(islice(rows, count)) if chosen else [])
+        return lists[0], lists[1]
 
     def free(self, excluded: Collection[Hashable]) -> int:
         """Return how many combinations are not excluded; a lower bound for very many."""
@@ -67,23 +80,7 @@ class TemplateKind:
             return self.combinations - len(excluded)
         return sum(self.key(index) not in excluded for index in range(self.combinations))
 
-    def _shares(self, counts: Sequence[int], combinations: int) -> list[int]:
-        """Return how many combinations each portion gets: one a prompt, as far as there are."""
-        least = [-(-count // self.wordings) for count in counts]
-        for i in reversed(range(len(least))):  # texts repeat then
-            left = combinations - sum(least) + least[i]
-            least[i] = max(min(least[i], left), min(least[i], 1))
-        spare = combinations - sum(least)
-        if spare < 0:
-            raise self._none_left(counts)
-        shares = []
-        for count, few in zip(counts, least, strict=True):
-            more = min(count - few, spare)
-            shares.append(few + more)
-            spare -= more
-        return shares
-
-    def _distinct(self, rng: random.Random, most: int, taken: set[Hashable]) -> Iterator[int]:
+    def _unused(self, rng: random.Random, most: int, taken: set[Hashable]) -> Iterator[int]:
         """Yield combinations in random order, each once; look at `most`."""
         if self.combinations < LISTED:
             indices = rng.sample(range(self.combinations), min(most, self.combinations))
@@ -94,22 +91,6 @@ class TemplateKind:
             if key not in taken:
                 taken.add(key)
                 yield index
-
-    def _worded(self, chosen: list[int], count: int, rng: random.Random) -> list[dict]:
-        first = [rng.randrange(self.wordings) for _ in chosen]
-        prompts = (
-            self.make(index, (start + lap) % self.wordings)
-            for lap in laps(0)
-            for index, start in zip(chosen, first, strict=True)
-        )
-        return list(islice(prompts, count)) if chosen else []
-
-    def _none_left(self, counts: Sequence[int]) -> UserError:
-        return UserError(
-            f"cannot make {sum(counts)} prompts of the kind {self.name} in {len(counts)} lists "
-            f"that share nothing, because there are at most {self.combinations} combinations, "
-            "without those that are excluded: ask for none of this kind"
-        )
 
 
 def sample_sets(
@@ -135,7 +116,7 @@ def sample_sets(
     )
     taken: set[Hashable] = set()
     portions = [
-        kind.sample((test[kind.name], train[kind.name]), seed, taken, excluded) for kind in kinds
+        kind.sample(test[kind.name], train[kind.name], seed, taken, excluded) for kind in kinds
     ]
     return (
         shuffled([row for _, rows in portions for row in rows], f"{seed}/train"),
