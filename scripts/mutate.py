@@ -46,9 +46,7 @@ def inject(copy: Path, name: str, mutation: dict) -> str:
         path.write_text(text.replace(mutation["line"], mutation["mutant"]))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(
-            [*command, *tests], cwd=copy, env=environment, capture_output=True
-        )
+        done = subprocess.run([*command, *tests], cwd=copy, env=environment, capture_output=True)
         names = {0: "survived", 1: "caught"}
         result = names.get(done.returncode, f"pytest ended with {done.returncode}")
         path.write_text(text)
