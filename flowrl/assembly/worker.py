@@ -225,7 +225,9 @@ class RayCluster:
             else:
                 ray.init(address=self.options.address, **quiet)
                 self._joined = True
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        except UserError:
+            raise
+        except Exception as error:  # Ray raises bare ones, too
             where = self.options.address or "this machine"
             raise UserError(
                 f"rollout.workers: Ray at {where} does not answer: {str(error).strip()}. Start it "
