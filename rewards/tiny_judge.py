@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .detectors.tiny_shapes import SHAPES
 from .fixtures import fixture, quarters
-from .networks.loading import building
+from .networks.loading import small_network
 from .tiny_palette import COLORS
 
 SIDE = 64  # pixels
@@ -72,15 +72,6 @@ def _reader(classes: int, size: tuple[int, int]) -> nn.Module:
     )
 
 
-def load_network(path: Path = WEIGHTS) -> JudgeNetwork:
-    from safetensors.torch import load_file
-
-    with building():
-        network = JudgeNetwork()
-    network.load_state_dict({name: t.float() for name, t in load_file(path).items()})
-    return network.eval().requires_grad_(False)
-
-
 class TinyJudge:
     """1 when an image shows all that the prompt asks for, and nothing else; 0 when not.
 
@@ -127,7 +118,7 @@ class TinyJudge:
     def read(self, images: Tensor) -> list[tuple[list[Any], list[Any]]]:
         """Return what stands in the quarters and in the columns of each image."""
         if self._network is None:
-            self._network = load_network()
+            self._network = small_network(JudgeNetwork, WEIGHTS)
         levels = (images.float().cpu().clamp(0, 1) * 255).round() / 255
         if levels.shape[-2:] != (SIDE, SIDE):
             levels = F.interpolate(levels, (SIDE, SIDE), mode="area")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .detectors.tiny_shapes import SHAPES
 from .fixtures import fixture, quarters
-from .networks.loading import building
+from .networks.loading import small_network
 from .tiny_palette import COLORS
 
 SIDE = 64  # pixels
@@ -88,7 +88,7 @@ class TinyProxy:
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         if self._network is None:
-            self._network = load_network(self.weights)
+            self._network = small_network(ProxyNetwork, self.weights)
         network = self._network.to(images.device)
         if images.shape[-2:] != (SIDE, SIDE):
             images = F.interpolate(images.float(), (SIDE, SIDE), mode="area")
@@ -107,12 +107,3 @@ class TinyProxy:
         return [
             fixture("the right colour scores above another", right, wrong, "a red circle", wanted)
         ]
-
-
-def load_network(path: Path = WEIGHTS) -> ProxyNetwork:
-    from safetensors.torch import load_file
-
-    with building():
-        network = ProxyNetwork()
-    network.load_state_dict({name: t.float() for name, t in load_file(path).items()})
-    return network.eval().requires_grad_(False)

@@ -6,9 +6,9 @@ Packages, devices, and files of weights that are loaded without running any code
 import contextlib
 import importlib
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CAUSE = 80  # characters of what a library says about a model that it cannot fetch
 PACKAGES = {"open_clip": "open-clip-torch"}
+N = TypeVar("N", bound=nn.Module)
 
 
 def imported(target: str, reward: str) -> Any:
@@ -63,6 +64,16 @@ def building() -> Iterator[None]:
     """Make a network inside without drawing from the process's random generators."""
     with torch.random.fork_rng(devices=[]):
         yield
+
+
+def small_network(kind: Callable[[], N], path: Path) -> N:
+    """Return a network whose weights come with the package, as float32 without gradients."""
+    from safetensors.torch import load_file
+
+    with building():
+        network = kind()
+    network.load_state_dict({name: tensor.float() for name, tensor in load_file(path).items()})
+    return network.eval().requires_grad_(False)
 
 
 @contextlib.contextmanager
