@@ -16,6 +16,7 @@ from flowrl.cli._console import (
     Tokens,
     arguments_of,
     print_scores,
+    say,
 )
 from flowrl.errors import UserError
 
@@ -74,6 +75,7 @@ def sample(  # noqa: PLR0913  # an argument for each option
         )
     if rlg is not None and lora is None:
         raise UserError(f"--rlg {rlg:g} is given without --lora: add --lora runs/quickstart.")
+    say(f"loading {model} ...", err=True)
     from flowrl.api import sample as sample_images
     from flowrl.evaluation.drawing import DrawingOptions
 
@@ -183,6 +185,7 @@ def gallery(
         raise UserError("Give either a run folder or --base, as in flowrl gallery runs/quickstart.")
     if base is not None and not (lora and prompts and output_dir):
         raise UserError("With --base, also give --lora, --prompts and --output-dir.")
+    say(f"loading {base or run} ...", err=True)
     from flowrl.api import gallery as write_gallery
 
     page = write_gallery(
