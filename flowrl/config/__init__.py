@@ -88,8 +88,12 @@ class Config(Options):
         recipe says that trees change.
         """
         plans: dict[TreePlan, int] = {}
+        last = None
         for iteration in self.iterations_with_plans():
-            plans.setdefault(self.rollout.plan(iteration, self.run.seed), iteration)
+            plan = self.rollout.plan(iteration, self.run.seed)
+            if plan is not last:  # of most recipes there is one, and its hash takes its time
+                plans.setdefault(plan, iteration)
+            last = plan
         return plans
 
     def iterations_with_plans(self) -> Sequence[int]:
