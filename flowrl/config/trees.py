@@ -230,8 +230,8 @@ class CustomTreeOptions(TreeOptions):
     )
     args: dict[str, Any] = option({}, "Further arguments of the function, by name.")
 
-    def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
-        return self._fields() | {"iteration": iteration, "seed": seed}
+    def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
+        return presets.custom(steps, leaves, **self._fields(), iteration=iteration, seed=seed)
 
 
 Tree = Annotated[
