@@ -403,7 +403,7 @@ class PipelineBackbone:
                     f"{error:.2g} from that of its own run: it depends on the step or on earlier "
                     "steps, which the policy's probability cannot"
                 )
-        return f"{name}: the velocity equals the pipeline's own at all {steps} steps"
+        return f"checked: all {steps} steps are those of {name}'s own call"
 
 
 def check_class(pipeline: Any) -> None:

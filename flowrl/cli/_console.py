@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrl.errors import CheckResult, UserError
-from flowrl.utils.progress import SafeConsole
+from flowrl.utils.progress import SafeConsole, open_console
 
 MARKS = {
     "ok": ("ok", "green"),
@@ -167,7 +167,7 @@ def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[di
 
 def say(text: str = "", *, err: bool = False, style: str = "") -> None:
     """Print sentences on stdout, or stderr; a terminal breaks them between words, and no path."""
-    console = SafeConsole(stderr=err)
+    console = open_console(stderr=err)
     if console.is_terminal:
         whole = textwrap.TextWrapper(
             console.width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False

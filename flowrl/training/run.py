@@ -182,7 +182,9 @@ class Run:
             if shown and len(grid.images):
                 self.report.log_images(self.done, grid.images, grid.captions)
         if self.steps is not None:
-            shown = {"reward": metrics["reward/mean"], "no signal": metrics["groups/no_signal"]}
+            shown = {"reward": metrics["reward/mean"]}
+            if metrics["groups/no_signal"]:
+                shown["groups without signal"] = metrics["groups/no_signal"]
             if "workers/joined" in metrics:
                 shown["workers"] = int(metrics["workers/joined"])
             limit = None
@@ -394,6 +396,7 @@ class Run:
         if request.name == "SIGHUP" and self.steps.console.is_terminal:
             self.steps.console.quiet = True
         text = f"{request.name}: ends after this iteration; a second signal ends at once.\n"
+        text = "\n" + text if self.steps.console.is_terminal else text  # below the bar
         with suppress(OSError):
             os.write(2, text.encode())  # whatever this signal has interrupted may be printing
 

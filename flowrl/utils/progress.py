@@ -105,13 +105,18 @@ class Steps:
             self._bar.stop()
 
 
+def open_console(*, stderr: bool = False) -> Console:
+    """Return where to print: above a live bar, or else a new console."""
+    return Steps._live.console if Steps._live is not None else SafeConsole(stderr=stderr)
+
+
 @contextmanager
 def announced(what: str, *, show: bool = True) -> Iterator[None]:
     """Print that a job without steps begins, and how long it took if that was seconds.
 
     show: whether to print at all; processes but the main one do not.
     """
-    console, began = SafeConsole(stderr=True), time.monotonic()
+    console, began = open_console(stderr=True), time.monotonic()
     if show:
         console.print(f"{what} ...")
     yield
