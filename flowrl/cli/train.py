@@ -140,6 +140,7 @@ def train(
         print_table([row | {"folder": folder} for row in encode(config)])
         return
     if os.environ.get("RANK", "0") == "0":
+        say("starting ...", err=True)  # the imports below take seconds
         from flowrl.planning.machine import check_machine
 
         check_machine(config, insist=yes)
