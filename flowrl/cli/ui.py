@@ -64,7 +64,9 @@ def ui(
 
     app = make_app(runs, token=token, host=host)
     missing = "" if runs.exists() else " (there is no such folder yet)"
-    serve_page(app, f"runs in {os.fspath(runs)}{missing}", host, port, token, open_browser)
+    serve_page(
+        app, f"Runs of the folder {os.fspath(runs)}{missing}", host, port, token, open_browser
+    )
     if left := app.state.jobs.running():
         say(f"{left} runs that were started here continue.")
 
@@ -93,7 +95,7 @@ def serve_page(
         listen(listening)
         address = f"{address_of(host, listening)}/#token={quote(token, safe='')}"
         # Flushed: programs that read this through a pipe wait for it.
-        print(f"{what} at {address}", flush=True)
+        print(f"{what}: {address}", flush=True)
         # Ctrl-C is how it ends; uvicorn has closed all by then.
         with suppress(Interrupted), open_page(address) if open_browser else nullcontext():
             make_server(app).run(sockets=[listening])

@@ -108,7 +108,9 @@ def vote(  # noqa: PLR0913  # an argument for each option
         questions = Questions(read_candidates(folder), Ballot(folder), goal=goal, seed=seed)
         token = page_token(host, token_env)
         app = make_app(questions, token=token, host=host)
-        serve_page(app, f"images in {os.fspath(folder)}", host, port, token, open_browser)
+        serve_page(
+            app, f"Images of the folder {os.fspath(folder)}", host, port, token, open_browser
+        )
 
 
 def _target(
