@@ -261,6 +261,6 @@ def row_forwards(objective: Any, steps: int) -> int:
         "leap_align": lambda o: 2,
         "flowbp_sparse": lambda o: min(o.steps, steps),
         "flowbp_bridge": lambda o: min(o.steps, steps),
-        "flowbp_lagrange": lambda o: min(2 * min(o.active, o.supports), steps),
+        "flowbp_lagrange": lambda o: min(4, steps),  # two velocities of each leap
     }
     return of_chain[objective.kind](objective) if objective.kind in of_chain else 1

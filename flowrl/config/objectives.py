@@ -9,9 +9,7 @@ from flowrl.errors import UserError
 from flowrl.utils.fields import (
     Choice,
     Count,
-    Flag,
     NonNegative,
-    Number,
     Options,
     Positive,
     Text,
@@ -149,15 +147,10 @@ class GRPOOptions(StepObjectiveOptions):
 class SPOOptions(StepObjectiveOptions):
     component: ClassVar[str] = "flowrl.objectives.spo:SPO"
     kind: Literal["spo"] = option("spo", "The best against the worst child of each split.", SPO)
-    min_gap: Annotated[NonNegative, Field(lt=1)] = option(
-        0.3,
-        "Smallest preference of the best child over the worst: tanh((best - worst) / (2 tau)), the "
-        "difference of the softmax of the two.",
-        f"0.3 in {SPO}",
-    )
     tau: Positive = option(
         0.1,
-        "Temperature of that softmax.",
+        "Temperature of the rewards. A pair counts if softmax([best, worst] / tau) differ by more "
+        "than 0.3: if the rewards differ by more than 0.62 tau.",
         f"1 in {SPO}, whose scores are logits of preferences; rewards in [0, 1] need less",
     )
 
@@ -191,12 +184,18 @@ class LogitNormalTimesOptions(Options):
 
 class ScheduleTimesOptions(Options):
     kind: Literal["schedule"] = option("schedule", "The rollout's own noise levels.", NFT)
-    fraction: Share = option(1.0, "Share of them to choose from, the noisiest first.", "0.9 in AWM")
-    skip_first: Flag = option(False, "Leave pure noise out.", "AWM's code")
+    fraction: Share = option(1.0, "Share of them to choose from, the noisiest first.")
+
+
+class StrataTimesOptions(Options):
+    kind: Literal["strata"] = option(
+        "strata", "One of each of `count` even stretches of the schedule, without pure noise.", AWM
+    )
+    fraction: Share = option(0.9, "Share of the schedule that is used, the noisiest first.", AWM)
 
 
 Times = Annotated[
-    UniformTimesOptions | LogitNormalTimesOptions | ScheduleTimesOptions,
+    UniformTimesOptions | LogitNormalTimesOptions | ScheduleTimesOptions | StrataTimesOptions,
     Field(discriminator="kind"),
 ]
 
@@ -212,9 +211,8 @@ class NoisingOptions(Options):
         "group: the images of a prompt share times and noise, which cancel when they are compared. "
         "image: each image has its own.",
     )
-    stratified: Flag = option(False, "One level from each of `count` equal parts.")
     times: Times = option(
-        UniformTimesOptions(), "Noise levels; kind: uniform, logit_normal, schedule."
+        UniformTimesOptions(), "Noise levels; kind: uniform, logit_normal, schedule, strata."
     )
 
 
@@ -264,12 +262,7 @@ class AWMOptions(ObjectiveOptions):
     advantage: AdvantageOptions = option(AdvantageOptions(), ADVANTAGE)
     kl_coef: NonNegative = option(1e-3, KL, AWM)
     noising: NoisingOptions = option(
-        NoisingOptions(
-            count=4,
-            share="image",
-            stratified=True,
-            times=ScheduleTimesOptions(fraction=0.9, skip_first=True),
-        ),
+        NoisingOptions(count=4, share="image", times=StrataTimesOptions()),
         NOISING,
         "6 strata of 14 steps in AWM",
     )
@@ -278,19 +271,14 @@ class AWMOptions(ObjectiveOptions):
 class SFTOptions(ObjectiveOptions):
     component: ClassVar[str] = "flowrl.objectives.sft:SFT"
     kind: Literal["sft"] = option("sft", "Fine-tuning on each prompt's best images.")
-    winners: Literal["all", "one"] = option(
-        "all",
-        "All images with a prompt's highest reward, or a random one of them (best-of-n). Prompts "
-        "whose images all have one reward are left out.",
-    )
     noising: NoisingOptions = option(PER_IMAGE, NOISING)
 
 
 class RWROptions(ObjectiveOptions):
     component: ClassVar[str] = "flowrl.objectives.sft:RWR"
     kind: Literal["rwr"] = option("rwr", "Reward-weighted regression.", "arXiv 2302.12192")
-    rwr_lambda: Positive = option(
-        0.2, "Temperature: an image's weight is exp(reward / rwr_lambda), over its group's mean."
+    tau: Positive = option(
+        0.2, "Temperature: an image's weight is exp(reward / tau), over its group's mean."
     )
     noising: NoisingOptions = option(PER_IMAGE, NOISING)
 
@@ -327,11 +315,10 @@ class DPOOptions(ComparedOptions):
 
 class KTOOptions(ComparedOptions):
     component: ClassVar[str] = "flowrl.objectives.dpo:KTO"
-    kind: Literal["kto"] = option("kto", "Liked and disliked images, without pairs.", KTO)
-    implicit_beta: Positive = option(1000.0, IMPLICIT_BETA, KTO)
-    like_above: Number | None = option(
-        None, "Reward above which an image is liked; null is the mean of its prompt's images."
+    kind: Literal["kto"] = option(
+        "kto", "Images above their prompt's mean are liked, the others disliked.", KTO
     )
+    implicit_beta: Positive = option(1000.0, IMPLICIT_BETA, KTO)
     noising: NoisingOptions = option(NoisingOptions(share="image"), NOISING, KTO)
 
 
@@ -364,7 +351,6 @@ class LAIROptions(ComparedOptions):
     component: ClassVar[str] = "flowrl.objectives.gdro:LAIR"
     kind: Literal["lair"] = option("lair", "Regress implicit rewards on advantages.", LAIR)
     implicit_beta: Positive = option(100.0, IMPLICIT_BETA, "not published; DPO's")
-    kappa: Positive = option(1.0, "The optimum of the implicit reward is advantage / kappa.")
     advantage: AdvantageOptions = option(AdvantageOptions(), ADVANTAGE)
 
 
@@ -382,12 +368,6 @@ class RewardBackpropOptions(ObjectiveOptions):
     """Options of all objectives that follow the reward's gradient."""
 
     states: ClassVar[str] = "path"
-    hinge: Number | None = option(
-        None,
-        "Reward above which an image has no gradient: the loss is relu(hinge - reward); null is "
-        "minus the reward. In units of the weighted reward.",
-        "2.0 for ImageReward in ReFL, 0.55 for HPSv2.1 in FlowBP, 0.7 in SRPO",
-    )
     kl_coef: NonNegative = option(0.0, f"{KL} Works against reward hacking.")
 
 
@@ -420,12 +400,6 @@ class DRaFTLVOptions(RewardBackpropOptions):
 class AlignPropOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.draft:AlignProp"
     kind: Literal["align_prop"] = option("align_prop", "A random number of last steps.", ALIGNPROP)
-    truncation: Literal["gaussian", "uniform"] = option(
-        "gaussian",
-        "Law of the number of last steps with a gradient: normal with mean 16 % and standard "
-        "deviation 10 % of the steps, or uniform.",
-        ALIGNPROP,
-    )
 
 
 class SRPOOptions(RewardBackpropOptions):
@@ -461,13 +435,6 @@ class FlowBPBridgeOptions(RewardBackpropOptions):
 class FlowBPLagrangeOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.leap_align:FlowBPLagrange"
     kind: Literal["flowbp_lagrange"] = option("flowbp_lagrange", "Leaps of higher order.", FLOWBP)
-    supports: Annotated[Count, Field(le=6)] = option(
-        3,
-        "Velocities of the chain, at most, that a leap integrates; with fewer than about 10 steps "
-        "use 1.",
-        FLOWBP,
-    )
-    active: Count = option(2, "How many of them, from the leap's start, have a gradient.", FLOWBP)
 
 
 class CustomObjectiveOptions(ObjectiveOptions):

@@ -272,9 +272,9 @@ def check_spo(plan: TreePlan) -> None:
 
 def check_noising(noising: NoisingOptions, steps: int) -> None:
     """Raise ValueError when a schedule of `steps` has fewer noise levels than `noising` takes."""
-    if noising.times.kind != "schedule":
+    if noising.times.kind not in ("schedule", "strata"):
         return
-    left = int(steps * noising.times.fraction + 1e-9) - noising.times.skip_first
+    left = int(steps * noising.times.fraction + 1e-9) - (noising.times.kind == "strata")
     if noising.count > left:
         raise ValueError(
             f"objective.noising.count is {noising.count}, but objective.noising.times leaves "

@@ -86,7 +86,7 @@ def kto_anchor(delta: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class KTO(ImplicitReward):
-    """An image with a reward above like_above is liked; None is the mean of its prompt."""
+    """An image with a reward above the mean of its prompt is liked."""
 
     options: KTOOptions
     compared: ClassVar[Compared] = "update"  # the reference point is a mean over all images
@@ -94,15 +94,10 @@ class KTO(ImplicitReward):
     def prepare(self, rollout: Rollout) -> Endpoints:
         """Return signal 1 for images that are liked, -1 for the rest.
 
-        Without a threshold tied prompts and images at the mean are dropped.
+        Tied prompts and images at the mean are dropped.
         """
-        if self.options.like_above is None:
-            distance, keep = image_advantages(rollout, AdvantageOptions())
-            keep = keep & (distance != 0)
-        else:
-            distance = rollout.reward.cpu() - self.options.like_above
-            keep = rollout.valid.cpu()
-        return self.endpoints(rollout, torch.where(distance > 0, 1.0, -1.0), keep)
+        distance, keep = image_advantages(rollout, AdvantageOptions())
+        return self.endpoints(rollout, distance.sign(), keep & (distance != 0))
 
     def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
         errors = self.errors(models, batch)

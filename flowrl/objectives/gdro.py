@@ -129,12 +129,12 @@ class GDRO(ImplicitReward):
         }
 
 
-def lair_loss(s: Tensor, advantage: Tensor, kappa: float) -> Tensor:
-    """Diffusion-LAIR (2605.26491): -A s + (kappa / 2) s^2, the least at s = A / kappa. (N,)
+def lair_loss(s: Tensor, advantage: Tensor) -> Tensor:
+    """Diffusion-LAIR (2605.26491): s^2 / 2 - A s, the least at s = A. (N,)
 
-    Coefficient of s: kappa s - A. The published constants are not known to us.
+    Coefficient of s: s - A. The paper scales the square; `implicit_beta` scales s instead.
     """
-    return -advantage * s + kappa / 2 * s**2
+    return -advantage * s + 0.5 * s**2
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class LAIR(ImplicitReward):
     def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
         errors = self.errors(models, batch)
         s = self.options.implicit_beta * -errors.delta
-        loss = lair_loss(s, batch.signal, self.options.kappa).mean()
+        loss = lair_loss(s, batch.signal).mean()
         loss = loss + self.options.kl_coef * errors.penalty
         return loss, {
             "policy/error": errors.policy.detach().mean(),

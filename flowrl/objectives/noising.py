@@ -83,13 +83,13 @@ def noise_images(batch: Endpoints, options: NoisingOptions) -> NoisedImages:
 def noise_levels(u: Tensor, sigmas: Tensor, options: NoisingOptions) -> Tensor:
     """Turn uniform numbers u (N, D) in [0, 1) into noise levels (N, D).
 
-    sigmas: (T+1,), the rollout's schedule, from which `schedule` takes D different levels.
+    sigmas: (T+1,), the rollout's schedule, from which `schedule` and `strata` take D levels.
     """
     times = options.times
     if times.kind == "schedule":
-        choose = one_of_each_stretch if options.stratified else without_replacement
-        return choose(u, noisiest(sigmas, times.fraction, times.skip_first))
-    u = in_strata(u) if options.stratified else u
+        return without_replacement(u, noisiest(sigmas, times.fraction))
+    if times.kind == "strata":
+        return one_of_each_stretch(u, noisiest(sigmas, times.fraction)[1:])
     if times.kind == "uniform":
         # Equation 23 of Stable Diffusion 3 (2403.03206): towards noise as a schedule is shifted.
         sigma = times.shift * u / (1 + (times.shift - 1) * u)
@@ -99,28 +99,9 @@ def noise_levels(u: Tensor, sigmas: Tensor, options: NoisingOptions) -> Tensor:
     return sigma.clamp(min=LEAST_SIGMA)
 
 
-def in_strata(u: Tensor) -> Tensor:
-    """Return one number in each of D equal parts of [0, 1), D being the last axis. Same shape.
-
-    Each part's number is still uniform in it: the average over D has the same expectation as that
-    of independent numbers, and a smaller variance.
-    """
-    count = u.shape[-1]
-    part = torch.arange(count, dtype=u.dtype, device=u.device)
-    below_one = 1 - torch.finfo(u.dtype).eps / 2  # or the sum rounds to 1
-    return ((part + u) / count).clamp(max=below_one)
-
-
-def noisiest(sigmas: Tensor, fraction: float, skip_first: bool) -> Tensor:
-    """Return the first int(T fraction) sigmas of a schedule, without pure noise if `skip_first`.
-
-    sigmas: (T+1,), falling to 0, which is never trained. Raises ValueError if none is left.
-    """
-    steps = len(sigmas) - 1
-    levels = sigmas[int(skip_first) : math.floor(steps * fraction + 1e-9)]  # 100 * 0.29 < 29
-    if len(levels) == 0:
-        raise ValueError(f"fraction {fraction} of {steps} steps leaves no sigma: take a larger one")
-    return levels
+def noisiest(sigmas: Tensor, fraction: float) -> Tensor:
+    """Return the first int(T fraction) sigmas of a schedule. sigmas: (T+1,), falling to 0."""
+    return sigmas[: math.floor((len(sigmas) - 1) * fraction + 1e-9)]  # 100 * 0.29 < 29
 
 
 def without_replacement(u: Tensor, sigmas: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weighted regression on the rollout's own images: SFT, best-of-n and RWR (2302.12192)."""
+"""Weighted regression on the rollout's own images: SFT and RWR (2302.12192)."""
 
 from dataclasses import dataclass
 
@@ -6,25 +6,24 @@ import torch
 from torch import Tensor
 
 from flowrl.config.objectives import RWROptions, SFTOptions
-from flowrl.functional.groups import best_and_worst, best_of_group, group_rows, require_finite
-from flowrl.objectives.advantage import tie_break_noise
+from flowrl.functional.groups import best_of_group, group_rows, require_finite
 from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.batches import Endpoints, tied, without_siblings
 from flowrl.objectives.noising import noise_images
 from flowrl.trajectory import Metrics, Rollout
 
 
-def exp_weight(reward: Tensor, group: Tensor, rwr_lambda: float) -> Tensor:
-    """Return exp(r / rwr_lambda) over its mean in the group, of RWR (2302.12192). (N,)
+def exp_weight(reward: Tensor, group: Tensor, tau: float) -> Tensor:
+    """Return exp(r / tau) over its mean in the group, of RWR (2302.12192). (N,)
 
     A constant added to the rewards of a prompt changes nothing, and nothing overflows.
     """
     require_finite(reward)
     rows = group_rows(group)
-    scaled = (reward / rwr_lambda)[rows.index]
+    scaled = (reward / tau)[rows.index]
     scaled = scaled.masked_fill(~rows.mask, -torch.inf)
     total = scaled.logsumexp(1) - rows.mask.sum(1).to(scaled).log()
-    return (reward / rwr_lambda - total[rows.number]).exp()
+    return (reward / tau - total[rows.number]).exp()
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class WeightedRegression:
 
 @dataclass(frozen=True)
 class SFT(WeightedRegression):
-    """Learn from the images at their prompt's maximum, "all" or "one" of them (best-of-n).
+    """Learn from the images at their prompt's maximum.
 
     Prompts whose images all score alike are left out, or every failure would be learned.
     """
@@ -67,20 +66,15 @@ class SFT(WeightedRegression):
 
     def weights(self, rollout: Rollout) -> Tensor:
         weight = torch.zeros(len(rollout.reward))
-        reward, group = rollout.reward.cpu().double(), rollout.group.cpu()
-        if self.options.winners == "all":
-            keep = rollout.valid.cpu() & ~tied(rollout)
-            weight[keep] = best_of_group(reward[keep], group[keep]).to(weight.dtype)
-        else:
-            valid = rollout.valid.cpu().nonzero().squeeze(1)
-            winner, _ = best_and_worst(reward[valid], group[valid], tie_break_noise(rollout)[valid])
-            weight[valid[winner]] = 1.0
+        keep = rollout.valid.cpu() & ~tied(rollout)
+        reward, group = rollout.reward.cpu()[keep].double(), rollout.group.cpu()[keep]
+        weight[keep] = best_of_group(reward, group).to(weight.dtype)
         return weight
 
 
 @dataclass(frozen=True)
 class RWR(WeightedRegression):
-    """Weights exp(reward / rwr_lambda), over their mean in the prompt."""
+    """Weights exp(reward / tau), over their mean in the prompt."""
 
     options: RWROptions
 
@@ -89,5 +83,5 @@ class RWR(WeightedRegression):
         valid = rollout.valid.cpu() & ~without_siblings(rollout)
         reward, group = rollout.reward.cpu()[valid].double(), rollout.group.cpu()[valid]
         weight = torch.zeros(len(valid), dtype=torch.float64)
-        weight[valid] = exp_weight(reward, group, self.options.rwr_lambda)
+        weight[valid] = exp_weight(reward, group, self.options.tau)
         return weight

@@ -16,6 +16,7 @@ from flowrl.objectives.tree_credit import node_values
 from flowrl.trajectory import Metrics, Rollout, Transitions, transitions
 
 BETA, CLIP = 10.0, 0.1  # the published scale of the log-ratio, and bound of the ratio
+MIN_GAP = 0.3  # smallest preference of a best child over the worst, as published
 
 
 def spo_loss(log_ratio_w: Tensor, log_ratio_l: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class SPO:
         # Of equal children the first: their noises are alike in law.
         pairs = best_and_worst(value[valued], siblings[valued], -valued.double())
         winner, loser = (valued[rows] for rows in pairs)
-        clear = softmax_gap(value[winner], value[loser], self.options.tau) > self.options.min_gap
+        clear = softmax_gap(value[winner], value[loser], self.options.tau) > MIN_GAP
         signal = torch.zeros(len(value))
         signal[winner[clear]], signal[loser[clear]] = 1.0, -1.0
         signal = signal.view(len(tree), len(edge)).to(device)

@@ -41,14 +41,13 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         },
         "rollout": FANS,
     },
-    "spo": {"objective": {"kind": "spo", "min_gap": 0.0}, "rollout": TREE},
+    "spo": {"objective": {"kind": "spo", "tau": 1e-3}, "rollout": TREE},
     "gdro on a tree": {"objective": {"kind": "gdro"}, "rollout": TREE},
     "online dpo": {"objective": {"kind": "dpo", "anchor_every": 2}, "rollout": ODE},
     "gdro, top-1": {"objective": {"kind": "gdro", "form": "top1"}, "rollout": ODE},
-    "best of n": {"objective": {"kind": "sft", "winners": "one"}, "rollout": ODE},
     "nft": {"objective": {"kind": "nft", "noising": {"count": 2}}, "rollout": ODE},
     "awm": {
-        "objective": {"kind": "awm", "noising": {"count": 2, "stratified": False}}, "rollout": ODE,
+        "objective": {"kind": "awm", "noising": {"count": 2}}, "rollout": ODE,
     },
     "guided": {
         "objective": {"kind": "nft", "noising": {"count": 2}},
@@ -60,9 +59,9 @@ OBJECTIVES |= {
     for kind in ("dpo", "gdro", "sft", "rwr", "kto", "dgpo", "lair")
 }
 FOLLOWED = {
-    "refl": {}, "draft": {"steps": 2, "kl_coef": 0.1}, "draft_lv": {}, "srpo": {"hinge": 1.0},
-    "align_prop": {"truncation": "uniform"}, "leap_align": {}, "flowbp_sparse": {"steps": 2},
-    "flowbp_bridge": {"steps": 2}, "flowbp_lagrange": {"supports": 1, "active": 1},
+    "refl": {}, "draft": {"steps": 2, "kl_coef": 0.1}, "draft_lv": {}, "srpo": {},
+    "align_prop": {}, "leap_align": {}, "flowbp_sparse": {"steps": 2},
+    "flowbp_bridge": {"steps": 2}, "flowbp_lagrange": {},
 }  # fmt: skip
 OBJECTIVES |= {
     kind: {"objective": {"kind": kind} | changes, "rollout": ODE | {"group_size": 2}} | COLORS

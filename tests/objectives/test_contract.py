@@ -24,8 +24,7 @@ CHAINS = {
     "refl": options.ReFLOptions(),
     "draft": options.DRaFTOptions(steps=3),
     "draft_lv": options.DRaFTLVOptions(),
-    "align_prop": options.AlignPropOptions(truncation="uniform"),
-    "align_prop, gaussian": options.AlignPropOptions(),
+    "align_prop": options.AlignPropOptions(),
     "srpo": options.SRPOOptions(positive_words="good", negative_words="rather bad"),
     "leap_align": options.LeapAlignOptions(),
     "flowbp_sparse": options.FlowBPSparseOptions(steps=3),
@@ -37,7 +36,7 @@ STEPS = {
     "grpo": options.GRPOOptions(kl_coef=0.1, clip_nats=0.05),
     "grpo guard": options.GRPOOptions(ratio="normalised", step_weight="equal", kl_coef=0.1),
     "tempflow": options.GRPOOptions(step_weight="noise", kl_coef=0.1),
-    "spo": options.SPOOptions(min_gap=0.0),
+    "spo": options.SPOOptions(tau=1e-3),
 }
 
 
@@ -201,7 +200,7 @@ def test_chains_have_the_same_gradient_for_any_micro_batch_and_count_their_forwa
 
 
 @PATHS
-def test_images_without_a_gradient_count_0_and_so_do_those_beyond_the_hinge(name):
+def test_images_without_a_gradient_count_0(name):
     toy, objective = ChainToy(), path(name)
     batch = objective.prepare(rollout_of_chains(chains(toy)))
     broken = batch.prompt == 1
@@ -216,12 +215,6 @@ def test_images_without_a_gradient_count_0_and_so_do_those_beyond_the_hinge(name
     alone = chain_gradient(chain_loss(objective, toy, rest)[0], toy)
     torch.testing.assert_close(chain_gradient(loss, toy), alone * len(rest) / N)
     assert loss.isfinite() and metrics["path/dropped"].item() == 0.5
-    low, high = path(name, hinge=-1e3), path(name, hinge=1e3)
-    loss, metrics = chain_loss(low, toy, batch)
-    assert loss.item() == 0 and chain_gradient(loss, toy).abs().max() == 0
-    assert metrics["path/satisfied"].item() == 1
-    slopes = (chain_gradient(chain_loss(o, toy, batch)[0], toy) for o in (high, objective))
-    torch.testing.assert_close(*slopes)
 
 
 @PATHS

@@ -67,9 +67,10 @@ def test_ktos_reference_point_is_a_mean_over_all_processes():
     assert_close(calls[0], -errors.delta.detach())
 
 
-def test_kto_likes_images_above_the_threshold():
-    batch = make("kto", like_above=0.5).prepare(images())
-    assert batch.signal.tolist() == [1 if r > 0.5 else -1 for r in REWARD]
+def test_kto_likes_images_above_the_mean_of_their_prompt():
+    batch = make("kto").prepare(images())
+    means = [sum(REWARD[:4]) / 4] * 4 + [sum(REWARD[4:]) / 4] * 4
+    assert batch.signal.tolist() == [1 if r > m else -1 for r, m in zip(REWARD, means, strict=True)]
 
 
 def test_dpo_takes_the_best_and_the_worst_and_breaks_ties_by_lot():

@@ -15,10 +15,10 @@ from flowrl.config.objectives import (
     LogitNormalTimesOptions,
     NoisingOptions,
     ScheduleTimesOptions,
+    StrataTimesOptions,
     UniformTimesOptions,
 )
 from flowrl.objectives.noising import (
-    in_strata,
     noise_images,
     noise_levels,
     noised,
@@ -93,28 +93,14 @@ def test_levels_have_the_law_of_their_name_and_stay_inside():
     assert_close(shifted / (3 - 2 * shifted), u)  # the share below sigma
     ends = torch.tensor([[0.0, LAST]])
     for times in (LogitNormalTimesOptions(), UniformTimesOptions(shift=3.0)):
-        for stratified in (False, True):
-            options = NoisingOptions(times=times, stratified=stratified)
-            sigma = noise_levels(ends, SIGMAS, options)
-            assert 0 < sigma.min() and sigma.max() < 1
-
-
-@given(count=st.integers(1, 40), seed=st.integers(0, 2**31))
-def test_stratified_numbers_lie_one_in_each_part(count, seed):
-    u = torch.rand(3, count, generator=torch.Generator().manual_seed(seed))
-    u[0] = LAST
-    parts, number = in_strata(u) * count, torch.arange(count)
-    assert bool((parts >= number - 1e-5).all()) and bool((parts <= number + 1 + 1e-5).all())
-    assert bool((in_strata(u) < 1).all())
+        sigma = noise_levels(ends, SIGMAS, NoisingOptions(times=times))
+        assert 0 < sigma.min() and sigma.max() < 1
 
 
 def test_the_noisiest_part_of_a_schedule_leaves_out_its_end():
-    assert torch.equal(noisiest(SIGMAS, 1.0, False), SIGMAS[:10])
-    assert torch.equal(noisiest(SIGMAS, 0.9, True), SIGMAS[1:9])
+    assert torch.equal(noisiest(SIGMAS, 1.0), SIGMAS[:10])
     for steps, fraction, count in [(10, 0.99, 9), (100, 0.29, 29), (20, 0.4, 8), (25, 1.0, 25)]:
-        assert len(noisiest(torch.linspace(1, 0, steps + 1), fraction, False)) == count
-    with pytest.raises(ValueError, match="fraction"):
-        noisiest(SIGMAS, 0.1, True)
+        assert len(noisiest(torch.linspace(1, 0, steps + 1), fraction)) == count
 
 
 def test_every_ordered_choice_is_equally_likely():
@@ -129,9 +115,9 @@ def test_every_ordered_choice_is_equally_likely():
 
 
 def test_strata_of_a_schedule_are_even_stretches_of_it():
-    sigmas = noisiest(SIGMAS, 0.9, True)
+    strata = NoisingOptions(times=StrataTimesOptions(fraction=0.9))
     for u, rows in ((0.0, [1, 3, 6]), (0.5, [2, 4, 7]), (LAST, [2, 5, 8])):
-        assert torch.equal(one_of_each_stretch(torch.full((1, 3), u), sigmas)[0], SIGMAS[rows])
+        assert torch.equal(noise_levels(torch.full((1, 3), u), SIGMAS, strata)[0], SIGMAS[rows])
     for choose in (without_replacement, one_of_each_stretch):
         with pytest.raises(ValueError, match="4 .* 3"):
             choose(torch.zeros(2, 4), SIGMAS[:3])

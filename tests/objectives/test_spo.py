@@ -19,7 +19,7 @@ EIGHT = torch.tensor([0.0, 0.4, 0.7, 1.0, 0.3, 0.3, 0.2, 0.9])
 
 
 def spo(kernel: str = "flow_sde", **options) -> SPO:
-    return SPOOptions(**{"min_gap": 0.0} | options).build(kernel)
+    return SPOOptions(**{"tau": 1e-3} | options).build(kernel)
 
 
 def f64(*values: float) -> torch.Tensor:
@@ -125,13 +125,12 @@ def test_of_many_children_only_the_best_and_the_worst_stay():
     assert batch.metrics()["tree/train_forwards"] == PROMPTS
 
 
-def test_a_pair_counts_if_the_softmax_of_the_two_is_further_apart_than_min_gap():
-    for min_gap in [0.3, 0.8]:
-        rollout = collect(Toy(), plan=SPLIT)  # extremes .8 and .5 apart
-        kept = [math.tanh(apart / (2 * 0.3)) > min_gap for apart in (0.8, 0.5)]
-        batch = spo(min_gap=min_gap, tau=0.3).prepare(rollout)
-        assert batch.prompt.tolist() == [p for p in range(PROMPTS) if kept[p]]
-        assert len(spo(min_gap=0.9, tau=10.0).prepare(rollout)) == 0
+def test_a_pair_counts_if_the_softmax_of_the_two_is_further_apart_than_the_gap():
+    rollout = collect(Toy(), plan=SPLIT)  # extremes .8 and .5 apart
+    for tau, prompts in [(0.3, [0, 1]), (1.0, [0]), (10.0, [])]:
+        apart = [math.tanh(distance / (2 * tau)) > 0.3 for distance in (0.8, 0.5)]
+        assert [p for p in range(PROMPTS) if apart[p]] == prompts
+        assert spo(tau=tau).prepare(rollout).prompt.tolist() == prompts
 
 
 def test_ties_and_missing_rewards_make_no_pair_and_are_counted():

@@ -45,7 +45,7 @@ SCORED = {
     "grpo": ({"kind": "grpo"}, CHAINS),
     "tree": ({"kind": "grpo", "kl_coef": 0.1}, TREE),
     "two_stage": ({"kind": "grpo"}, TWO_STAGE),
-    "spo": ({"kind": "spo", "min_gap": 0.0}, FAN),
+    "spo": ({"kind": "spo", "tau": 1e-3}, FAN),
     "nft": (NFT, ODE),
     "dpo": ({"kind": "dpo", "kl_coef": 0.1, "noising": {"count": 2}}, ODE),
     "kto": ({"kind": "kto", "noising": {"count": 2}}, ODE),
@@ -62,12 +62,12 @@ FOLLOWED = {  # along the reward's gradient
     "refl": {},
     "draft": {"steps": 2, "kl_coef": 0.1},
     "draft_lv": {},
-    "align_prop": {"truncation": "uniform"},
-    "srpo": {"hinge": 1.0},
+    "align_prop": {},
+    "srpo": {},
     "leap_align": {},
     "flowbp_sparse": {"steps": 2},
     "flowbp_bridge": {"steps": 2},
-    "flowbp_lagrange": {"supports": 1, "active": 1},
+    "flowbp_lagrange": {},
 }
 CASES = [*SCORED, *FOLLOWED, "stored"]
 # Policy, old policy, reference and average, over recomputed blocks.

@@ -25,18 +25,6 @@ def tangent(value: Tensor) -> Tensor:
     return value - value.detach()
 
 
-def reward_loss(reward: Tensor, hinge: float | None) -> Tensor:
-    """Return -r, or relu(hinge - r). (B,)"""
-    return -reward if hinge is None else (hinge - reward).relu()
-
-
-def reward_slope(reward: Tensor, hinge: float | None) -> Tensor:
-    """Return the derivative of `reward_loss`: -1, or 0 where the reward reaches its hinge. (B,)"""
-    if hinge is None:
-        return -torch.ones_like(reward)
-    return -(reward < hinge).to(reward.dtype)
-
-
 class Velocities:
     """The policy along the chains of a batch, and its distance from the reference there."""
 
@@ -96,7 +84,7 @@ class RewardBackprop:
         velocities: Velocities,
         weight: Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """Return the mean over images of weight * (-r or relu(hinge - r)), and metrics.
+        """Return the mean over images of -weight * reward, and metrics.
 
         Images without a finite reward or gradient count 0, and their share is a metric.
 
@@ -108,14 +96,10 @@ class RewardBackprop:
         good = reward.isfinite() & gradient.flatten(1).isfinite().all(1)
         reward = torch.where(good, reward, 0).to(moved)
         scale = torch.where(good, 1.0 if weight is None else weight, 0).to(moved)
-        slope = (reward_slope(reward, self.options.hinge) * scale).view(-1, *[1] * (moved.ndim - 1))
+        slope = -scale.view(-1, *[1] * (moved.ndim - 1))
         up = torch.where(good.view_as(slope), gradient, 0).to(moved)  # 0 times NaN is NaN
-        value = reward_loss(reward, self.options.hinge) * scale
-        loss = (value + (slope * up * moved).flatten(1).sum(1)).mean()
-        metrics: Metrics = {
-            "path/dropped": (~good).float().mean(),
-            "path/satisfied": (good & (slope.flatten() == 0)).float().mean(),
-        }
+        loss = (-reward * scale + (slope * up * moved).flatten(1).sum(1)).mean()
+        metrics: Metrics = {"path/dropped": (~good).float().mean()}
         if bool(good.any()):
             metrics["path/reward"] = reward[good].mean()
             metrics["path/gradient_norm"] = up[good].square().flatten(1).mean(1).sqrt().mean()

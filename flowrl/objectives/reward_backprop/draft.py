@@ -68,13 +68,8 @@ class DRaFT(LastSteps):
         return min(self.options.steps, batch.steps)
 
 
-def uniform_truncation(u: Tensor, steps: int) -> Tensor:
-    """Return every number of steps alike; AlignProp's first form."""
-    return (u * steps).long().clamp(max=steps - 1) + 1
-
-
 def gaussian_truncation(u: Tensor, steps: int) -> Tensor:
-    """Return a normal share of the steps, rounded; AlignProp's second form."""
+    """Return a normal share of the steps, rounded, as AlignProp's code does. (N,) long"""
     normal = torch.special.ndtri(u.double().clamp(min=1e-12))
     return ((MEAN + STD * normal) * steps).round().clamp(1, steps).long()
 
@@ -86,5 +81,4 @@ class AlignProp(LastSteps):
     options: AlignPropOptions
 
     def truncate(self, u: Tensor, steps: int) -> Tensor:
-        uniform = self.options.truncation == "uniform"
-        return (uniform_truncation if uniform else gaussian_truncation)(u, steps)
+        return gaussian_truncation(u, steps)

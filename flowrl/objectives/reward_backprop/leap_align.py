@@ -37,17 +37,9 @@ class LeapAlign(RewardBackprop):
     options: LeapAlignOptions | FlowBPLagrangeOptions
     NESTED: ClassVar[float] = 0.3
     DISTANCE_FLOOR: ClassVar[float] = 0.1
+    SUPPORTS: ClassVar[int] = 1  # velocities that a leap integrates: here one Euler step
+    ACTIVE: ClassVar[int] = 1  # how many of them, from the leap's start, have a gradient
     SUPPORT_COEF: ClassVar[float] = 1.0  # share of the gradient of velocities after the first
-
-    @property
-    def supports(self) -> int:
-        """Velocities that a leap integrates: here one Euler step."""
-        return 1
-
-    @property
-    def active(self) -> int:
-        """How many of them, from the leap's start, have a gradient."""
-        return 1
 
     def pairs(self, batch: Trajectories) -> tuple[Tensor, Tensor]:
         """Return the steps k < j of each chain. (N,), (N,) long"""
@@ -56,7 +48,7 @@ class LeapAlign(RewardBackprop):
     def prepare(self, rollout: Rollout) -> Trajectories:
         batch = Trajectories.from_rollout(rollout)
         k, j = self.pairs(batch)
-        most = min(self.active, self.supports)
+        most = min(self.ACTIVE, self.SUPPORTS)
         forwards = (j - k).clamp(max=most) + (batch.steps - j).clamp(max=most)
         return batch.with_forwards(forwards, at_once=most)
 
@@ -99,9 +91,9 @@ class LeapAlign(RewardBackprop):
         sigmas = batch.sigmas.cpu()
         rows: list[tuple[int, int, float, float]] = []
         for row, (a, b) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
-            steps = even_supports(a, b, self.supports)
+            steps = even_supports(a, b, self.SUPPORTS)
             weights = lagrange_weights(sigmas[steps], sigmas[a], sigmas[b]).tolist()
-            coefs = [1.0, *[self.SUPPORT_COEF] * (self.active - 1), *[0.0] * self.supports]
+            coefs = [1.0, *[self.SUPPORT_COEF] * (self.ACTIVE - 1), *[0.0] * self.SUPPORTS]
             rows += [(row, *one) for one in zip(steps, weights, coefs, strict=False)]
         row, step, weight, coef = zip(*rows, strict=True)
         like = batch.dt
@@ -134,15 +126,9 @@ class FlowBPLagrange(LeapAlign):
     options: FlowBPLagrangeOptions
     NESTED: ClassVar[float] = 0.1
     DISTANCE_FLOOR: ClassVar[float] = 0.2
+    SUPPORTS: ClassVar[int] = 3
+    ACTIVE: ClassVar[int] = 2
     SUPPORT_COEF: ClassVar[float] = 0.25
-
-    @property
-    def supports(self) -> int:
-        return self.options.supports
-
-    @property
-    def active(self) -> int:
-        return self.options.active
 
     def pairs(self, batch: Trajectories) -> tuple[Tensor, Tensor]:
         pairs = torch.tensor(

@@ -39,7 +39,7 @@ class SRPO(RewardBackprop):
     [LOWEST, HIGHEST]. With words put before each prompt, the reward is (1 + k) r(better) -
     r(worse): what it likes in any case nearly cancels, and k goes with the step from its first
     number, at noise, to its second. Without words it is r for both, and the step up moves the image
-    the other way: one beyond the hinge has no gradient in either.
+    the other way.
     """
 
     options: SRPOOptions
