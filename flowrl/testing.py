@@ -225,7 +225,7 @@ def _check_first_gradient(learner: Learner, rollout: Rollout) -> Gradient:
     if learner.objective.needs.ratio:
         error = first.metrics.get("policy/ratio_error_max", float("inf"))
         _expect(
-            error <= learner.optim.ratio_tolerance, "ratio",
+            error <= learner.ratio_tolerance, "ratio",
             f"policy/ratio_error_max is {error:.1e} before any update: compute the step with the "
             "sampler's kernel, sigmas and dtype",
         )  # fmt: skip

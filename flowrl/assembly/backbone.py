@@ -11,7 +11,7 @@ from torch import nn
 
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.call import call_arguments
-from flowrl.backbones.families import family_of, second_attention
+from flowrl.backbones.families import family_of
 from flowrl.backbones.loading import (
     DTYPES,
     enable_gradient_checkpointing,
@@ -88,18 +88,12 @@ def call_settings(config: Config, pipeline: Any) -> dict[str, Any]:
 
 
 def adapted_layers(lora: LoRAOptions, backbone: Backbone) -> tuple[str, ...]:
-    """Return the name endings of the adapted layers.
-
-    Raises UserError for dual attention in a network that has none.
-    """
+    """Return the name endings of the adapted layers."""
     targets = tuple(lora.targets or backbone.lora_targets)
-    network: Any = backbone.transformer
     family = family_of(type(backbone.pipeline).__name__)
     if not (lora.targets or family.lora_targets):
         LOG.info("lora.targets is null: adapters on %s", ", ".join(targets))
-    if not lora.dual_attention:
-        return targets
-    return targets + second_attention(family, type(network).__name__, network.config)
+    return targets
 
 
 def build_pipeline(
@@ -233,7 +227,6 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
         dtype=network_dtype(backbone),
         device=runtime.device,
         min_dim=p.min_dim,
-        keep=p.keep_layers,
         convolutions=False,
         where="pipeline",
     )

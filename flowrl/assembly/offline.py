@@ -24,7 +24,7 @@ INDIFFERENT = {
 }  # fmt: skip
 CHECKED = {"allow_overlap"}  # the same, under `prompts`
 # Options under `pipeline` that change them, beside what the metadata hold anyway.
-DECISIVE = {"max_sequence_length", "precision", "keep_layers", "min_dim"}
+DECISIVE = {"max_sequence_length", "precision", "min_dim"}
 
 
 def build_stored(parts: RolloutParts, backbone: Backbone, text_cache: TextCache) -> StoredGroups:

@@ -130,7 +130,7 @@ def build_generator(parts: RolloutParts) -> RolloutGenerator:
         text_cache=parts.text_cache,
         specs=[spec for spec in parts.specs if spec.asked_in("rollout")],
         runtime=parts.runtime,
-        failures=parts.config.failures.build(),
+        max_invalid_fraction=parts.config.failures.max_invalid_fraction,
         num_inference_steps=r.num_inference_steps,
         kernel=KERNELS[r.kernel],
         noise_level=r.noise_level,
@@ -180,7 +180,6 @@ def _preview_generator(
                 layers,
                 dtype=network_dtype(parts.backbone),
                 lora=e.lora,
-                four_over_six=e.four_over_six,
             )
         return build_preview_generator(parts, exact, layers, backend)
 
@@ -206,7 +205,6 @@ def build_preview_generator(
         backbone=backbone,
         network=network,
         specs=trained,
-        failures=replace(parts.config.failures.build(), max_streak=None),
         num_inference_steps=e.num_inference_steps or r.num_inference_steps,
         whole_prompts=any(spec.whole_groups for spec in trained),
         times=EXPLORING,
@@ -225,8 +223,6 @@ def preview_layers(
         dtype=network_dtype(parts.backbone),
         device=parts.runtime.device,
         min_dim=e.min_dim,
-        keep=e.keep_layers,
-        four_over_six=e.four_over_six,
         where=WHERE,
     )
 

@@ -311,4 +311,4 @@ def build_pool(config: Config, runtime: Runtime, provided: ProvidedObjects) -> W
             "started: start one, or set rollout.workers to null"
         )
     cluster = RayCluster(options, config.model_dump_json(), runtime)
-    return WorkerPool(cluster, count=options.count, timeout=options.timeout)
+    return WorkerPool(cluster, count=options.count, timeout=config.runtime.timeout)

@@ -32,7 +32,6 @@ class Family:
     name: str  # short, as in names of recipes
     built_in: str = ""  # a tiny pipeline of the class that comes with flowrl
     lora_targets: tuple[str, ...] = ()  # name endings of adapted layers; () reads the network
-    second_attention: tuple[str, ...] = ()  # name endings for lora.dual_attention
     network: str = ""  # class of the network that `layer_rules` are for
     layer_rules: LayerRules | None = None  # None takes `general_layer_rules`
     guidance: str = "guidance_scale"  # parameter of the pipeline's call
@@ -68,7 +67,6 @@ SD3 = Family(
     built_in="tiny-sd3",
     network="SD3Transformer2DModel",
     lora_targets=_JOINT,
-    second_attention=tuple(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
     layer_rules=LayerRules(
         keep=(
             "pos_embed", "context_embedder", "time_text_embed", "norm_out", "norm1", "ff_context",
@@ -187,22 +185,6 @@ def attention_projections(network: nn.Module) -> tuple[str, ...]:
     # "to_out" of one kind of block may be a list of layers in another, which has no adapter.
     other = [n for n, m in network.named_modules() if not isinstance(m, nn.Linear)]
     return tuple(e for e in endings if not any(n.endswith(f".{e}") for n in other))
-
-
-def second_attention(
-    family: Family, network_class: str, config: Mapping[str, Any]
-) -> tuple[str, ...]:
-    """Return name endings of a second attention, for lora.dual_attention.
-
-    Raises:
-        UserError: The network has none.
-    """
-    if not (family.second_attention and config.get("dual_attention_layers")):
-        raise UserError(
-            f"lora.dual_attention is true, but this {network_class} has no block with a "
-            "second attention, as SD3.5-Medium's has: set it to false"
-        )
-    return family.second_attention
 
 
 def layer_rules_of(network: nn.Module) -> LayerRules:

@@ -20,7 +20,6 @@ from flowrl.utils.fields import (
 )
 
 if TYPE_CHECKING:
-    from flowrl.scoring.combine import FailureLimit
     from flowrl.scoring.executors.base import Executor, Reward
     from flowrl.scoring.executors.http import HTTPExecutor
     from flowrl.scoring.spec import RewardSpec, Transform
@@ -64,17 +63,6 @@ class ClipOptions(Options):
         from flowrl.scoring.combine import clip
 
         return functools.partial(clip, **self.arguments())
-
-
-class SigmoidOptions(Options):
-    kind: Literal["sigmoid"] = option("sigmoid", "1 / (1 + exp(-(score - center) / scale)).")
-    center: Number = option(0.0, "The score that becomes 1/2.")
-    scale: Positive = option(1.0, "Distance from center at which it is 0.73 or 0.27.")
-
-    def build(self) -> "Transform":
-        from flowrl.scoring.combine import sigmoid
-
-        return functools.partial(sigmoid, **self.arguments())
 
 
 class RankOptions(Options):
@@ -129,10 +117,6 @@ class PoolOptions(Options):
         60.0, "Seconds for one call; after that its process is killed and replaced."
     )
     micro_batch: Count | None = option(8, MICRO_BATCH)
-    max_tasks: Count | None = option(
-        None,
-        "Calls after which a process is replaced, for engines that leak memory; null is never.",
-    )
     gpus: list[Whole] | None = option(
         None,
         "Numbers of the GPUs that the processes take in turn; null is the GPU of their training "
@@ -159,7 +143,6 @@ class HTTPOptions(Options):
         120.0, "Seconds for all retries; an image without an answer by then has no score."
     )
     micro_batch: Count | None = option(16, MICRO_BATCH)
-    in_flight: Count = option(4, "Requests at the same time.")
     token_env: Text | None = option(
         None, "Name of the environment variable that holds the servers' token; null sends none."
     )
@@ -214,11 +197,11 @@ class RewardOptions(Options):
         "measured, unless it compares the images of a prompt, which evaluations do not have.",
     )
     transform: Annotated[
-        AffineOptions | ClipOptions | SigmoidOptions | RankOptions | None,
+        AffineOptions | ClipOptions | RankOptions | None,
         Field(discriminator="kind"),
     ] = option(
         None,
-        "Transform of scores before they are weighted; kind: affine, clip, sigmoid, rank; null is "
+        "Transform of scores before they are weighted; kind: affine, clip, rank; null is "
         "none. Reports show the scores before it.",
     )  # fmt: skip
     applies_to: dict[Text, list[Any]] = option(
@@ -334,16 +317,6 @@ class FailureOptions(Options):
         "Largest share of an iteration's images that may lack a score of a trained reward; above "
         "it the run stops.",
     )
-    max_streak: Count | None = option(
-        None,
-        "Stop after so many iterations in a row with at least one such image; null is never: one "
-        "unreadable answer of a judge among hundreds is normal.",
-    )
-
-    def build(self) -> "FailureLimit":
-        from flowrl.scoring.combine import FailureLimit
-
-        return FailureLimit(**self.arguments())
 
 
 def check_rewards(rewards: list[RewardOptions]) -> None:

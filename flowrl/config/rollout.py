@@ -16,7 +16,6 @@ from flowrl.utils.fields import (
     NonNegative,
     Number,
     Options,
-    Pattern,
     Positive,
     Several,
     Text,
@@ -52,12 +51,8 @@ class AuditOptions(Options):
     min_rho: Annotated[Number, Field(ge=-1, le=1)] = option(
         0.8,
         "Spearman's rank correlation of candidates and exact scores within a prompt, averaged over "
-        "prompts, that is enough.",
+        "prompts, below which the log warns and says what to change.",
         "published: 0.9 to 0.94 pooled, for CLIPScore, PickScore, HPSv2 and ImageReward",
-    )
-    on_miss: Literal["warn", "stop"] = option(
-        "warn",
-        "What happens below min_rho: warn continues, stop ends the run; both say what to change.",
     )
 
 
@@ -91,17 +86,6 @@ class ExploreOptions(Options):
         "rollout, side keeps the adapter beside them in full precision.",
         f"merge in {SOL_RL}",
     )
-    four_over_six: Flag = option(
-        False,
-        "For nvfp4: map each block's largest value to 6 or to 4, whichever errs less.",
-        "arXiv 2512.02010",
-    )
-    keep_layers: list[Pattern] | None = option(
-        None,
-        "Regular expressions of names of layers that stay exact, in place of the network's list; "
-        "null uses that list.",
-        SOL_RL,
-    )
     min_dim: Whole | None = option(
         None,
         "Layers stay exact unless the larger of their two sizes is above this; null is the "
@@ -123,11 +107,6 @@ class WorkerOptions(Options):
         None,
         "Address of a running Ray cluster, such as head:6379; auto is the one of this machine; "
         "null starts Ray on this machine, and stops it with the run.",
-    )
-    timeout: Positive = option(
-        1800.0,
-        "Seconds without an answer, or without any worker, after which the run saves and ends with "
-        "the names of the workers that are silent.",
     )
 
 
@@ -291,12 +270,6 @@ class OptimOptions(Options):
     )
     micro_batch: Count = option(
         96, "Most forwards in one backward pass; smaller needs less memory, same gradient."
-    )
-    ratio_tolerance: Positive = option(
-        0.1,
-        "Training stops when a first log-ratio of an iteration, summed over the latent, is "
-        "further than this from 0, in nats.",
-        "well below the clip: 6.5 nats in Flow-GRPO, 0.5 in its fast recipe",
     )
 
     def lr_at(self, iteration: int, iterations: int) -> float:

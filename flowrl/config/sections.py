@@ -12,7 +12,6 @@ from flowrl.utils.fields import (
     Folder,
     NonNegative,
     Options,
-    Pattern,
     Positive,
     Several,
     Text,
@@ -54,12 +53,6 @@ class PipelineOptions(Options):
         "move the ratio by whole nats.",
         "Jet-RL, arXiv 2601.14243, with fp8",
     )
-    keep_layers: list[Pattern] | None = option(
-        None,
-        "With precision: regular expressions of names of layers that stay exact; null is the "
-        "backbone's list.",
-        SOL_RL,
-    )
     min_dim: Whole | None = option(
         None,
         "With precision: layers stay exact unless the larger of their two sizes is above this; "
@@ -95,12 +88,6 @@ class LoRAOptions(Options):
         None,
         "Name endings of the adapted layers; null is the backbone's list.",
         f"the attention projections, {FLOW_GRPO_CODE}",
-    )
-    dual_attention: Flag = option(
-        False,
-        "Also adapt the image stream's second attention (attn2) of blocks with dual "
-        "attention, beside whatever targets names.",
-        f"frozen in {FLOW_GRPO_CODE}: the list there does not match its name",
     )
     init_from: Text | None = option(
         None, "A LoRA file or folder to start from; null starts from no change."
@@ -233,7 +220,6 @@ class StopWhenHackingOptions(Options):
         "Evaluations in a row with a trained reward above, and the held-out one below, what they "
         "were at the evaluation where the held-out one was best.",
     )
-    margin: NonNegative = option(0.0, "How far the held-out reward must have fallen there.")
 
 
 class RunOptions(Options):
@@ -327,6 +313,7 @@ class RuntimeOptions(Options):
     )
     timeout: Positive = option(
         1800.0,
-        "Seconds that a process may keep the others waiting, for a slow reward, say. After them, "
-        "and at once when one has ended, the run saves, names it and ends with exit code 75.",
+        "Seconds that a process or rollout worker may keep the others waiting, for a slow reward, "
+        "say. After them, and at once when a process has ended, the run saves, names the silent "
+        "ones and ends with exit code 75.",
     )

@@ -142,12 +142,11 @@ def check_explore(plans: Plans, rollout: RolloutOptions) -> None:
 def check_precision(pipeline: PipelineOptions, rollout: RolloutOptions) -> None:
     """Check that rollouts can be sampled in the precision of training."""
     if pipeline.precision is None:
-        for name in ("keep_layers", "min_dim"):
-            if getattr(pipeline, name) is not None:
-                raise ValueError(
-                    f"pipeline.{name} names layers for pipeline.precision, which is null: set "
-                    f"precision, or {name} to null"
-                )
+        if pipeline.min_dim is not None:
+            raise ValueError(
+                "pipeline.min_dim chooses layers for pipeline.precision, which is null: set "
+                "precision, or min_dim to null"
+            )
     elif rollout.merge_lora is True:
         raise ValueError(
             f"rollout.merge_lora is true, but with pipeline.precision {pipeline.precision} the "

@@ -152,7 +152,6 @@ def _shrink_rollout(draft: _Draft, config: Config) -> None:
             draft.put("rollout.explore.precision", "nvfp4-emulated")
         draft.put("rollout.explore.min_dim", 0)
         draft.lower("rollout.explore.audit.prompts", 1)
-        draft.put("rollout.explore.audit.on_miss", "warn")
 
 
 def _shrink_training(draft: _Draft, config: Config, folder: Path) -> None:
@@ -160,7 +159,6 @@ def _shrink_training(draft: _Draft, config: Config, folder: Path) -> None:
     draft.lower("lora.rank", RANK)
     draft.put("lora.alpha", lora.alpha / lora.rank * draft.data["lora"]["rank"])
     draft.put("lora.init_from", None)
-    draft.put("lora.dual_attention", False, "false: tiny networks have no second attention")
     if lora.targets and not _has_layers(draft.data["pipeline"]["path"], lora.targets):
         draft.put("lora.targets", None, "null: no layer of the tiny network has such a name")
     draft.lower("optim.micro_batch", ROWS)

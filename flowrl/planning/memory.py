@@ -57,7 +57,6 @@ class NetworkCopy:
     format: Literal["nvfp4", "nvfp4-emulated", "fp8", "bf16", "auto"]  # bf16: not quantised
     merge: bool = True  # the adapter is summed into its weights, else beside them
     min_dim: int | None = None  # None for the network's own rules
-    keep: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,9 +411,7 @@ def packed_layers(network: nn.Module, copy: NetworkCopy) -> dict[str, int]:
     """Return the bytes of each quantised layer, as its backend packs a weight of that shape."""
     if copy.format == "bf16":
         return {}
-    choices = choose_layers(
-        network, layer_rules_of(network), copy.format, min_dim=copy.min_dim, keep=copy.keep
-    )
+    choices = choose_layers(network, layer_rules_of(network), copy.format, min_dim=copy.min_dim)
     backend, chosen = BACKENDS[copy.format], [c for c in choices if c.format]
     by_shape = {
         shape: nbytes(backend.pack(torch.empty(shape, dtype=torch.float32, device="meta")).values())

@@ -17,7 +17,7 @@ from flowrl.assembly.work_split import (
     micro_batches,
     split_work,
 )
-from flowrl.backbones.families import family_of, lora_targets, second_attention
+from flowrl.backbones.families import family_of, lora_targets
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import CAPACITY
 from flowrl.config import Config
@@ -468,10 +468,7 @@ def _prompts_in_memory(config: Config) -> int:
 def _targets(config: Config, spec: ModelSpec) -> tuple[str, ...]:
     lora, family = config.lora, family_of(spec.pipeline)
     network = full_network(spec, DTYPES[config.pipeline.dtype])
-    targets = tuple(lora.targets or lora_targets(family, network))
-    if lora.dual_attention:
-        targets += second_attention(family, spec.transformer, spec.config)
-    return targets
+    return tuple(lora.targets or lora_targets(family, network))
 
 
 def _copies(config: Config) -> dict[str, Any]:
@@ -483,15 +480,11 @@ def _copies(config: Config) -> dict[str, Any]:
     if r.compile:
         copies.append(NetworkCopy(format="bf16", merge=merged))
     if e is not None and (e.precision != "bf16" or (e.lora == "merge" and mergeable) != merged):
-        keep = None if e.keep_layers is None else tuple(e.keep_layers)
-        copies.append(
-            NetworkCopy(format=e.precision, merge=e.lora == "merge", min_dim=e.min_dim, keep=keep)
-        )
+        copies.append(NetworkCopy(format=e.precision, merge=e.lora == "merge", min_dim=e.min_dim))
     if p.precision not in (None, "bf16"):
-        keep = None if p.keep_layers is None else tuple(p.keep_layers)
         # The larger of what auto may be: bf16 keeps nothing beside the weights.
         format = "fp8" if p.precision == "auto" else p.precision
-        training_copy = NetworkCopy(format=format, merge=False, min_dim=p.min_dim, keep=keep)
+        training_copy = NetworkCopy(format=format, merge=False, min_dim=p.min_dim)
     return {"merged": merged, "copies": tuple(copies), "training_copy": training_copy}
 
 

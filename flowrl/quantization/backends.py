@@ -201,21 +201,19 @@ class NVFP4Emulated:
     two of them in fp32; the scales of whole tensors are applied after the sum.
     """
 
-    four_over_six: bool = False
-
     @property
     def reference(self) -> Backend | None:
         return None
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        values, scale = nvfp4.fake_unscaled(weight, four_over_six=self.four_over_six)
+        values, scale = nvfp4.fake_unscaled(weight)
         return {"values": values, "global_scale": scale}
 
     def unpack(self, state: State) -> Tensor:
         return state["values"].float() * state["global_scale"]
 
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
-        values, scale = nvfp4.fake_unscaled(x, four_over_six=self.four_over_six)
+        values, scale = nvfp4.fake_unscaled(x)
         product = _exact_product(values, state["values"]) * (scale * state["global_scale"])
         return _with_bias(product.to(x.dtype), bias)
 
@@ -227,11 +225,9 @@ class NVFP4Native:
     Raises ValueError where in is no multiple of 32 or out none of 16, as the kernel needs.
     """
 
-    four_over_six: bool = False
-
     @property
     def reference(self) -> Backend | None:
-        return NVFP4Emulated(self.four_over_six)
+        return NVFP4Emulated()
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         out_features, in_features = weight.shape
@@ -250,7 +246,7 @@ class NVFP4Native:
         return nvfp4.dequantise(packed)
 
     def _quantise(self, x: Tensor) -> dict[str, Tensor]:
-        quantised = nvfp4.quantise(x, four_over_six=self.four_over_six)
+        quantised = nvfp4.quantise(x)
         return {
             "codes": e2m1.pack(quantised.codes),
             "scale": nvfp4.swizzle(quantised.scale),
@@ -351,13 +347,13 @@ class PerRow:
         return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
-def backend_of(resolved: Resolved, *, dtype: torch.dtype, four_over_six: bool = False) -> Backend:
+def backend_of(resolved: Resolved, *, dtype: torch.dtype) -> Backend:
     """Return the backend of a resolved precision. dtype: the network's own, for bf16."""
     backends: dict[str, Backend] = {
-        KERNELS["nvfp4"]: NVFP4Native(four_over_six),
+        KERNELS["nvfp4"]: NVFP4Native(),
         KERNELS["fp8"]: FP8Rowwise(),
         KERNELS["bf16"]: Plain(dtype),
-        EMULATION: NVFP4Emulated(four_over_six),
+        EMULATION: NVFP4Emulated(),
     }
     return backends[resolved.backend]
 

@@ -5,7 +5,7 @@ The names and sizes are those of Sol-RL's released code (2604.06916), put into d
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -40,30 +40,21 @@ def choose_layers(
     format: str,
     *,
     min_dim: int | None = None,
-    keep: Sequence[str] | None = None,
     where: str = "",
 ) -> tuple[LayerChoice, ...]:
     """Choose for every linear layer and convolution of the network, adapted or not, in order.
 
     Args:
-        min_dim, keep: in place of those of the rules; sides must be divisible in any case.
+        min_dim: in place of that of the rules; sides must be divisible in any case.
         where: the options' section, for errors.
 
     Raises:
-        UserError: a pattern is invalid or matches no layer, or nothing is to be quantised.
+        UserError: nothing is to be quantised.
     """
-    keep_layers = option_name(where, "keep_layers" if where else "keep")
-    patterns = _compiled(rules.keep if keep is None else keep, keep_layers)
+    patterns = [re.compile(pattern) for pattern in rules.keep]
     least = rules.min_dim if min_dim is None else min_dim
-    layers = dict(matrices(network))
-    for pattern in patterns:
-        if not any(pattern.search(name) for name in layers):
-            raise UserError(
-                f"{keep_layers}: no layer of {type(network).__name__} has a name with "
-                f"{pattern.pattern!r}: its layers are named like {_example(layers)}"
-            )
     choices = []
-    for name, layer in layers.items():
+    for name, layer in matrices(network):
         shape = matrix_shape(layer)
         reason = (
             _kept_as_kind(layer, rules)
@@ -79,40 +70,27 @@ def choose_layers(
         choices.append(choice)
     if not any(choice.format for choice in choices):
         name = type(network).__name__
-        why = _why_none(choices, rules, least, option_name(where, "min_dim"), keep_layers)
+        why = _why_none(choices, rules, least, option_name(where, "min_dim"))
         raise UserError(f"no layer of {name} is left to be quantised: {why}")
     return tuple(choices)
 
 
-def _example(names: Iterable[str]) -> str:
-    """Return a layer's name, of a transformer block if possible."""
-    names = list(names)
-    inside = [name for name in names if "blocks." in name]
-    return next(iter([*inside, *names]), "nothing: it has none")
-
-
-def _why_none(
-    choices: Sequence[LayerChoice], rules: LayerRules, least: int, min_dim: str, keep: str
-) -> str:
+def _why_none(choices: Sequence[LayerChoice], rules: LayerRules, least: int, min_dim: str) -> str:
     """Return how many layers stay exact for which reason, and what to change."""
     by_name = [c for c in choices if c.reason.startswith(NAMED)]
     by_size = [c for c in choices if c.reason.startswith(SMALL)]
     rest = len(choices) - len(by_name) - len(by_size)
     counts = (
-        f"of {len(choices)} layers {len(by_name)} are kept by name ({keep}), {len(by_size)} by "
+        f"of {len(choices)} layers {len(by_name)} are kept by name, {len(by_size)} by "
         f"size ({min_dim}: no side above {least}) and {rest} as no kernel takes them"
     )
 
     def widest(some: Sequence[LayerChoice]) -> int:
         return max((max(c.shape) for c in some if not _kept_by_size(c.shape, rules, 0)), default=0)
 
-    small, named = widest(by_size), widest(by_name)
+    small = widest(by_size)
     if small:
         return f"{counts}; their longest side is {small}: set {min_dim} below that"
-    if named > least:
-        return f"{counts}: keep fewer names"
-    if named:
-        return f"{counts}; keep fewer names and set {min_dim} below {named}"
     return f"{counts}: use bf16, which quantises nothing"
 
 
@@ -145,16 +123,6 @@ def is_pointwise(layer: nn.Module) -> bool:
         and layer.kernel_size == layer.stride == (1, 1)
         and not any(layer.padding)
     )
-
-
-def _compiled(keep: Sequence[str], option: str) -> list[re.Pattern[str]]:
-    patterns = []
-    for text in keep:
-        try:
-            patterns.append(re.compile(text))
-        except re.error as error:
-            raise UserError(f"{option}: {text!r} is no regular expression: {error}") from error
-    return patterns
 
 
 def _kept_as_kind(layer: Matrix, rules: LayerRules) -> str | None:

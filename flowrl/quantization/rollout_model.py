@@ -274,8 +274,6 @@ def prepare(
     dtype: torch.dtype,
     device: torch.device,
     min_dim: int | None,
-    keep: Sequence[str] | None = None,
-    four_over_six: bool = False,
     convolutions: bool = True,
     where: str = "",
 ) -> tuple[tuple[LayerChoice, ...], Backend]:
@@ -283,21 +281,19 @@ def prepare(
 
     Args:
         dtype: the network's own.
-        min_dim, keep, where: see `choose_layers`.
+        min_dim, where: see `choose_layers`.
         convolutions: False keeps 1x1 ones exact: low-bit ones sample, but do not train.
 
     Raises:
         UserError: no layer can be quantised, nothing says which, or a kernel disagrees with its
             emulation.
     """
-    backend = backend_of(resolved, dtype=dtype, four_over_six=four_over_six)
+    backend = backend_of(resolved, dtype=dtype)
     if resolved.format == "bf16":
         return (), backend
     rules = layer_rules_of(network)
     rules = rules if convolutions else replace(rules, pointwise=False)
-    choices = choose_layers(
-        network, rules, resolved.format, min_dim=min_dim, keep=keep, where=where
-    )
+    choices = choose_layers(network, rules, resolved.format, min_dim=min_dim, where=where)
     shapes = {choice.shape for choice in choices if choice.format}
     check_kernels(backend, shapes, device, dtype)
     return choices, backend
@@ -314,7 +310,6 @@ def write_precision(
     dtype: torch.dtype,
     what: str = "candidates",
     lora: str = "merge",
-    four_over_six: bool = False,
     file: str = FILE,
 ) -> None:
     """Log the precision of `what`, and write it with all layers to a file of the folder.
@@ -335,7 +330,6 @@ def write_precision(
         **asdict(resolved),
         "format": resolved.format if quantised else None,
         "lora": lora,
-        "four_over_six": four_over_six,
         "quantised_share": share,
         "layers": layer_table(choices),
     }

@@ -129,18 +129,13 @@ class RankAuditor:
         audit = audit_ranks(
             *self._score(generator, plans, candidates), plan.roots, self.explore.select
         )
-        action = "keep" if audit.rho >= o.min_rho else o.on_miss
-        if math.isnan(audit.rho):
-            action = "warn"
+        action = "keep" if audit.rho >= o.min_rho else "warn"
         text = self._text(audit.rho, iteration, generator.num_inference_steps, plans)
         if self.exact.runtime.is_main:
             entry = {"iteration": iteration, "precision": self.precision, "action": action}
             entry |= {"steps": generator.num_inference_steps, "text": text}
             self._write(entry | {k: finite_or_none(v) for k, v in asdict(audit).items()})
-            if action != "stop":  # the error says it then
-                LOG.log(logging.INFO if action == "keep" else logging.WARNING, "%s", text)
-        if action == "stop":
-            raise UserError(text)
+            LOG.log(logging.INFO if action == "keep" else logging.WARNING, "%s", text)
         return generator, {"rho": audit.rho, "contrast": audit.contrast}
 
     def _score(
@@ -156,7 +151,7 @@ class RankAuditor:
         exact = replace(
             self.exact,
             specs=generator.specs,
-            failures=generator.failures,
+            max_invalid_fraction=generator.max_invalid_fraction,
             whole_prompts=generator.whole_prompts,  # these images are not compared in training
         )
         proxy, true = (

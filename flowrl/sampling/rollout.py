@@ -22,7 +22,7 @@ from flowrl.functional.sde import StepKernel
 from flowrl.prompts.records import PromptRecord, PromptSampler, reworded
 from flowrl.quantization.rollout_model import RolloutModel, within_limit
 from flowrl.sampling.sampler import Schedule, sample_tree
-from flowrl.scoring.combine import FailureLimit, combine, train_weights
+from flowrl.scoring.combine import check_invalid, combine, train_weights
 from flowrl.scoring.scorer import SamplerFailure, Scoring
 from flowrl.scoring.spec import RewardResult, RewardSpec
 from flowrl.trajectory import Conditioning, Explored, Rollout, Tree
@@ -182,7 +182,7 @@ class RolloutGenerator:
     text_cache: TextCache
     specs: Sequence[RewardSpec]
     runtime: Runtime
-    failures: FailureLimit
+    max_invalid_fraction: float  # of images without a reward
     num_inference_steps: int
     kernel: StepKernel
     noise_level: float
@@ -221,7 +221,7 @@ class RolloutGenerator:
         request = samples.request
         group = request.group.repeat_interleave(len(result.scores) // len(request.prompt))
         reward, valid, terms = combine(self.specs, result, group)
-        self.failures.check(valid, result.errors)
+        check_invalid(valid, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)
         return Scores(
             images=images, result=result, reward=reward, valid=valid, terms=terms, group=group
         )

@@ -168,7 +168,7 @@ class WorkerPool:
                 if silent >= self.timeout:
                     raise MachineFailure(
                         "peer",
-                        f"no answer of {names} for {self.timeout:g} s (rollout.workers.timeout): "
+                        f"no answer of {names} for {self.timeout:g} s (runtime.timeout): "
                         "frozen, cut off, without a machine, or a reward does not return",
                     )
         return [results[job.reference] for job in jobs]
@@ -223,7 +223,7 @@ class WorkerPool:
                 raise MachineFailure(
                     "peer",
                     f"none of {self.count} workers is ready after {self.timeout:g} s "
-                    "(rollout.workers.timeout)",
+                    "(runtime.timeout)",
                 )
             if not done:
                 LOG.warning("waiting for a worker to load or to find a place: %.0f s", waited)

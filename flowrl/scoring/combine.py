@@ -4,13 +4,13 @@
 
 A missing score is NaN, never 0. A trained reward's `on_failure` says what follows: "mask" leaves
 the image out, its combined reward is NaN (under GDPO this reward counts 0); "raise" stops the run;
-a number replaces the score. `FailureLimit` then stops a run when too large a share of a rollout has
-no reward, or some images in too many rollouts in a row. Untrained rewards stop nothing.
+a number replaces the score. `check_invalid` then stops a run when too large a share of a rollout
+has no reward. Untrained rewards stop nothing.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -141,29 +141,6 @@ def check_invalid(
         )
 
 
-@dataclass(slots=True, kw_only=True)
-class FailureLimit:
-    """Stops a run for missing scores, by the options of the same names under `failures`.
-
-    It counts the rollouts in a row that lacked a score, from the start of this process.
-    """
-
-    max_invalid_fraction: float
-    max_streak: int | None = None
-    streak: int = field(init=False, default=0)
-
-    def check(self, valid: Tensor, errors: Mapping[str, str] | None = None) -> None:
-        """Check all images of a rollout: valid (L,). Raises RewardFailure."""
-        check_invalid(valid, max_invalid_fraction=self.max_invalid_fraction, errors=errors)
-        self.streak = 0 if bool(valid.all()) else self.streak + 1
-        if self.max_streak is not None and self.streak >= self.max_streak:
-            raise RewardFailure(
-                f"images had no reward in {self.streak} iterations in a row, in the last one "
-                f"{int((~valid).sum())} of {valid.numel()} ({_reasons(errors)}): mend the reward, "
-                "or raise failures.max_streak"
-            )
-
-
 def _reasons(errors: Mapping[str, str] | None) -> str:
     reasons = "; ".join(f"{name}: {text}" for name, text in (errors or {}).items())
     return reasons or "the rewards gave no finite numbers"
@@ -242,11 +219,6 @@ def clip(
 ) -> Tensor:
     """Clamp scores to [low, high], of which one may be None; no gradient beyond them."""
     return scores.clamp(low, high)
-
-
-def sigmoid(scores: Tensor, group: Tensor, *, center: float = 0.0, scale: float = 1.0) -> Tensor:
-    """Return 1 / (1 + exp(-(score - center) / scale))."""
-    return ((scores - center) / scale).sigmoid()
 
 
 def rank(scores: Tensor, group: Tensor) -> Tensor:

@@ -64,6 +64,8 @@ class Learner:
     optimizer: torch.optim.Optimizer
     runtime: Runtime
     optim: OptimOptions
+    # Largest first log-ratio of an iteration, summed over the latent, in nats; the clip is at 6.5.
+    ratio_tolerance: float = 0.1
     iterations: int  # in which a linear schedule of the learning rate falls to 0
     reward_gradient: Callable[[Rollout], RewardField]  # of the trained reward, at its images
     checks_ratio: bool = True  # rollouts are sampled by the very weights that learn from them
@@ -202,12 +204,11 @@ class Learner:
 
     def _check_ratio(self, metrics: dict[str, float]) -> None:
         error = metrics.get("policy/ratio_error_max", 0.0)
-        limit = self.optim.ratio_tolerance
         # Written so that NaN is an error too; decided together, or the others would wait forever.
-        if self.runtime.any(not error <= limit):
+        if self.runtime.any(not error <= self.ratio_tolerance):
             raise UserError(
                 "in the first pass after the rollout, the log-ratio of policy to sampling policy "
-                f"is {error:.2e} nats, above optim.ratio_tolerance = {limit:g}; both have the same "
+                f"is {error:.2e} nats, more than {self.ratio_tolerance:g}; both have the same "
                 "weights and should compute the same velocities. Set rollout.merge_lora to false, "
                 "optim.micro_batch to rollout.batch_size, or pipeline.dtype to fp32"
             )

@@ -30,7 +30,7 @@ class StopRule:
         steps = [step for step in sorted(history) if not any(map(math.isnan, history[step]))]
         scores, held_out = ([history[step][i] for step in steps] for i in (0, 1))
         o = self.options
-        if not is_hacking(scores, held_out, o.patience, margin=o.margin):
+        if not is_hacking(scores, held_out, o.patience):
             return ""
         best, last = max(steps, key=lambda step: (history[step][1], step)), steps[-1]
         values = [self.sign * history[step][1] for step in (best, last)]
@@ -68,15 +68,13 @@ def stop_rule(
     return StopRule(options=options, sign=-1.0 if spec.weight < 0 else 1.0)
 
 
-def is_hacking(
-    scores: Sequence[float], held_out: Sequence[float], patience: int, *, margin: float = 0.0
-) -> bool:
+def is_hacking(scores: Sequence[float], held_out: Sequence[float], patience: int) -> bool:
     """Return whether the trained score went on rising while a held-out one fell.
 
     Both are values at the same evaluations in order; one where either is NaN is left out. Let b
     be the latest evaluation with the best held-out score. True when each of the last `patience`
-    evaluations comes after b, has a trained score above that at b, and a held-out score more than
-    `margin` below that at b.
+    evaluations comes after b, has a trained score above that at b, and a held-out score below that
+    at b.
     """
     both = zip(scores, held_out, strict=True)
     seen = [pair for pair in both if not any(map(math.isnan, pair))]
@@ -86,4 +84,4 @@ def is_hacking(
     if best >= len(seen) - patience:
         return False
     reward, quality = seen[best]
-    return all(r > reward and q < quality - margin for r, q in seen[-patience:])
+    return all(r > reward and q < quality for r, q in seen[-patience:])

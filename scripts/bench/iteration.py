@@ -198,8 +198,7 @@ def _learner(
     own = sampler(learner)
     texts = RandomTexts(own.generator.backbone)
     source = replace(own, generator=replace(own.generator, text_cache=texts))
-    loose = learner.optim.model_copy(update={"ratio_tolerance": float("inf")})
-    return replace(learner, source=source, optim=loose)
+    return replace(learner, source=source, ratio_tolerance=float("inf"))
 
 
 class RandomTexts(TextCache):

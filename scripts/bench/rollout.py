@@ -122,8 +122,7 @@ def training_passes(learner: Learner, transitions: Transitions, batch: int) -> N
 
 def update(learner: Learner, rollout: Rollout) -> None:
     """Learn from a rollout again: its likelihood ratio is 1 in the first round only."""
-    loose = learner.optim.model_copy(update={"ratio_tolerance": float("inf")})
-    replace(learner, optim=loose).learn(rollout, 0)
+    replace(learner, ratio_tolerance=float("inf")).learn(rollout, 0)
 
 
 def bench_tree(

@@ -38,7 +38,6 @@ from flowrl.sampling.rollout import (
     with_network,
 )
 from flowrl.sampling.two_stage import Explorer
-from flowrl.scoring.combine import FailureLimit
 from flowrl.scoring.scorer import Scoring
 from flowrl.scoring.spec import RewardSpec, load_reward
 from flowrl.trees import presets
@@ -604,7 +603,7 @@ def _generator(
         text_cache=TextCache(own),
         specs=[RewardSpec(name="brightness", reward=load_reward("brightness"))],
         runtime=networks.runtime,
-        failures=FailureLimit(max_invalid_fraction=0.0),
+        max_invalid_fraction=0.0,
         num_inference_steps=steps,
         kernel=KERNELS["flow_sde"],
         noise_level=0.0,  # no plan here has noise

@@ -15,7 +15,6 @@ from flowrl.offline.format import open_dataset, shard_file
 from flowrl.offline.source import StoredGroups, filter_groups
 from flowrl.offline.writer import write_groups
 from flowrl.sampling.rollout import Timer
-from flowrl.scoring.combine import FailureLimit
 from flowrl.scoring.spec import RewardSpec
 
 ROLLOUT = {"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 2}
@@ -89,7 +88,7 @@ def test_a_full_store_and_that_of_another_recipe_are_kept(
 def test_missing_scores_are_stored_as_missing(make_learner, config, tmp_path):
     sampler = make_learner(rollout=ROLLOUT).source
     specs = [RewardSpec(name="patchy", reward=patchy)]
-    stage = replace(sampler.generator, specs=specs, failures=FailureLimit(max_invalid_fraction=1.0))
+    stage = replace(sampler.generator, specs=specs, max_invalid_fraction=1.0)
     sampler = replace(sampler, generator=stage)
     store = write_groups(tmp_path / "s", dataset_metadata(config, sampler), sampler, shards=2)
     missing = store.scores[:, 0].isnan()

@@ -39,7 +39,7 @@ def test_what_cannot_work_is_refused(make_learner, tiny_config, tmp_path, monkey
 
 
 def test_options_of_measures_reach_the_evaluator_and_the_run(tiny_config, load_tiny, tmp_path):
-    rule = {"held_out": "tiny_quality", "patience": 2, "margin": 0.5}
+    rule = {"held_out": "tiny_quality", "patience": 2}
     config = tiny_config(
         rewards=[{"name": "brightness"}, {"name": "tiny_quality", "held_out": True}],
         evaluation={"prompts": "tiny:colors:test", "every": 1, "quality": "tiny_quality"},

@@ -74,9 +74,7 @@ def test_two_rewards_of_one_name_are_refused():
     assert [spec.name for spec in specs] == ["far", "second"]
 
 
-def test_the_callers_rewards_and_the_recipes_limits_of_failures_are_taken():
+def test_the_callers_rewards_are_taken():
     own = Rivals()
     specs = build_rewards(config({"name": "no.such:Thing"}), {"mine": own})
     assert [(s.name, s.reward, s.weight) for s in specs] == [("mine", own, 1.0)]
-    limit = config({"name": "ocr"}, max_invalid_fraction=0.3, max_streak=2).failures.build()
-    assert (limit.max_invalid_fraction, limit.max_streak) == (0.3, 2)

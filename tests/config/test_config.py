@@ -64,7 +64,6 @@ def parse(*overrides):
         ("run.output_dir=" + "a" * 256, "run.output_dir 255"),
         ("run.output_dir=" + "a/" * 2500, "run.output_dir 4,000"),
         ('run.output_dir="a\\0b"', "run.output_dir NUL"),
-        ("rollout.explore={keep_layers: ['(']}", "keep_layers.0"),
         # Off is written as the option has it.
         ("ema.decay=0", "ema.decay null"),
         ("rollout.explore=0", "rollout.explore null"),

@@ -36,9 +36,9 @@ def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def nvfp4_product(x: torch.Tensor, weight: torch.Tensor, four_over_six: bool = False):
+def nvfp4_product(x: torch.Tensor, weight: torch.Tensor):
     """Of the dequantised operands, in float64."""
-    parts = (nvfp4.quantise(t, four_over_six=four_over_six) for t in (x, weight))
+    parts = (nvfp4.quantise(t) for t in (x, weight))
     left, right = (nvfp4.dequantise(q).double() for q in parts)
     return left @ right.t()
 
@@ -50,12 +50,12 @@ def fp8_product(x: torch.Tensor, weight: torch.Tensor):
 
 
 @settings(max_examples=25)
-@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 20), st.booleans(), st.integers(0, 9))
-def test_emulated_nvfp4_is_the_product_of_dequantised_operands(m, blocks, n, four_over_six, seed):
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 20), st.integers(0, 9))
+def test_emulated_nvfp4_is_the_product_of_dequantised_operands(m, blocks, n, seed):
     x, weight = randn(m, 16 * blocks, seed=seed), randn(n, 16 * blocks, seed=seed + 10)
-    backend = NVFP4Emulated(four_over_six)
+    backend = NVFP4Emulated()
     got = backend.matmul(x, backend.pack(weight))
-    assert distance(got, nvfp4_product(x, weight, four_over_six)) < 1e-6
+    assert distance(got, nvfp4_product(x, weight)) < 1e-6
 
 
 def test_an_emulated_product_is_exact_before_the_global_scales():
@@ -123,16 +123,16 @@ def test_unpacking_gives_what_the_backend_multiplies_with():
 
 def test_a_kernel_that_follows_the_layout_gives_the_emulations_numbers(monkeypatch):
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
-    for (m, k, n), four_over_six, (dtype, step) in (
-        ((1, 32, 16), True, (torch.float32, 1e-6)),
-        ((7, 64, 48), False, (torch.float32, 1e-6)),
-        ((130, 160, 144), False, (torch.bfloat16, 2**-7)),
-        ((257, 32, 272), True, (torch.float16, 2**-10)),
+    for (m, k, n), (dtype, step) in (
+        ((1, 32, 16), (torch.float32, 1e-6)),
+        ((7, 64, 48), (torch.float32, 1e-6)),
+        ((130, 160, 144), (torch.bfloat16, 2**-7)),
+        ((257, 32, 272), (torch.float16, 2**-10)),
     ):
         x, weight, bias = randn(m, k).to(dtype), randn(n, k, seed=1), randn(n, seed=2)
-        native = NVFP4Native(four_over_six)
+        native = NVFP4Native()
         emulated = native.reference
-        assert emulated == NVFP4Emulated(four_over_six)
+        assert emulated == NVFP4Emulated()
         got = native.matmul(x, native.pack(weight), bias)
         expected = emulated.matmul(x, emulated.pack(weight), bias)
         assert got.dtype == dtype
@@ -185,12 +185,11 @@ def test_operands_of_another_type_or_layout_are_refused_before_the_kernel():
 def test_a_resolved_precision_names_its_backend():
     blackwell = Capability(device="cuda", name="B200", compute=(10, 0), scaled_mm=True)
 
-    def backend(precision, **options):
-        return backend_of(resolve(precision, blackwell), dtype=torch.float16, **options)
+    def backend(precision):
+        return backend_of(resolve(precision, blackwell), dtype=torch.float16)
 
     assert backend("auto") == backend("nvfp4") == NVFP4Native()
-    assert backend("nvfp4", four_over_six=True) == NVFP4Native(True)
-    assert backend("nvfp4-emulated", four_over_six=True) == NVFP4Emulated(True)
+    assert backend("nvfp4-emulated") == NVFP4Emulated()
     assert backend("fp8") == FP8Rowwise()
     assert backend("bf16") == Plain(torch.float16)
 

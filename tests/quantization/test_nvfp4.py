@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from flowrl.quantization.formats import e2m1, nvfp4
 
-OPTIONS = [{}, {"four_over_six": True}]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 F = np.float32
 
@@ -30,8 +29,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
-def rounded(x: torch.Tensor, **options) -> torch.Tensor:
-    return nvfp4.dequantise(nvfp4.quantise(x, **options))
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    return nvfp4.dequantise(nvfp4.quantise(x))
 
 
 def unscaled(q: nvfp4.Quantised) -> torch.Tensor:
@@ -84,14 +83,13 @@ def test_the_tensor_of_torchao_is_equal_bit_for_bit():
 def test_the_fake_numbers_are_those_of_the_codes_bit_for_bit_also_in_chunks():
     large = normal(2000, 208)
     assert large.numel() > nvfp4.CHUNK
-    for options in OPTIONS:
-        for x in (large, *(uneven().to(dtype) for dtype in DTYPES)):
-            before = x.clone()
-            q = nvfp4.quantise(x, **options)
-            product, g = nvfp4.fake_unscaled(x, **options)
-            assert nvfp4.dequantise(q).isfinite().all()
-            assert torch.equal(bits(product), bits(unscaled(q))) and g == q.global_scale
-            assert torch.equal(bits(x), bits(before))
+    for x in (large, *(uneven().to(dtype) for dtype in DTYPES)):
+        before = x.clone()
+        q = nvfp4.quantise(x)
+        product, g = nvfp4.fake_unscaled(x)
+        assert nvfp4.dequantise(q).isfinite().all()
+        assert torch.equal(bits(product), bits(unscaled(q))) and g == q.global_scale
+        assert torch.equal(bits(x), bits(before))
 
 
 def test_shapes_types_and_leading_axes():
@@ -114,17 +112,16 @@ def test_no_gradient_is_carried():
 
 
 def test_the_error_is_at_most_half_the_local_step_times_the_scales_outside_clipping():
-    for options in OPTIONS:
-        x = uneven(1)
-        q = nvfp4.quantise(x, **options)
-        total = (q.scale.double() * q.global_scale.double()).unsqueeze(-1)
-        inside = (total > 0) & (blocks(x).double().abs() <= 6 * total)
-        y = (blocks(x).double() / total).abs()
-        step = torch.where(y < 2, 0.5, torch.where(y < 4, 1.0, 2.0))
-        error = (blocks(nvfp4.dequantise(q).double() - x)).abs()
-        bound = total * (step / 2 + y * 2**-21)  # float32 rounds s g, x / (s g) and q (s g)
-        assert inside.float().mean() > 0.4
-        assert (error <= bound)[inside].all(), options
+    x = uneven(1)
+    q = nvfp4.quantise(x)
+    total = (q.scale.double() * q.global_scale.double()).unsqueeze(-1)
+    inside = (total > 0) & (blocks(x).double().abs() <= 6 * total)
+    y = (blocks(x).double() / total).abs()
+    step = torch.where(y < 2, 0.5, torch.where(y < 4, 1.0, 2.0))
+    error = (blocks(nvfp4.dequantise(q).double() - x)).abs()
+    bound = total * (step / 2 + y * 2**-21)  # float32 rounds s g, x / (s g) and q (s g)
+    assert inside.float().mean() > 0.4
+    assert (error <= bound)[inside].all()
 
 
 def test_the_product_of_a_code_and_a_scale_is_exact_in_bfloat16():
@@ -164,9 +161,8 @@ def test_one_bad_number_makes_all_nan():
     for bad in (torch.nan, torch.inf, -torch.inf):
         x = normal(16, 32)
         x[3, 20] = bad
-        for options in OPTIONS:
-            assert nvfp4.fake_unscaled(x, **options)[0].isnan().all()
-            assert rounded(x, **options).isnan().all()
+        assert nvfp4.fake_unscaled(x)[0].isnan().all()
+        assert rounded(x).isnan().all()
 
 
 def test_rows_that_are_not_whole_blocks_are_refused():
@@ -175,51 +171,10 @@ def test_rows_that_are_not_whole_blocks_are_refused():
             quantise(torch.zeros(2, 40))
 
 
-@settings(max_examples=30)
-@given(st.integers(0, 2**31))
-def test_four_over_six_is_the_better_of_both_scales_in_every_block(seed):
-    x = normal(16, 64, seed=seed)
-    q = nvfp4.quantise(x, four_over_six=True)
-
-    def error(fake):
-        return blocks((fake.double() - x).square()).sum(-1)
-
-    def mapped_to(stretch):
-        scale = (blocks(x.abs()).amax(-1) / 6 / q.global_scale * stretch).clamp(2**-6, 448)
-        total = (scale.to(torch.float8_e4m3fn).float() * q.global_scale).unsqueeze(-1)
-        return error((e2m1.round_e2m1(blocks(x) / total) * total).flatten(-2))
-
-    best = error(nvfp4.dequantise(q))
-    expected = torch.minimum(mapped_to(1.0), mapped_to(1.5))
-    torch.testing.assert_close(best, expected, rtol=1e-6, atol=0)
-
-
-def test_four_over_six_takes_six_when_equal_and_four_when_better():
-    for block, scale, codes in (
-        ([12.0] * 16, 2.0, [7]),  # 6 * 2 and 4 * 3, both exact
-        ([12.0] + 15 * [9.0], 3.0, [5, 6]),  # 9 is 4.5 of 2 but 3 of 3
-    ):
-        x = torch.tensor([block, [256.0 * 6] * 16])  # the second row makes the global scale 1
-        q = nvfp4.quantise(x, four_over_six=True)
-        assert q.global_scale == 1 and q.scale[0].float().tolist() == [scale]
-        assert q.codes[0].unique().tolist() == codes
-        assert torch.equal(nvfp4.dequantise(q), x)
-
-
-def test_four_over_six_leaves_room_for_the_wider_scale():
-    x = normal(64, 64)
-    q = nvfp4.quantise(x, four_over_six=True)
-    assert q.global_scale == x.abs().max() / (256 * 6)
-    assert q.scale.float().max() <= 384
-    assert nvfp4.quantise(x).global_scale == x.abs().max() / (448 * 6)
-    assert nvfp4.quantise(x).scale.float().max() == 448
-
-
 @pytest.mark.slow
 def test_a_compiler_leaves_the_bits_as_they_are():
     x = uneven(4)
     compiled = torch.compile(nvfp4.fake_unscaled, dynamic=False, fullgraph=True)
-    for options in OPTIONS:
-        product, g = nvfp4.fake_unscaled(x, **options)
-        theirs, their_g = compiled(x, **options)
-        assert torch.equal(bits(theirs), bits(product)) and their_g == g
+    product, g = nvfp4.fake_unscaled(x)
+    theirs, their_g = compiled(x)
+    assert torch.equal(bits(theirs), bits(product)) and their_g == g

@@ -18,7 +18,7 @@ def network():
 
 
 def test_bf16_quantises_nothing_whatever_the_layers(network):
-    options = OPTIONS | {"min_dim": 10**6, "keep": ["no such layer"]}
+    options = OPTIONS | {"min_dim": 10**6}
     assert prepare(network, resolve("bf16", HOPPER), **options) == ((), Plain(torch.float32))
 
 

@@ -122,26 +122,5 @@ def test_a_low_rho_warns_or_stops_and_says_what_to_change(
     with caplog.at_level(logging.WARNING, "flowrl"):
         make_learner(**options(tree, min_rho=1.0)).source.collect(0, Timer())
     assert "min_rho" in caplog.text and named in caplog.text
-    caplog.clear()
-    learner = make_learner(**options(tree, min_rho=1.0, on_miss="stop"))
-    with pytest.raises(UserError, match=f"min_rho.*{named}"):
-        learner.source.collect(0, Timer())
-    assert "min_rho" not in caplog.text  # it is said once
     (audit,) = read_audits(tmp_path / "run")
-    assert audit["action"] == "stop" and audit["rho"] < 1
-
-
-def test_an_audit_is_no_failure_in_the_streak_of_rollouts(make_learner, options):
-    def patchy(images, prompts, metadata):
-        scores = images.mean((1, 2, 3))
-        scores[0] = NAN
-        return scores
-
-    learner = make_learner(
-        **options(min_rho=-1.0, every=1),
-        rewards={"patchy": patchy},
-        failures={"max_streak": 2, "max_invalid_fraction": 0.9},
-    )
-    learner.source.collect(0, Timer())
-    with pytest.raises(UserError, match="in 2 iterations in a row"):
-        learner.source.collect(1, Timer())
+    assert audit["action"] == "warn" and audit["rho"] < 1

@@ -106,9 +106,9 @@ def test_a_worker_that_is_killed_changes_no_bit(config_for, same, tmp_path):
 def test_a_frozen_worker_ends_the_run_with_its_name(config_for, tmp_path):
     frozen = during_a_run(tmp_path / "ray", lambda worker: worker.suspend())
     with pytest.raises(MachineFailure, match=r"worker \d \(.*process \d+\)") as failure:
-        align(config_for("ray", {"count": 2, "timeout": 20.0}, 99))
+        align(config_for("ray", {"count": 2}, 99, timeout=20.0))
     frozen.join()
-    assert exit_code(failure.value) == 75 and "rollout.workers.timeout" in str(failure.value)
+    assert exit_code(failure.value) == 75 and "runtime.timeout" in str(failure.value)
 
 
 @pytest.mark.slow

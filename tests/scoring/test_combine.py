@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.scoring.combine import (
-    FailureLimit,
     affine,
     clip,
     combine,
@@ -118,20 +117,6 @@ def test_rewards_that_are_only_watched_never_stop_nor_invalidate():
             reward, valid, terms = combine(specs, result([[1.0, nan], [2.0, 5.0], [3.0, nan]]), ONE)
             assert valid.all() and reward.tolist() == [1.0, 2.0, 3.0]
             assert terms[:, 1].isnan().all()
-
-
-def test_a_streak_of_missing_scores_stops_and_a_whole_rollout_ends_it():
-    limit = FailureLimit(max_invalid_fraction=0.5, max_streak=3)
-    lacks_score, whole = torch.tensor([True] * 9 + [False]), torch.ones(10, dtype=torch.bool)
-    for valid in (lacks_score, lacks_score, whole, lacks_score, lacks_score):
-        limit.check(valid)
-    with pytest.raises(RewardFailure, match="3 iterations in a row.* 1 of 10 .*judge: garbled"):
-        limit.check(lacks_score, {"judge": "garbled"})
-    patient = FailureLimit(max_invalid_fraction=0.5)
-    for _ in range(50):
-        patient.check(lacks_score)
-    with pytest.raises(RewardFailure, match="10 of 10"):
-        patient.check(~whole)
 
 
 def test_an_evaluation_is_best_by_what_is_trained():

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 from scipy.stats import rankdata
 from torch.testing import assert_close
 
-from flowrl.scoring.combine import affine, clip, rank, sigmoid
+from flowrl.scoring.combine import affine, clip, rank
 
 nan = math.nan
 ELEMENTWISE = {
     "affine": lambda s, g: affine(s, g, scale=-0.5, shift=2.0),
     "clip": lambda s, g: clip(s, g, low=-1.0, high=2.0),
-    "sigmoid": lambda s, g: sigmoid(s, g, center=0.5, scale=0.25),
 }
 
 
@@ -34,8 +33,6 @@ def test_the_formulas_on_a_table():
     assert clip(scores, group, low=0.0, high=2.0).tolist() == [0.0, 0.5, 1.0, 2.0]
     assert clip(scores, group, low=0.0).tolist() == [0.0, 0.5, 1.0, 3.0]
     assert clip(scores, group, high=0.0).tolist() == [-2.0, 0.0, 0.0, 0.0]
-    soft = sigmoid(scores, group, center=0.5, scale=0.5)
-    assert soft.tolist() == pytest.approx([1 / (1 + math.exp(-(s - 0.5) / 0.5)) for s in scores])
     assert rank(scores, group).tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
 
 

@@ -134,7 +134,7 @@ def test_training_stops_and_explains_when_the_velocities_differ(make_learner):
     rollout = learner.source.collect(0, Timer())
     velocity = learner.policy.backbone.velocity
     learner.policy.backbone.velocity = lambda *inputs: velocity(*inputs) * 1.05
-    with pytest.raises(UserError, match="optim.ratio_tolerance"):
+    with pytest.raises(UserError, match="optim.micro_batch"):
         learner.learn(rollout, 0)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
 
@@ -175,7 +175,7 @@ def test_a_second_update_sees_a_ratio_that_has_moved(make_learner):
     learner = warm(
         make_learner(
             rollout=ROLLOUT | {"merge_lora": False},
-            optim={"updates_per_rollout": 2, "lr": 1e-2, "micro_batch": 4, "ratio_tolerance": 0.1},
+            optim={"updates_per_rollout": 2, "lr": 1e-2, "micro_batch": 4},
         )
     )
     _, metrics = learner.iterate(0)

@@ -33,7 +33,7 @@ def check_differentiable(specs: Sequence[RewardSpec], kind: str) -> None:
         if spec.transform is rank:
             raise UserError(
                 f"objective.kind {kind} follows the reward's gradient, and the transform of reward "
-                f"{spec.name!r} is rank, which has none: use affine, clip, sigmoid or null, or "
+                f"{spec.name!r} is rank, which has none: use affine, clip or null, or "
                 "choose an objective that needs scores alone, such as grpo"
             )
 

@@ -3,9 +3,7 @@
 With g = amax / (448 * 6) over the tensor, a block has s = E4M3((amax_block / 6) / g) and elements
 q = E2M1(x ((1 / g) / s)), so that x ~ q s g (NVIDIA, "Pretraining LLMs with NVFP4", 2509.25149).
 Libraries round at other places; this is torchao's order of operations, with s at least 2^-6, whose
-codes it gives bit for bit. four_over_six (2512.02010) maps the largest element of a block to 6 or
-to 4, whichever has the lower squared error (equal: 6), with 256 in place of 448, as the scale for 4
-is 1.5 times as large.
+codes it gives bit for bit.
 
 One NaN or infinity makes the whole tensor NaN, as with a dynamic scale on hardware. Nothing here
 carries gradients.
@@ -23,7 +21,6 @@ from flowrl.quantization.formats.fp8 import round_e4m3
 from flowrl.quantization.formats.rounding import amax, ratio
 
 BLOCK = 16
-FOUR_OVER_SIX_MAX = 256.0
 SMALLEST_SCALE = 2.0**-6
 SMALLEST_GLOBAL = 2.0**-100  # so that (1 / g) / s does not overflow; also g of a tensor of zeros
 CHUNK = 2**17  # elements worked on at once on a CPU: what stays in its cache
@@ -36,13 +33,13 @@ class Quantised:
     global_scale: Tensor  # () fp32
 
 
-def quantise(x: Tensor, *, four_over_six: bool = False) -> Quantised:
+def quantise(x: Tensor) -> Quantised:
     """Quantise x (..., K) of any float type; computed in fp32.
 
     Raises ValueError if K is no multiple of 16.
     """
-    g = _global_scale(x, four_over_six)
-    values, scale = _rounded(x, g, four_over_six)
+    g = _global_scale(x)
+    values, scale = _rounded(x, g)
     codes = e2m1.encode(values).flatten(-2)
     return Quantised(codes=codes, scale=scale.to(torch.float8_e4m3fn), global_scale=g)
 
@@ -53,20 +50,20 @@ def dequantise(q: Quantised) -> Tensor:
     return (_in_blocks(e2m1.decode(q.codes)) * total.unsqueeze(-1)).flatten(-2)
 
 
-def fake_unscaled(x: Tensor, *, four_over_six: bool = False) -> tuple[Tensor, Tensor]:
+def fake_unscaled(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return q s (..., K) bf16 and g () fp32, for products that apply g afterwards.
 
     Faster than codes, and exact: q s has at most 6 significant bits.
     """
-    g = _global_scale(x, four_over_six)
+    g = _global_scale(x)
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     for chunk, into in zip(_chunks(x), _chunks(out), strict=True):
-        values, scale = _rounded(chunk, g, four_over_six)
+        values, scale = _rounded(chunk, g)
         _in_blocks(into).copy_(values.mul_(scale.unsqueeze(-1)))
     return out, g
 
 
-def _global_scale(x: Tensor, four_over_six: bool) -> Tensor:
+def _global_scale(x: Tensor) -> Tensor:
     """Return g () fp32, NaN where x is not finite."""
     if x.shape[-1] % BLOCK:
         raise ValueError(
@@ -77,34 +74,15 @@ def _global_scale(x: Tensor, four_over_six: bool) -> Tensor:
     ends = torch.stack([x.amax(), x.amin()])  # |x| would be a copy of x
     largest = ends.abs().amax().float()
     largest = torch.where(largest.isfinite(), largest, torch.nan)
-    top = FOUR_OVER_SIX_MAX if four_over_six else E4M3_MAX
-    return ratio(largest, top * e2m1.MAX).clamp(min=SMALLEST_GLOBAL)
+    return ratio(largest, E4M3_MAX * e2m1.MAX).clamp(min=SMALLEST_GLOBAL)
 
 
-def _rounded(x: Tensor, g: Tensor, four_over_six: bool) -> tuple[Tensor, Tensor]:
+def _rounded(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return element values (..., K/16, 16) and block scales (..., K/16), both fp32."""
     blocks, inverse = _in_blocks(x.detach().float()), 1 / g
-    unrounded = ratio(amax(blocks), e2m1.MAX) / g
-    scale = _e4m3_scale(unrounded)
-    if four_over_six:
-        wider = _e4m3_scale(unrounded * 1.5)  # maps the largest element to 4
-        errors = [_error(blocks, s, inverse) for s in (scale, wider)]
-        scale = torch.where(errors[1] < errors[0], wider, scale)
-    return _elements(blocks, scale, inverse), scale
-
-
-def _e4m3_scale(scale: Tensor) -> Tensor:
-    return round_e4m3(scale.clamp(SMALLEST_SCALE, E4M3_MAX))
-
-
-def _elements(blocks: Tensor, scale: Tensor, inverse: Tensor) -> Tensor:
-    return e2m1.round_e2m1_(blocks * (inverse / scale).unsqueeze(-1))
-
-
-def _error(blocks: Tensor, scale: Tensor, inverse: Tensor) -> Tensor:
-    """Return each block's squared error in units of g: it neither over- nor underflows."""
-    values = _elements(blocks, scale, inverse).mul_(scale.unsqueeze(-1))
-    return values.sub_(blocks * inverse).square_().sum(-1)
+    scale = ratio(amax(blocks), e2m1.MAX) / g
+    scale = round_e4m3(scale.clamp(SMALLEST_SCALE, E4M3_MAX))
+    return e2m1.round_e2m1_(blocks * (inverse / scale).unsqueeze(-1)), scale
 
 
 def _chunks(x: Tensor) -> Iterator[Tensor]:

@@ -56,6 +56,7 @@ from flowrl.scoring.protocol import (
 from flowrl.utils.serving import check_token
 
 CONNECT_S = 5.0
+IN_FLIGHT = 4  # requests at the same time
 FIRST_REST_S, LONGEST_REST_S = 0.1, 600.0  # of a server that fails
 LONGEST_RETRY_AFTER_S = 60.0  # whatever a server asks for
 MAX_ANSWER = 16 * 2**20  # bytes
@@ -254,7 +255,7 @@ class _Client:
             ),
             trust_env=False,  # proxies of companies answer for servers next door, and wrongly
         )
-        self._slots = asyncio.Semaphore(options.in_flight)
+        self._slots = asyncio.Semaphore(IN_FLIGHT)
         self._version: tuple[str, str] | None = None  # URL and version of the first answer
         self._started: WeakSet[Future[Any]] = WeakSet()
         self._stack = ExitStack()

@@ -181,9 +181,8 @@ class TookTooLong(Exception):
 class Process:
     """A process that scores one micro-batch at a time, for one thread of the pool.
 
-    The first micro-batch starts it; a new one is started after it died, was stopped or has answered
-    `options.max_tasks` of them. setup: the target, arguments and name of its reward. gpu: the only
-    one that it sees, None for all.
+    The first micro-batch starts it; a new one is started after it died or was stopped. setup: the
+    target, arguments and name of its reward. gpu: the only one that it sees, None for all.
     """
 
     def __init__(
@@ -229,8 +228,6 @@ class Process:
         if not self._answered:
             self.start = min(self.start, SLACK + 2 * (time.monotonic() - began))
         self._answered += 1
-        if self._answered == self.options.max_tasks:
-            self.retire()
         return reply
 
     def stop(self) -> None:

@@ -34,9 +34,10 @@ ROOT = Path(__file__).parents[3]
 # --- what a run sees ------------------------------------------------------------------------------
 
 
-def test_images_keep_their_order_and_requests_their_limits():
+def test_images_keep_their_order_and_requests_their_limits(monkeypatch):
+    monkeypatch.setattr(http, "IN_FLIGHT", 2)
     with Faulty(late(0.15), late(0.05), late(0.1), good) as server:
-        with closing(remote(server, micro_batch=3, in_flight=2)) as executor:
+        with closing(remote(server, micro_batch=3)) as executor:
             assert_right(scored(executor, 20))
         assert sorted(len(request["items"]) for request in server.received) == [2, *[3] * 6]
         assert server.most_at_once == 2
@@ -118,9 +119,10 @@ def test_what_may_pass_is_retried_with_the_same_key(fault):
         assert len({request["key"] for request in server.received}) == 1
 
 
-def test_the_deadline_counts_the_time_in_the_queue():
+def test_the_deadline_counts_the_time_in_the_queue(monkeypatch):
+    monkeypatch.setattr(http, "IN_FLIGHT", 1)
     with Faulty(late(0.25)) as server:
-        with closing(remote(server, micro_batch=1, in_flight=1, deadline=1.0, timeout=1)) as it:
+        with closing(remote(server, micro_batch=1, deadline=1.0, timeout=1)) as it:
             valid = scored(it, 12).scores.isfinite()
     count = int(valid.sum())
     assert 0 < count < 12 and valid[:count].all()

@@ -145,12 +145,6 @@ def test_what_no_image_can_mend_stops_with_the_reason(pair, make):
 
 
 @pytest.mark.slow
-def test_a_process_is_replaced_after_max_tasks_questions(make):
-    pool = make("process_id", micro_batch=1, max_tasks=2)
-    first, second, third = ask(pool, {}, {}, {}).scores.tolist()
-    assert first == second != third
-
-
 def test_after_three_in_a_row_without_an_answer_nothing_is_asked_for_a_while(make):
     pool = make("Scripted", micro_batch=1, timeout=0.1, start=0.1)
     found = ask(pool, *[{"do": "sleep", "seconds": 600}] * 3, {}, {})
