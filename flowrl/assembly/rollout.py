@@ -179,7 +179,6 @@ def _preview_generator(
                 resolved,
                 layers,
                 dtype=network_dtype(parts.backbone),
-                lora=e.lora,
             )
         return build_preview_generator(parts, exact, layers, backend)
 
@@ -194,9 +193,8 @@ def build_preview_generator(
     r, e = parts.config.rollout, parts.config.rollout.explore
     assert e is not None
     backbone, network = exact.backbone, exact.network
-    folds = e.lora == "merge" and parts.foldable
-    if parts.pool is None and (layers or folds != parts.merged):
-        backbone, network = parts.copied_network(layers, backend, e.lora)
+    if parts.pool is None and (layers or parts.foldable != parts.merged):
+        backbone, network = parts.copied_network(layers, backend, "merge")
     trained = [spec for spec in parts.specs if spec.trained]
     if isinstance(exact, RemoteGenerator):
         exact = replace(exact, preview=True)

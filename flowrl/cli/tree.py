@@ -50,7 +50,7 @@ def tree(
 
       flowrl tree tree_grpo branch=3 window.size=2 --leaves 9 --iteration 5
 
-      flowrl tree tempflow at=[0,4,8] width=4 --leaves 24 --image comb.png
+      flowrl tree tempflow splits=[0,4,8] branch=4 --leaves 24 --image comb.png
     """
     from flowrl.config.trees import PRESETS
     from flowrl.trees.plan import PlanError
@@ -145,7 +145,7 @@ def _show_recipe(section: Any, plan: "TreePlan") -> None:
     size = f"rollout.num_inference_steps={len(plan.steps)} rollout.group_size={count(plan).leaves}"
     typer.echo(f'\nIn a recipe: {size} "rollout.tree={options}"')
     if credit := PUBLISHED_CREDIT.get(section.kind):
-        typer.echo(f'Its published credit: "objective.credit={credit}"')
+        typer.echo(f'Its published credit: "objective.advantage={credit}"')
 
 
 def _show(plan: "TreePlan", prompts: int) -> None:

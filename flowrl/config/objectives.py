@@ -139,7 +139,7 @@ class GRPOOptions(StepObjectiveOptions):
         "element, or the published code's form without the step length.",
         "velocity: UniGRPO, arXiv 2603.23500; latent_no_dt: Flow-GRPO's code",
     )
-    credit: CreditOptions = option(
+    advantage: CreditOptions = option(
         CreditOptions(), "From the rewards of images to the advantages of steps."
     )
 
@@ -171,7 +171,6 @@ NOISING = "How images are noised for the loss."
 
 class UniformTimesOptions(Options):
     kind: Literal["uniform"] = option("uniform", "All noise levels are equally likely.")
-    shift: Positive = option(1.0, "Above 1 moves them towards noise, as a schedule's shift does.")
 
 
 class LogitNormalTimesOptions(Options):
@@ -374,12 +373,7 @@ class RewardBackpropOptions(ObjectiveOptions):
 class ReFLOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.refl:ReFL"
     kind: Literal["refl"] = option(
-        "refl", "The reward of the image predicted at a late step.", REFL
-    )
-    window: Share = option(
-        0.25,
-        "Share of the steps, the last ones, from which each image takes a random one.",
-        f"the last 10 of 40 in {REFL}; the last 11 of 25 in FlowBP's comparison",
+        "refl", "The reward of the image predicted at one of the last quarter of the steps.", REFL
     )
 
 

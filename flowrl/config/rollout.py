@@ -48,12 +48,6 @@ class AuditOptions(Options):
         2,
         "Number of an iteration's prompts whose candidates are also all sampled exactly.",
     )
-    min_rho: Annotated[Number, Field(ge=-1, le=1)] = option(
-        0.8,
-        "Spearman's rank correlation of candidates and exact scores within a prompt, averaged over "
-        "prompts, below which the log warns and says what to change.",
-        "published: 0.9 to 0.94 pooled, for CLIPScore, PickScore, HPSv2 and ImageReward",
-    )
 
 
 class ExploreOptions(Options):
@@ -79,12 +73,6 @@ class ExploreOptions(Options):
     )
     precision: Precision = option(
         "auto", f"Precision of candidates: {PRECISIONS}.", f"nvfp4 in {SOL_RL}"
-    )
-    lora: Literal["merge", "side"] = option(
-        "merge",
-        "How the adapter meets quantised weights: merge quantises their sum anew before every "
-        "rollout, side keeps the adapter beside them in full precision.",
-        f"merge in {SOL_RL}",
     )
     min_dim: Whole | None = option(
         None,

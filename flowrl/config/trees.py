@@ -18,7 +18,7 @@ from flowrl.trees.windows import (
     RandomWindow,
     Window,
     random_share,
-    random_steps,
+    random_step,
 )
 from flowrl.utils.fields import Count, Options, Text, Whole, option
 
@@ -30,9 +30,10 @@ E_GRPO = "E-GRPO, arXiv 2601.00423"
 INSIDE = "Which steps are stochastic and trained; kind: all, fixed, random, progressive, geometric."
 SIMPLEX = "independent in the paper; simplex loses none of the gradient to the group's mean"
 SPLITS = "Steps at which to branch."
-DRAW = "Number of steps of `at` with a fan, new ones in each rollout; null is all, far more work."
+FIRST_HALF = "Steps with a fan; null is a random one of the first half in each rollout."
 DANCE_SHARE = 0.6  # of the stochastic steps is trained
 B2_FIRST = 0.7  # of the steps is trained at first: 14 of 20
+B2_PERIOD = 100  # iterations over which the trained steps grow from there to all
 
 Branch = Annotated[Count, Field(ge=2)]
 Steps = Annotated[list[Whole], Field(max_length=1000)]
@@ -154,18 +155,15 @@ class B2DiffuRLOptions(TreeOptions):
 
     kind: Literal["b2_diffurl"] = option("b2_diffurl", "Continuations of a trunk.", B2_DIFFURL)
     branch: Branch = option(5, "Continuations of a trunk.", B2_DIFFURL)
-    period: Count = option(
-        100, "Iterations over which the trained steps grow from 70 % to 100 %.", B2_DIFFURL
-    )
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
-        trained = presets.b2_stage(iteration, self.period, *self._ends(steps))
+        trained = presets.b2_stage(iteration, B2_PERIOD, *self._ends(steps))
         return {"branch": self.branch, "last": trained}
 
     def turns(self, steps: int, since: int) -> Iterable[int]:
         first, last = self._ends(steps)
         stages = last - first + 1
-        return [-(-stage * self.period // stages) for stage in range(1, stages + 1)]
+        return [-(-stage * B2_PERIOD // stages) for stage in range(1, stages + 1)]
 
     def _ends(self, steps: int) -> tuple[int, int]:
         """Return how many steps are trained at first, and at the end."""
@@ -178,8 +176,8 @@ class TempFlowOptions(SiblingOptions):
     kind: Literal["tempflow"] = option(
         "tempflow", "ODE trajectories that branch into several images at some steps.", TEMPFLOW
     )
-    width: Count = option(6, "Children of a fan.", TEMPFLOW)
-    at: Steps | None = option(None, "Steps with a fan; null is all but the last.", TEMPFLOW)
+    branch: Count = option(6, "Children of a fan.", TEMPFLOW)
+    splits: Steps | None = option(None, "Steps with a fan; null is all but the last.", TEMPFLOW)
 
 
 class G2RPOOptions(SiblingOptions):
@@ -188,9 +186,8 @@ class G2RPOOptions(SiblingOptions):
     kind: Literal["g2rpo"] = option(
         "g2rpo", "The same, with branches that are finished in several step lengths.", G2RPO
     )
-    width: Count = option(12, "Children of a fan.", G2RPO)
-    at: Steps | None = option(None, "Steps with a fan; null is the first half.", G2RPO)
-    draw: Count | None = option(1, DRAW, "all of them in the paper")
+    branch: Count = option(12, "Children of a fan.", G2RPO)
+    splits: Steps | None = option(None, FIRST_HALF, "all of the first half in the paper")
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
         return _fan_arguments(self, iteration, steps, seed)
@@ -200,9 +197,8 @@ class EGRPOOptions(SiblingOptions):
     """Trunks with fans whose noisy step merges several steps."""
 
     kind: Literal["e_grpo"] = option("e_grpo", "Trunks with fans of merged steps.", E_GRPO)
-    width: Count = option(12, "Children of a fan.", E_GRPO)
-    at: Steps | None = option(None, "Steps with a fan; null is the first half.", E_GRPO)
-    draw: Count | None = option(1, DRAW, "all of them in the paper")
+    branch: Count = option(12, "Children of a fan.", E_GRPO)
+    splits: Steps | None = option(None, FIRST_HALF, "all of the first half in the paper")
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
         return _fan_arguments(self, iteration, steps, seed)
@@ -212,11 +208,9 @@ def _fan_arguments(
     options: G2RPOOptions | EGRPOOptions, iteration: int, steps: int, seed: int
 ) -> dict[str, Any]:
     arguments = options._fields()
-    at, draw = arguments["at"], arguments.pop("draw")
-    among = presets.check_steps("at", range(steps // 2) if at is None else at, steps)
-    if draw is not None and isinstance(options, EGRPOOptions):
-        presets.check_alike(steps, among, presets.E_GRPO_LENGTHS)
-    return arguments | {"at": random_steps(among, draw, seed, iteration)}
+    if arguments["splits"] is None:
+        arguments["splits"] = [random_step(steps // 2, seed, iteration)]
+    return arguments
 
 
 class CustomTreeOptions(TreeOptions):
@@ -253,8 +247,8 @@ Tree = Annotated[
 PRESETS: dict[str, type[TreeOptions]] = {
     section.model_fields["kind"].default: section for section in get_args(get_args(Tree)[0])
 }
-# What a method's paper or code has under objective.credit, where it differs from the defaults; and
-# the scale in any case, since recipes set another.
+# What a method's paper or code has under objective.advantage, where it differs from the defaults;
+# and the scale in any case, since recipes set another.
 PUBLISHED_CREDIT = {
     "flow_grpo": "{scale: global}",
     "flow_grpo_fast": "{scale: std}",

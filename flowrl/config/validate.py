@@ -60,7 +60,7 @@ def check_plans(plans: Plans, rollout: RolloutOptions, objective: Objective, see
         check_states(objective.states, plans, rollout, seed)
     for plan in plans:
         if isinstance(objective, GRPOOptions):
-            check_credit(objective.credit, plan)
+            check_credit(objective.advantage, plan)
         if isinstance(objective, SPOOptions):
             check_spo(plan)
 
@@ -243,18 +243,17 @@ def check_credit(credit: CreditOptions, plan: TreePlan) -> None:
         ):
             if value:
                 raise ValueError(
-                    f"objective.credit.{name} compares images of one tree, but each tree of "
+                    f"objective.advantage.{name} compares images of one tree, but each tree of "
                     f"rollout.tree has one image: use {instead}"
                 )
     if credit.edges == "sibling" and credit.scope in ("depth", "sibling"):
         raise ValueError(
-            f"objective.credit.scope is {credit.scope}, which measures a node and the one it comes "
-            "from by different comparisons, and edges: sibling subtracts them: use prompt, leaf or "
-            "joint"
+            f"objective.advantage.scope is {credit.scope}, which compares a node and its parent "
+            "with different nodes, and edges: sibling subtracts the two: use prompt, leaf or joint"
         )
     if credit.edges == "fan" and credit.scope not in ("leaf", "prompt"):
         raise ValueError(
-            f"objective.credit.scope is {credit.scope}, but fans are compared within their tree "
+            f"objective.advantage.scope is {credit.scope}, but fans are compared within their tree "
             "(leaf) or over those of the prompt (prompt): use one of these with edges: fan"
         )
 

@@ -80,7 +80,7 @@ class GRPO:
         backward. They stay when the pull to the reference needs them.
         """
         tree = rollout.tree
-        advantage, keep = tree_credit(rollout, self.options.credit)
+        advantage, keep = tree_credit(rollout, self.options.advantage)
         if self.options.kl_coef == 0:
             keep = keep & (advantage != 0)
         device = tree.x.device

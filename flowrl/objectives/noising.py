@@ -91,10 +91,10 @@ def noise_levels(u: Tensor, sigmas: Tensor, options: NoisingOptions) -> Tensor:
     if times.kind == "strata":
         return one_of_each_stretch(u, noisiest(sigmas, times.fraction)[1:])
     if times.kind == "uniform":
-        # Equation 23 of Stable Diffusion 3 (2403.03206): towards noise as a schedule is shifted.
-        sigma = times.shift * u / (1 + (times.shift - 1) * u)
+        sigma = u
     else:
-        # The same paper's pretraining: the sigmoid of a normal number. ndtri(0) is -inf.
+        # Stable Diffusion 3's pretraining (2403.03206): the sigmoid of a normal number.
+        # ndtri(0) is -inf.
         sigma = torch.special.ndtri(u.clamp(min=torch.finfo(u.dtype).tiny)).sigmoid()
     return sigma.clamp(min=LEAST_SIGMA)
 

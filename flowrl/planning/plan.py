@@ -479,8 +479,8 @@ def _copies(config: Config) -> dict[str, Any]:
     copies, training_copy = [], None
     if r.compile:
         copies.append(NetworkCopy(format="bf16", merge=merged))
-    if e is not None and (e.precision != "bf16" or (e.lora == "merge" and mergeable) != merged):
-        copies.append(NetworkCopy(format=e.precision, merge=e.lora == "merge", min_dim=e.min_dim))
+    if e is not None and (e.precision != "bf16" or mergeable != merged):
+        copies.append(NetworkCopy(format=e.precision, min_dim=e.min_dim))
     if p.precision not in (None, "bf16"):
         # The larger of what auto may be: bf16 keeps nothing beside the weights.
         format = "fp8" if p.precision == "auto" else p.precision

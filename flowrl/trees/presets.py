@@ -247,25 +247,25 @@ def _forest(
 def tempflow(
     steps: int,
     leaves: int,
-    width: int,
-    at: Sequence[int] | None = None,
+    branch: int,
+    splits: Sequence[int] | None = None,
     coupling: NoiseCoupling = INDEPENDENT,
 ) -> TreePlan:
     """A fan at every step of independent trunks (TempFlow-GRPO, 2508.04324).
 
-    `at` None is every step but the last. N trunks with fans of K then take
+    `splits` None is every step but the last. N trunks with fans of K then take
     N (T - 1) + N K T (T - 1) / 2 forwards: a trunk ends where its last fan begins, which shares
     its velocity; the published N T counts a fan in the last step.
     """
-    at = check_steps("at", range(steps - 1) if at is None else at, steps)
-    return _comb(steps, leaves, [Fan(step=k, width=width, coupling=coupling) for k in at])
+    splits = check_steps("splits", range(steps - 1) if splits is None else splits, steps)
+    return _comb(steps, leaves, [Fan(step=k, width=branch, coupling=coupling) for k in splits])
 
 
 def g2rpo(
     steps: int,
     leaves: int,
-    width: int,
-    at: Sequence[int],
+    branch: int,
+    splits: Sequence[int],
     coupling: NoiseCoupling = INDEPENDENT,
 ) -> TreePlan:
     """Fans whose children are each finished once for every stride (G2RPO, 2510.01982).
@@ -274,59 +274,48 @@ def g2rpo(
     M + G sum_k sum_lambda ceil((T - k - 1) / lambda), which counts a child's first velocity once
     for every stride; here the strides share it, which saves (number of strides - 1) G M.
     """
-    at = check_steps("at", at, steps)
-    fans = [Fan(step=k, width=width, strides=G2RPO_STRIDES, coupling=coupling) for k in at]
+    check_steps("splits", splits, steps)
+    fans = [Fan(step=k, width=branch, strides=G2RPO_STRIDES, coupling=coupling) for k in splits]
     return _comb(steps, leaves, fans)
 
 
 def e_grpo(
     steps: int,
     leaves: int,
-    width: int,
-    at: Sequence[int],
+    branch: int,
+    splits: Sequence[int],
     coupling: NoiseCoupling = INDEPENDENT,
 ) -> TreePlan:
     """Fans whose noisy step merges several steps into one (E-GRPO, 2601.00423).
 
-    A step of `at` has a fan for each length that ends before the last step.
+    A step of `splits` has a fan for each length that ends before the last step.
     """
-    at = check_steps("at", at, steps)
+    check_steps("splits", splits, steps)
     lengths = E_GRPO_LENGTHS
     fans = [
-        Fan(step=k, width=width, length=length, coupling=coupling)
-        for k in at
+        Fan(step=k, width=branch, length=length, coupling=coupling)
+        for k in splits
         for length in lengths
         if k + length <= steps - 1
     ]
     if not fans:
         raise PlanError(
-            f"no fan fits: merging {min(lengths)} steps from step {min(at)} would reach the last "
-            f"of {steps} steps, which has no noise; the nearest length that works is "
-            f"{steps - 1 - min(at)}"
+            f"no fan fits: merging {min(lengths)} steps from step {min(splits)} would reach the "
+            f"last of {steps} steps, which has no noise; the nearest length that works is "
+            f"{steps - 1 - min(splits)}"
         )
     return _comb(steps, leaves, fans)
-
-
-def check_alike(steps: int, at: Sequence[int], lengths: Sequence[int]) -> None:
-    """Raise PlanError if steps of `at` have room for different lengths: group sizes would vary."""
-    fits = {sum(k + length <= steps - 1 for length in lengths) for k in at}
-    if len(fits) > 1:
-        raise PlanError(
-            f"at has step {max(at)}, from where merging {max(lengths)} steps would reach the last "
-            f"of {steps}, and group_size would differ from draw to draw: the nearest that works is "
-            f"{max(steps - 1 - max(lengths), 0)}, or leave that step out"
-        )
 
 
 def _comb(steps: int, leaves: int, fans: list[Fan]) -> TreePlan:
     width, ends = fans[0].width, sum(len(fan.strides) for fan in fans)
     if width < 1:
-        raise PlanError(f"width is {width}: the nearest that works is 1")
+        raise PlanError(f"branch is {width}: the nearest that works is 1")
     moves = sum(-(-(steps - f.step - f.length) // s) for f in fans for s in f.strides)
     if moves > MAX_MOVES:
         raise PlanError(
             f"fans at {len({f.step for f in fans})} of {steps} steps make {moves:,} moves, "
-            f"expected at most {MAX_MOVES:,}: name fewer steps in rollout.tree.at"
+            f"expected at most {MAX_MOVES:,}: name fewer steps in rollout.tree.splits"
         )
     roots = check_leaves(leaves, width * ends, f"{width} x {ends}" if ends > 1 else str(width))
     return TreePlan(roots=roots, steps=(Step(),) * steps, fans=tuple(fans))

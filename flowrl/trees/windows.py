@@ -6,7 +6,7 @@ noise. They depend on its fields, the seed and the iteration alone, so resuming 
 
 import random
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -149,44 +149,30 @@ Window = Annotated[
 
 
 class DepthPruning(Options):
-    """Steps that are sampled but not trained, moving as training goes (BranchGRPO, 2509.06040)."""
+    """Steps that are sampled but not trained, later ones as training goes (BranchGRPO, 2509.06040).
+
+    They move later as in the paper; the published code moves them earlier.
+    """
 
     start: Whole = option(
         9, "First step without gradient at first.", "BranchGRPO: its last split, of 20 steps"
     )
     size: Count = option(4, "How many steps get no gradient.", BRANCH_GRPO)
-    direction: Literal["later", "earlier"] = option(
-        "later",
-        "Where the steps move.",
-        "later in the paper as quoted, earlier in the published code",
-    )
     period: Count = option(30, "Iterations between two moves by one step.", BRANCH_GRPO)
     stop: Whole | None = option(
-        None,
-        "First step without gradient at the end; null: where the last step with noise is reached, "
-        "or step 0.",
-    )
-    until: Count | None = option(
-        None, "Iteration from which every step is trained again; null is never."
+        None, "First step without gradient at the end; null: until the last step with noise."
     )
 
     def steps(self, iteration: int, num_steps: int) -> range:
         """Return the steps without gradient in one iteration; PlanError if they cannot be."""
         self._check(num_steps)
-        if self.until is not None and iteration >= self.until:
-            return range(0)
-        sign = 1 if self.direction == "later" else -1
-        end = num_steps - 1 - self.size if sign > 0 else 0
-        moved = min(
-            iteration // self.period, abs((end if self.stop is None else self.stop) - self.start)
-        )
-        first = self.start + sign * moved
+        last = num_steps - 1 - self.size if self.stop is None else self.stop
+        first = min(self.start + iteration // self.period, last)
         return range(first, first + self.size)
 
     def turns(self, num_steps: int) -> list[int]:
         """Return the iterations at which the steps change."""
-        end = [] if self.until is None else [self.until]
-        return end + [turn * self.period for turn in range(num_steps)]
+        return [turn * self.period for turn in range(num_steps)]
 
     def _check(self, num_steps: int) -> None:
         where, last = "rollout.depth_pruning", num_steps - 2
@@ -202,11 +188,10 @@ class DepthPruning(Options):
                 f"{where}.size is {self.size}, but its window then reaches beyond step {last}, the "
                 f"last with noise: the nearest that works is {room}"
             )
-        ahead = self.start if self.stop is None else self.stop
-        if (ahead < self.start) if self.direction == "later" else (ahead > self.start):
+        if self.stop is not None and self.stop < self.start:
             raise PlanError(
-                f"{where}.stop is {self.stop}, but depth pruning moves {self.direction} from step "
-                f"{self.start}: the nearest that works is {self.start}"
+                f"{where}.stop is {self.stop}, but depth pruning moves on from step {self.start}: "
+                f"the nearest that works is {self.start}"
             )
 
 
@@ -221,18 +206,9 @@ def random_share(num_steps: int, share: float, seed: int, iteration: int) -> fro
     return frozenset(rng.sample(range(free), min(number, free)))
 
 
-def random_steps(
-    among: Sequence[int], number: int | None, seed: int, iteration: int
-) -> tuple[int, ...]:
-    """Return `number` of these steps, ascending, others in every iteration; None is all."""
-    if number is None:
-        return tuple(among)
-    if number > len(among):
-        raise PlanError(
-            f"draw is {number}, but there are {len(among)} steps to choose from: the nearest that "
-            f"works is {len(among)}"
-        )
-    return tuple(sorted(_random("comb", seed, iteration).sample(among, number)))
+def random_step(among: int, seed: int, iteration: int) -> int:
+    """Return one of the first `among` steps, another in every iteration."""
+    return _random("comb", seed, iteration).randrange(among)
 
 
 def _random(purpose: str, seed: int, iteration: int) -> random.Random:

@@ -25,7 +25,7 @@ FIRST = {"kind": "fixed", "size": 1}
 ODE = {"tree": {"kind": "ode"}}
 TREE = {"tree": {"kind": "tree_grpo", "branch": 4, "window": FIRST}}
 CHAINS = {"tree": {"kind": "flow_grpo"}}
-FANS = {"tree": {"kind": "tempflow", "width": 2, "at": [0, 1]}}
+FANS = {"tree": {"kind": "tempflow", "branch": 2, "splits": [0, 1]}}
 COLORS = {"specs": [{"name": "tiny_colors"}], "prompts": {"train": "tiny:color_attr:train"}}
 
 # The changes of a recipe, by name; a few images of an untrained size.
@@ -37,7 +37,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     },
     "tempflow": {
         "objective": {
-            "kind": "grpo", "step_weight": "noise", "credit": {"edges": "fan", "scope": "leaf"},
+            "kind": "grpo", "step_weight": "noise", "advantage": {"edges": "fan", "scope": "leaf"},
         },
         "rollout": FANS,
     },
@@ -72,8 +72,8 @@ TREES = {  # options where a preset needs some to be small
     "mix_grpo": {"window": FIRST}, "branch_grpo": {"splits": [0, 1]},
     "branch_grpo_mix": {"splits": [0, 1], "window": FIRST},
     "tree_grpo": {"branch": 2, "window": FIRST}, "b2_diffurl": {"branch": 2},
-    "tempflow": {"width": 2, "at": [0, 1]}, "g2rpo": {"width": 2, "at": [0]},
-    "e_grpo": {"width": 2, "at": [0]},
+    "tempflow": {"branch": 2, "splits": [0, 1]}, "g2rpo": {"branch": 2, "splits": [0]},
+    "e_grpo": {"branch": 2, "splits": [0]},
 }  # fmt: skip
 SAMPLED = {
     f"tree {kind}": {

@@ -95,8 +95,8 @@ def test_every_preset_shows_itself_and_says_what_works(run):
         assert code == 0
         words = shlex.split(re.search(r"In a recipe: (.*)", out)[1])  # type: ignore[index]
         if credit := PUBLISHED_CREDIT.get(name):
-            assert f'Its published credit: "objective.credit={credit}"' in out
-            words.append(f"objective.credit={credit}")
+            assert f'Its published credit: "objective.advantage={credit}"' in out
+            words.append(f"objective.advantage={credit}")
             assert f"| `{name}` |" in PAGE and f"| `{credit}` |" in PAGE
         if name == "ode":  # nothing to learn from but the images
             words.append("objective={kind: nft}")
@@ -105,7 +105,7 @@ def test_every_preset_shows_itself_and_says_what_works(run):
         on_quickstart: Any = load_config("quickstart-grpo", words)
         assert on_quickstart.rollout.tree == config.rollout.tree
         if credit:
-            assert on_quickstart.objective.credit.scale == config.objective.credit.scale
+            assert on_quickstart.objective.advantage.scale == config.objective.advantage.scale
 
 
 SMALLEST = {"prompts": {"train": "p.txt"}, "rewards": [{"name": "ocr"}]}

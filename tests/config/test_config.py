@@ -74,7 +74,7 @@ def parse(*overrides):
         ("rewards.4.weight=2", "rewards"),
         ("rewards.-1.weight=2", "rewards"),
         # Trees too large to list.
-        (f"{LONG} rollout.tree={{kind: tempflow, width: 2}}", "rollout"),
+        (f"{LONG} rollout.tree={{kind: tempflow, branch: 2}}", "rollout"),
     ],
 )
 def test_a_wrong_option_is_named_in_one_sentence(overrides, named):

@@ -54,17 +54,17 @@ def test_options_reach_the_plan():
             plan("tree_grpo", branch=4, window={"kind": "fixed", "size": 2, "start": 3}),
             presets.tree_grpo(20, 16, 4, range(3, 5)),
         ),
-        (plan("b2_diffurl", branch=4, period=7, iteration=3), presets.b2_diffurl(20, 16, 4, 17)),
+        (plan("b2_diffurl", branch=4, iteration=43), presets.b2_diffurl(20, 16, 4, 17)),
         (
-            plan("tempflow", width=4, at=[1, 5]),
+            plan("tempflow", branch=4, splits=[1, 5]),
             presets.tempflow(20, 16, 4, [1, 5]),
         ),
         (
-            plan("g2rpo", leaves=24, width=4, at=[1, 5], draw=None),
+            plan("g2rpo", leaves=24, branch=4, splits=[1, 5]),
             presets.g2rpo(20, 24, 4, [1, 5]),
         ),
         (
-            plan("e_grpo", width=4, at=[1, 5], draw=None),
+            plan("e_grpo", branch=4, splits=[1, 5]),
             presets.e_grpo(20, 16, 4, [1, 5]),
         ),
     ]:
@@ -76,9 +76,8 @@ def test_options_that_cannot_work_are_named():
         ("branch_grpo", {"splits": [0, 3, 6, 19]}, "splits has step 19"),
         ("branch_grpo", {"splits": [0]}, None),
         ("tree_grpo", {}, "group_size is 16"),
-        ("tempflow", {"at": [30]}, "at has step 30"),
-        ("g2rpo", {"width": 2, "at": [1], "draw": 2}, "draw is 2.*works is 1"),
-        ("e_grpo", {"width": 2, "at": [1, 18]}, "at has step 18.*works is 17"),
+        ("tempflow", {"splits": [30]}, "splits has step 30"),
+        ("e_grpo", {"branch": 2, "splits": [1, 19]}, "splits has step 19"),
         ("custom", {"function": "plans"}, "module:attribute"),
     ]:
         if words is None:

@@ -54,12 +54,12 @@ def test_a_comparison_that_could_teach_nothing_or_the_opposite_is_refused():
         ("flow_grpo", "keep=parent_top1", "keep", "keep=extreme"),
         ("branch_grpo, splits: [0, 1]", "edges=sibling scope=depth", "scope", "scope=leaf"),
         ("branch_grpo, splits: [0, 1]", "edges=sibling scope=sibling", "scope", "scope=joint"),
-        ("tempflow, at: [0, 1]", "edges=fan scope=depth", "scope", "scope=leaf"),
+        ("tempflow, splits: [0, 1]", "edges=fan scope=depth", "scope", "scope=leaf"),
     ):
-        wanted = [f"objective.credit.{option}" for option in credit.split()]
-        with pytest.raises(UserError, match=f"objective.credit.{name} "):
+        wanted = [f"objective.advantage.{option}" for option in credit.split()]
+        with pytest.raises(UserError, match=f"objective.advantage.{name} "):
             parse(f"rollout.tree={{kind: {tree}}}", *wanted)
-        parse(f"rollout.tree={{kind: {tree}}}", *wanted, f"objective.credit.{mended}")
+        parse(f"rollout.tree={{kind: {tree}}}", *wanted, f"objective.advantage.{mended}")
 
 
 def test_every_iteration_is_looked_at_before_the_first():

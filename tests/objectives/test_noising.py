@@ -89,10 +89,9 @@ def test_levels_have_the_law_of_their_name_and_stay_inside():
     u = ((torch.arange(50, dtype=F64) + 0.5) / 50)[None]
     logit = noise_levels(u, SIGMAS, NoisingOptions(times=LogitNormalTimesOptions()))
     assert_close(torch.special.ndtr(logit.logit()), u, rtol=1e-9, atol=1e-12)
-    shifted = noise_levels(u, SIGMAS, NoisingOptions(times=UniformTimesOptions(shift=3.0)))
-    assert_close(shifted / (3 - 2 * shifted), u)  # the share below sigma
+    assert_close(noise_levels(u, SIGMAS, NoisingOptions(times=UniformTimesOptions())), u)
     ends = torch.tensor([[0.0, LAST]])
-    for times in (LogitNormalTimesOptions(), UniformTimesOptions(shift=3.0)):
+    for times in (LogitNormalTimesOptions(), UniformTimesOptions()):
         sigma = noise_levels(ends, SIGMAS, NoisingOptions(times=times))
         assert 0 < sigma.min() and sigma.max() < 1
 

@@ -122,8 +122,9 @@ def test_each_chain_is_followed_as_far_as_its_own_number_says(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [0.2, 0.6, 1.0])
-def test_refl_is_the_gradient_of_the_reward_of_one_prediction(window):
-    toy, objective, parts = Toy(), options.ReFLOptions(window=window).build(), []
+def test_refl_is_the_gradient_of_the_reward_of_one_prediction(window, monkeypatch):
+    monkeypatch.setattr(refl, "WINDOW", window)
+    toy, objective, parts = Toy(), options.ReFLOptions().build(), []
     batch = chains(toy)
     for n, i in enumerate(objective.step(batch).tolist()):
         assert T - round(window * T) <= i < T

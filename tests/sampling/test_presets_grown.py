@@ -15,10 +15,10 @@ SIZES: dict[str, tuple[dict, int]] = {
     "branch_grpo": ({"splits": [0, 2, 5]}, 16),
     "branch_grpo_mix": ({"splits": [1, 4], "window": {"kind": "fixed", "size": 2}}, 8),
     "tree_grpo": ({"branch": 2}, 16),
-    "b2_diffurl": ({"branch": 3, "period": 4}, 6),
-    "tempflow": ({"width": 2}, 2 * 2 * (T - 1)),
-    "g2rpo": ({"width": 2, "draw": 2}, 2 * 2 * 2 * 3),
-    "e_grpo": ({"width": 2, "at": [0, 2, 4]}, 2 * 2 * 2),
+    "b2_diffurl": ({"branch": 3}, 6),
+    "tempflow": ({"branch": 2}, 2 * 2 * (T - 1)),
+    "g2rpo": ({"branch": 2}, 2 * 2 * 3),
+    "e_grpo": ({"branch": 2}, 2 * 2 * 2),
 }
 
 

@@ -31,7 +31,7 @@ EXPLORE = {
     "candidates": 4,
     "num_inference_steps": 2,
     "precision": "bf16",
-    "audit": {"every": 1, "prompts": 1, "min_rho": -1.0},
+    "audit": {"every": 1, "prompts": 1},
 }
 EVALUATION = {
     "prompts": "tiny:colors:test",

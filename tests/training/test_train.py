@@ -89,7 +89,7 @@ def test_siblings_and_every_tree_learn_at_a_ratio_of_1(make_learner):
     for kl_coef in [0.0, 0.1]:
         for kind, options in TREES.items():
             tree, credit = options
-            objective = {"kl_coef": kl_coef, "credit": credit}
+            objective = {"kl_coef": kl_coef, "advantage": credit}
             rollout = ROLLOUT | {"tree": {"kind": kind} | tree}
             learner = warm(make_learner(rollout=rollout, objective=objective))
             before = [p.clone() for p in learner.policy.parameters()]
@@ -103,8 +103,8 @@ def test_siblings_and_every_tree_learn_at_a_ratio_of_1(make_learner):
 TREES = {
     "branch_grpo": ({"splits": [0, 1]}, {"scope": "depth"}),
     "mix_grpo": ({"window": {"kind": "fixed", "size": 2, "start": 1}}, {"edges": "sibling"}),
-    "tempflow": ({"width": 2, "at": [0, 1]}, {"edges": "fan", "scope": "leaf"}),
-    "e_grpo": ({"width": 2, "at": [0], "draw": None}, {"edges": "fan"}),
+    "tempflow": ({"branch": 2, "splits": [0, 1]}, {"edges": "fan", "scope": "leaf"}),
+    "e_grpo": ({"branch": 2, "splits": [0]}, {"edges": "fan"}),
 }
 
 

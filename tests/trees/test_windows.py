@@ -14,7 +14,7 @@ from flowrl.trees.windows import (
     ProgressiveWindow,
     RandomWindow,
     random_share,
-    random_steps,
+    random_step,
 )
 
 
@@ -83,22 +83,9 @@ def test_depth_pruning_moves_later_and_stays_at_its_stop():
     assert unlimited.steps(500, 20) == range(15, 19)  # the last with noise
 
 
-def test_depth_pruning_moves_earlier_and_never_below_the_first_step():
-    pruning = DepthPruning(start=15, size=4, direction="earlier", period=2, stop=9)
-    assert [pruning.steps(i, 20).start for i in (0, 2, 12, 100)] == [15, 14, 9, 9]
-    unlimited = DepthPruning(start=1, size=2, direction="earlier", period=1)
-    assert unlimited.steps(50, 20) == range(2)
-
-
-def test_depth_pruning_ends_where_it_is_told_to():
-    pruning = DepthPruning(start=3, size=2, period=10, until=25)
-    assert [list(pruning.steps(i, 20)) for i in (24, 25, 99)] == [[5, 6], [], []]
-
-
 def test_depth_pruning_that_cannot_be_names_what_can():
     for options, name in [
-        ({"direction": "later", "stop": 3}, "stop"),
-        ({"direction": "earlier", "stop": 12}, "stop"),
+        ({"stop": 3}, "stop"),
         ({"start": 19}, "start"),
         ({"size": 11}, "size"),
     ]:
@@ -124,11 +111,7 @@ def test_subsets_differ_with_seed_and_iteration_and_reach_every_step():
     assert drawn != [random_share(11, 0.6, 1, i) for i in range(50)]
 
 
-def test_drawn_steps_are_ascending_and_all_are_drawn_in_turn():
-    drawn = [random_steps([1, 4, 6, 9], 2, 3, i) for i in range(60)]
-    assert len(set(drawn)) == 6 and all(a < b for a, b in drawn)
-    assert drawn == [random_steps([1, 4, 6, 9], 2, 3, i) for i in range(60)]
-    assert random_steps([1, 4], None, 3, 0) == (1, 4)
-    with pytest.raises(PlanError) as caught:
-        random_steps([1, 4], 3, 0, 0)
-    assert len(random_steps([1, 4], nearest(caught.value)[0], 0, 0)) == 2
+def test_a_random_step_is_one_of_the_first():
+    steps = [random_step(5, 3, i) for i in range(60)]
+    assert set(steps) == set(range(5)) and steps == [random_step(5, 3, i) for i in range(60)]
+    assert steps != [random_step(5, 4, i) for i in range(60)]

@@ -13,6 +13,7 @@ from flowrl.objectives.noising import noised
 from flowrl.objectives.reward_backprop.base import RewardBackprop, chances, fresh_noise, tangent
 from flowrl.trajectory import Metrics, Rollout
 
+WINDOW = 0.25  # share of the steps from which ReFL takes one: the last 10 of 40
 COPIES = 2  # noises for each image in DRaFT-LV, a forward and a reward each
 
 
@@ -35,13 +36,13 @@ class OnePrediction(RewardBackprop):
 
 @dataclass(frozen=True)
 class ReFL(OnePrediction):
-    """One random step of each chain among the last ones, a share `window` of all steps."""
+    """One random step of each chain among the last ones, a share WINDOW of all steps."""
 
     options: ReFLOptions
 
     def step(self, batch: Trajectories) -> Tensor:
         """Return the step of each chain. (N,) long"""
-        among = max(1, round(self.options.window * batch.steps))
+        among = max(1, round(WINDOW * batch.steps))
         place = (chances(batch, "step", 1)[:, 0] * among).long().clamp(max=among - 1)
         return batch.steps - 1 - place
 
