@@ -177,6 +177,12 @@ def dump_yaml(data: Any) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
+def flow_yaml(data: Any) -> str:
+    """Return a value in one line of YAML, as on a command line."""
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
 def shorten(problem: object) -> str:
     """Return a parser's message in one line of at most 160 characters."""
     text = " ".join(str(problem).split()).rstrip(".")
