@@ -8,7 +8,7 @@ images of all processes. The number of GPUs decides only how long it takes.
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 from flowrl.config import Config
 from flowrl.errors import UserError
@@ -240,27 +240,10 @@ def iteration_work(
         whole_prompts=needs.complete_groups or whole_groups,
         whole_candidates=whole_trained,
         rows=(tree.train_forwards if transitions else tree.leaves) // plan.roots,
-        group_rows=2 if objective.kind == "dpo" else None,  # the best and the worst
-        row_forwards=1 if transitions else row_forwards(objective, r.num_inference_steps),
+        group_rows=objective.group_images,
+        row_forwards=objective.forwards(r.num_inference_steps),
         together=together if needs.states == "endpoints" else "image",
         micro_batch=u.micro_batch,
         updates=u.updates_per_rollout,
         judge=f"objective.kind {objective.kind}" if needs.complete_groups else "a reward",
     )
-
-
-def row_forwards(objective: Any, steps: int) -> int:
-    """Return how many forwards with a gradient the loss of one image or chain takes, at most."""
-    if hasattr(objective, "noising"):
-        return objective.noising.count
-    of_chain = {
-        "draft": lambda o: min(o.steps, steps),
-        "draft_lv": lambda o: 2,
-        "align_prop": lambda o: steps,
-        "srpo": lambda o: 2,
-        "leap_align": lambda o: 2,
-        "flowbp_sparse": lambda o: min(o.steps, steps),
-        "flowbp_bridge": lambda o: min(o.steps, steps),
-        "flowbp_lagrange": lambda o: min(4, steps),  # two velocities of each leap
-    }
-    return of_chain[objective.kind](objective) if objective.kind in of_chain else 1

@@ -1,6 +1,5 @@
 """`flowrl tree`: what a rollout's tree looks like and costs; loads no model."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,7 +33,6 @@ def tree(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts, in the numbers.")] = 1,
     iteration: Annotated[int, typer.Option(min=0, help="Of the training; windows move.")] = 0,
     seed: Annotated[int, typer.Option(help="Of random windows.")] = 0,
-    image: Annotated[Path | None, typer.Option(help="Also draw the tree as this PNG.")] = None,
 ) -> None:
     """Show a rollout's tree and what it costs, before anything is sampled.
 
@@ -50,7 +48,7 @@ def tree(
 
       flowrl tree tree_grpo branch=3 window.size=2 --leaves 9 --iteration 5
 
-      flowrl tree tempflow splits=[0,4,8] branch=4 --leaves 24 --image comb.png
+      flowrl tree tempflow splits=[0,4,8] branch=4 --leaves 24
     """
     from flowrl.config.trees import PRESETS
     from flowrl.trees.plan import PlanError
@@ -66,12 +64,6 @@ def tree(
         raise UserError(f"{error}.") from error
     _show(plan, prompts)
     _show_recipe(section, plan)
-    if image is not None:
-        from flowrl.trees.show import draw_tree
-        from flowrl.utils.files import write_bytes
-
-        write_bytes(image, draw_tree(plan))
-        say(f"Wrote {image}.", err=True)
 
 
 def _options(preset: str, changes: list[str]) -> dict[str, Any]:
@@ -134,18 +126,14 @@ def _totals(plan: "TreePlan", prompts: int) -> dict[str, float]:
 
 def _show_recipe(section: Any, plan: "TreePlan") -> None:
     """Print what to write in a recipe: the tree, and the credit published with it."""
-    import yaml
-
-    from flowrl.config.trees import PUBLISHED_CREDIT
+    from flowrl.config.yaml12 import flow_yaml
     from flowrl.trees.plan import count
 
-    options = yaml.safe_dump(
-        section.model_dump(mode="json"), default_flow_style=True, sort_keys=False, width=10_000
-    ).strip()
+    options = flow_yaml(section.model_dump(mode="json"))
     size = f"rollout.num_inference_steps={len(plan.steps)} rollout.group_size={count(plan).leaves}"
     typer.echo(f'\nIn a recipe: {size} "rollout.tree={options}"')
-    if credit := PUBLISHED_CREDIT.get(section.kind):
-        typer.echo(f'Its published credit: "objective.advantage={credit}"')
+    if section.credit:
+        typer.echo(f'Its published credit: "objective.advantage={section.credit}"')
 
 
 def _show(plan: "TreePlan", prompts: int) -> None:

@@ -85,7 +85,9 @@ def _section(path: str, same_path: list[Option], options: list[Option]) -> str:
 def _line(option: Option, indent: str, only: str = "") -> str:
     """Return an option in two lines; a section among them is explained by its own name."""
     default = default_text(option)
-    head = option.path.rpartition(".")[2] + (f" = {default}" if default != "{}" else "")
+    head = option.path.rpartition(".")[2] + (
+        f" = {default}" if default != "{}" or not option.is_section else ""
+    )
     more = f" (flowrl explain {_plain(option.path)})" if option.is_section else ""
     return f"{indent}{head}{more}{only}\n{indent}  {option.meaning}"
 

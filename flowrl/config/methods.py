@@ -1,46 +1,7 @@
-"""The names of methods in papers, for tables, cards and pages."""
+"""The name of a recipe's method in papers, for tables, cards and pages."""
 
 from flowrl.config import Config
 
-# Names of the trees in papers.
-TREES = {
-    "ode": "GRPO",
-    "flow_grpo": "Flow-GRPO",
-    "flow_grpo_fast": "Flow-GRPO-Fast",
-    "dance_grpo": "DanceGRPO",
-    "mix_grpo": "MixGRPO",
-    "branch_grpo": "BranchGRPO",
-    "branch_grpo_mix": "BranchGRPO-Mix",
-    "tree_grpo": "TreeGRPO",
-    "b2_diffurl": "B2-DiffuRL",
-    "tempflow": "TempFlow-GRPO",
-    "g2rpo": "G2RPO",
-    "e_grpo": "E-GRPO",
-    "custom": "GRPO",
-}
-# Names of the objectives that are not named after their tree.
-OBJECTIVES = {
-    "spo": "SPO",
-    "nft": "DiffusionNFT",
-    "dpo": "Diffusion-DPO",
-    "gdro": "GDRO",
-    "sft": "SFT on the best images",
-    "rwr": "RWR",
-    "awm": "AWM",
-    "kto": "Diffusion-KTO",
-    "dgpo": "DGPO",
-    "lair": "LAIR",
-    "refl": "ReFL",
-    "draft": "DRaFT",
-    "draft_lv": "DRaFT-LV",
-    "align_prop": "AlignProp",
-    "srpo": "SRPO",
-    "leap_align": "LeapAlign",
-    "flowbp_sparse": "FlowBP-Sparse",
-    "flowbp_bridge": "FlowBP-Bridge",
-    "flowbp_lagrange": "FlowBP-Lagrange",
-    "custom": "an objective of its own",
-}
 # How candidates are chosen, except Sol-RL's best and worst.
 SELECTIONS = {
     "mean_deviation": "those furthest from the mean",
@@ -51,8 +12,8 @@ SELECTIONS = {
 
 def method_name(config: Config) -> str:
     """Return the recipe's method as papers call it."""
-    kind, explore = config.objective.kind, config.rollout.explore
-    name = TREES[config.rollout.tree.kind] if kind == "grpo" else OBJECTIVES[kind]
+    explore = config.rollout.explore
+    name = config.objective.title or config.rollout.tree.title
     if explore is None:
         return name
     chosen = config.rollout.plan(0, config.run.seed).roots

@@ -22,8 +22,20 @@ Share = Annotated[Positive, Field(le=1)]
 
 
 class ObjectiveOptions(Options):
+    """Options of one objective, and what is known of it before it is built."""
+
     component: ClassVar[str]  # module:class, imported when it is built
+    title: ClassVar[str] = ""  # as papers call it; "": it is called after its tree
     states: ClassVar[str] = "endpoints"  # what the objective learns from, see `Needs.states`
+    group_images: ClassVar[int | None] = None  # of a group that are learned from; None is all
+    recomputes: ClassVar[bool] = False  # runs the network once more in the backward pass
+
+    def forwards(self, steps: int) -> int:
+        """Return the forwards with a gradient of one image, chain or step of a loss, at most.
+
+        steps: of a chain.
+        """
+        return 1
 
     def build(self, kernel: str = "flow_sde") -> Any:
         """Return the objective; kernel: rollout.kernel, for objectives on denoising steps."""
@@ -146,6 +158,7 @@ class GRPOOptions(StepObjectiveOptions):
 
 class SPOOptions(StepObjectiveOptions):
     component: ClassVar[str] = "flowrl.objectives.spo:SPO"
+    title: ClassVar[str] = "SPO"
     kind: Literal["spo"] = option("spo", "The best against the worst child of each split.", SPO)
     tau: Positive = option(
         0.1,
@@ -218,6 +231,15 @@ class NoisingOptions(Options):
 PER_IMAGE = NoisingOptions(share="image", times=LogitNormalTimesOptions())
 
 
+class NoisedOptions(ObjectiveOptions):
+    """Options of objectives on clean images, which are noised for the loss."""
+
+    noising: NoisingOptions = option(PER_IMAGE, NOISING)
+
+    def forwards(self, steps: int) -> int:
+        return self.noising.count
+
+
 class OldDecayOptions(Options):
     """The old policy: old <- decay * old + (1 - decay) * policy after each iteration."""
 
@@ -234,8 +256,9 @@ class OldDecayOptions(Options):
     )
 
 
-class NFTOptions(ObjectiveOptions):
+class NFTOptions(NoisedOptions):
     component: ClassVar[str] = "flowrl.objectives.nft:NFT"
+    title: ClassVar[str] = "DiffusionNFT"
     kind: Literal["nft"] = option(
         "nft", "Towards images with high rewards, away from the rest.", NFT
     )
@@ -254,8 +277,9 @@ class NFTOptions(ObjectiveOptions):
     )
 
 
-class AWMOptions(ObjectiveOptions):
+class AWMOptions(NoisedOptions):
     component: ClassVar[str] = "flowrl.objectives.awm:AWM"
+    title: ClassVar[str] = "AWM"
     kind: Literal["awm"] = option("awm", "Flow matching weighted by advantages.", AWM)
     clip: Positive = option(1e-5, "Clip of the ratio to the old policy.", f"about 1e-5 in {AWM}")
     advantage: AdvantageOptions = option(AdvantageOptions(), ADVANTAGE)
@@ -267,19 +291,19 @@ class AWMOptions(ObjectiveOptions):
     )
 
 
-class SFTOptions(ObjectiveOptions):
+class SFTOptions(NoisedOptions):
     component: ClassVar[str] = "flowrl.objectives.sft:SFT"
+    title: ClassVar[str] = "SFT on the best images"
     kind: Literal["sft"] = option("sft", "Fine-tuning on each prompt's best images.")
-    noising: NoisingOptions = option(PER_IMAGE, NOISING)
 
 
-class RWROptions(ObjectiveOptions):
+class RWROptions(NoisedOptions):
     component: ClassVar[str] = "flowrl.objectives.sft:RWR"
+    title: ClassVar[str] = "RWR"
     kind: Literal["rwr"] = option("rwr", "Reward-weighted regression.", "arXiv 2302.12192")
     tau: Positive = option(
         0.2, "Temperature: an image's weight is exp(reward / tau), over its group's mean."
     )
-    noising: NoisingOptions = option(PER_IMAGE, NOISING)
 
 
 IMPLICIT_BETA = (
@@ -288,7 +312,7 @@ IMPLICIT_BETA = (
 )
 
 
-class ComparedOptions(ObjectiveOptions):
+class ComparedOptions(NoisedOptions):
     """Options of objectives that compare the policy's errors with an anchor's."""
 
     anchor_every: Count | None = option(
@@ -303,6 +327,8 @@ class ComparedOptions(ObjectiveOptions):
 
 class DPOOptions(ComparedOptions):
     component: ClassVar[str] = "flowrl.objectives.dpo:DPO"
+    title: ClassVar[str] = "Diffusion-DPO"
+    group_images: ClassVar[int | None] = 2  # the best and the worst
     kind: Literal["dpo"] = option("dpo", "A prompt's best image against its worst, or pairs.", DPO)
     implicit_beta: Positive = option(
         100.0, IMPLICIT_BETA, "100 in Flow-GRPO's online DPO, 2000 to 5000 for SD1.5"
@@ -314,6 +340,7 @@ class DPOOptions(ComparedOptions):
 
 class KTOOptions(ComparedOptions):
     component: ClassVar[str] = "flowrl.objectives.dpo:KTO"
+    title: ClassVar[str] = "Diffusion-KTO"
     kind: Literal["kto"] = option(
         "kto", "Images above their prompt's mean are liked, the others disliked.", KTO
     )
@@ -323,6 +350,7 @@ class KTOOptions(ComparedOptions):
 
 class DGPOOptions(ComparedOptions):
     component: ClassVar[str] = "flowrl.objectives.dpo:DGPO"
+    title: ClassVar[str] = "DGPO"
     kind: Literal["dgpo"] = option("dgpo", "A preference between the halves of a group.", DGPO)
     implicit_beta: Positive = option(
         100.0, IMPLICIT_BETA, f"10 to 100 with the base model in {DGPO}"
@@ -332,6 +360,7 @@ class DGPOOptions(ComparedOptions):
 
 class GDROOptions(ComparedOptions):
     component: ClassVar[str] = "flowrl.objectives.gdro:GDRO"
+    title: ClassVar[str] = "GDRO"
     kind: Literal["gdro"] = option("gdro", "Implicit rewards learn the rewards' ranking.", GDRO)
     implicit_beta: Positive = option(6.0, IMPLICIT_BETA, f"6 for GenEval, 12 for OCR in {GDRO}")
     tau: NonNegative = option(0.05, "Temperature of the rewards; 0 counts their order alone.", GDRO)
@@ -348,6 +377,7 @@ class GDROOptions(ComparedOptions):
 
 class LAIROptions(ComparedOptions):
     component: ClassVar[str] = "flowrl.objectives.gdro:LAIR"
+    title: ClassVar[str] = "LAIR"
     kind: Literal["lair"] = option("lair", "Regress implicit rewards on advantages.", LAIR)
     implicit_beta: Positive = option(100.0, IMPLICIT_BETA, "not published; DPO's")
     advantage: AdvantageOptions = option(AdvantageOptions(), ADVANTAGE)
@@ -372,6 +402,8 @@ class RewardBackpropOptions(ObjectiveOptions):
 
 class ReFLOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.refl:ReFL"
+    title: ClassVar[str] = "ReFL"
+    recomputes: ClassVar[bool] = True
     kind: Literal["refl"] = option(
         "refl", "The reward of the image predicted at one of the last quarter of the steps.", REFL
     )
@@ -379,25 +411,40 @@ class ReFLOptions(RewardBackpropOptions):
 
 class DRaFTOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.draft:DRaFT"
+    title: ClassVar[str] = "DRaFT"
     kind: Literal["draft"] = option("draft", "Back-propagation through the last steps.", DRAFT)
     steps: Count = option(
         1, "Number of last steps with a gradient; all steps are full back-propagation.",
         f"1 to 10 in {DRAFT}",
     )  # fmt: skip
 
+    def forwards(self, steps: int) -> int:
+        return min(self.steps, steps)
+
 
 class DRaFTLVOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.refl:DRaFTLV"
+    title: ClassVar[str] = "DRaFT-LV"
+    recomputes: ClassVar[bool] = True
     kind: Literal["draft_lv"] = option("draft_lv", "The last step, from two noises.", DRAFT)
+
+    def forwards(self, steps: int) -> int:
+        return 2
 
 
 class AlignPropOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.draft:AlignProp"
+    title: ClassVar[str] = "AlignProp"
     kind: Literal["align_prop"] = option("align_prop", "A random number of last steps.", ALIGNPROP)
+
+    def forwards(self, steps: int) -> int:
+        return steps
 
 
 class SRPOOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.srpo:SRPO"
+    title: ClassVar[str] = "SRPO"
+    recomputes: ClassVar[bool] = True
     kind: Literal["srpo"] = option("srpo", "One step with known noise, a relative reward.", SRPO)
     positive_words: str = option(
         "",
@@ -408,30 +455,50 @@ class SRPOOptions(RewardBackpropOptions):
     )
     negative_words: str = option("", "Prefix of the prompt for a worse image, such as CG render.")
 
+    def forwards(self, steps: int) -> int:
+        return 2
+
 
 class LeapAlignOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.leap_align:LeapAlign"
+    title: ClassVar[str] = "LeapAlign"
     kind: Literal["leap_align"] = option("leap_align", "Two leaps between states.", FLOWBP)
+
+    def forwards(self, steps: int) -> int:
+        return 2
 
 
 class FlowBPSparseOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.flowbp:FlowBPSparse"
+    title: ClassVar[str] = "FlowBP-Sparse"
     kind: Literal["flowbp_sparse"] = option("flowbp_sparse", "A few steps, each alone.", FLOWBP)
     steps: Count = option(4, ACTIVE, f"4 of 25 in {FLOWBP}; 3 in DRTune, arXiv 2405.00760")
+
+    def forwards(self, steps: int) -> int:
+        return min(self.steps, steps)
 
 
 class FlowBPBridgeOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.flowbp:FlowBPBridge"
+    title: ClassVar[str] = "FlowBP-Bridge"
     kind: Literal["flowbp_bridge"] = option("flowbp_bridge", "A few steps around a state.", FLOWBP)
     steps: Annotated[Count, Field(ge=2)] = option(5, ACTIVE, f"5 of 25 in {FLOWBP}")
+
+    def forwards(self, steps: int) -> int:
+        return min(self.steps, steps)
 
 
 class FlowBPLagrangeOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.leap_align:FlowBPLagrange"
+    title: ClassVar[str] = "FlowBP-Lagrange"
     kind: Literal["flowbp_lagrange"] = option("flowbp_lagrange", "Leaps of higher order.", FLOWBP)
+
+    def forwards(self, steps: int) -> int:
+        return min(4, steps)  # two velocities of each leap
 
 
 class CustomObjectiveOptions(ObjectiveOptions):
+    title: ClassVar[str] = "an objective of its own"
     states: ClassVar[str] = "any"
     kind: Literal["custom"] = option("custom", "An objective of your own.")
     target: Text = option(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -42,6 +42,11 @@ Steps = Annotated[list[Whole], Field(max_length=1000)]
 class TreeOptions(Options):
     """Options of one method's trees. Its `kind` is the name of its function in `trees.presets`."""
 
+    title: ClassVar[str]  # as papers call it
+    # What its paper or code has under objective.advantage where it differs from the defaults, and
+    # the scale in any case, since recipes set another.
+    credit: ClassVar[str] = ""
+
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
         """Return what one rollout of an iteration does. Raises PlanError for what cannot work."""
         arguments = self.preset_arguments(iteration, steps, seed)
@@ -72,6 +77,7 @@ def _plan(preset: str, steps: int, leaves: int, arguments: tuple[tuple[str, Any]
 class ODEOptions(TreeOptions):
     """Independent chains without noise: the pipeline's own sampler."""
 
+    title: ClassVar[str] = "GRPO"
     kind: Literal["ode"] = option(
         "ode", "Independent chains without noise, for objectives that learn from images."
     )
@@ -80,12 +86,16 @@ class ODEOptions(TreeOptions):
 class FlowGRPOOptions(TreeOptions):
     """Independent chains with noise in every step but the last."""
 
+    title: ClassVar[str] = "Flow-GRPO"
+    credit: ClassVar[str] = "{scale: global}"
     kind: Literal["flow_grpo"] = option("flow_grpo", "Independent chains.", FLOW_GRPO)
 
 
 class FlowGRPOFastOptions(TreeOptions):
     """Independent chains, stochastic in a window only."""
 
+    title: ClassVar[str] = "Flow-GRPO-Fast"
+    credit: ClassVar[str] = "{scale: std}"
     kind: Literal["flow_grpo_fast"] = option(
         "flow_grpo_fast", "Independent chains, stochastic in a window.", "Flow-GRPO-Fast"
     )
@@ -95,6 +105,8 @@ class FlowGRPOFastOptions(TreeOptions):
 class DanceGRPOOptions(TreeOptions):
     """Chains from one initial noise; a random 60 % of the stochastic steps are trained."""
 
+    title: ClassVar[str] = "DanceGRPO"
+    credit: ClassVar[str] = "{scale: std, ddof: 1, floor: 1e-8}"
     kind: Literal["dance_grpo"] = option("dance_grpo", "Chains from one noise.", DANCE_GRPO)
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
@@ -104,6 +116,8 @@ class DanceGRPOOptions(TreeOptions):
 class MixGRPOOptions(TreeOptions):
     """Chains from one initial noise, stochastic in a moving window only."""
 
+    title: ClassVar[str] = "MixGRPO"
+    credit: ClassVar[str] = "{scale: std, ddof: 1, floor: 1e-8}"
     kind: Literal["mix_grpo"] = option("mix_grpo", "One trunk up to the window.", MIX_GRPO)
     window: Window = option(ProgressiveWindow(size=4, period=25), INSIDE, MIX_GRPO)
 
@@ -119,6 +133,8 @@ class SiblingOptions(TreeOptions):
 class BranchGRPOOptions(SiblingOptions):
     """Trees with noise in every step but the last, which branch at chosen steps."""
 
+    title: ClassVar[str] = "BranchGRPO"
+    credit: ClassVar[str] = "{scope: depth, scale: std, ddof: 1, floor: 1e-8}"
     kind: Literal["branch_grpo"] = option("branch_grpo", "Trees, all stochastic.", BRANCH_GRPO)
     branch: Branch = option(2, "Children at a split.", BRANCH_GRPO)
     splits: Steps = option([0, 3, 6, 9], SPLITS, f"{BRANCH_GRPO}: dense")
@@ -132,6 +148,8 @@ class BranchGRPOOptions(SiblingOptions):
 class BranchGRPOMixOptions(BranchGRPOOptions):
     """Trees with noise at the splits and in a moving window only."""
 
+    title: ClassVar[str] = "BranchGRPO-Mix"
+    credit: ClassVar[str] = "{scope: depth, scale: std, ddof: 1, floor: 1e-8}"
     kind: Literal["branch_grpo_mix"] = option(
         "branch_grpo_mix", "Trees, stochastic at the splits and in a window.", BRANCH_GRPO
     )
@@ -145,6 +163,8 @@ class BranchGRPOMixOptions(BranchGRPOOptions):
 class TreeGRPOOptions(SiblingOptions):
     """Trees that branch at each step of a window, ODE elsewhere."""
 
+    title: ClassVar[str] = "TreeGRPO"
+    credit: ClassVar[str] = "{fusion: local, scale: std}"
     kind: Literal["tree_grpo"] = option("tree_grpo", "Trees in a window.", TREE_GRPO)
     branch: Branch = option(3, "Children at a step.", TREE_GRPO)
     window: Window = option(GeometricWindow(size=3, ratio=0.5), "Which steps branch.", TREE_GRPO)
@@ -153,6 +173,8 @@ class TreeGRPOOptions(SiblingOptions):
 class B2DiffuRLOptions(TreeOptions):
     """A stochastic trunk and continuations, whose trained part grows backwards."""
 
+    title: ClassVar[str] = "B2-DiffuRL"
+    credit: ClassVar[str] = "{scale: std, floor: 1e-8, keep: b2_pairs}"
     kind: Literal["b2_diffurl"] = option("b2_diffurl", "Continuations of a trunk.", B2_DIFFURL)
     branch: Branch = option(5, "Continuations of a trunk.", B2_DIFFURL)
 
@@ -173,6 +195,8 @@ class B2DiffuRLOptions(TreeOptions):
 class TempFlowOptions(SiblingOptions):
     """Trunks without noise, with a fan of one noisy step at every step."""
 
+    title: ClassVar[str] = "TempFlow-GRPO"
+    credit: ClassVar[str] = "{edges: fan, scope: leaf, scale: std}"
     kind: Literal["tempflow"] = option(
         "tempflow", "ODE trajectories that branch into several images at some steps.", TEMPFLOW
     )
@@ -183,6 +207,8 @@ class TempFlowOptions(SiblingOptions):
 class G2RPOOptions(SiblingOptions):
     """Trunks with fans whose children are finished several times, coarsely and finely."""
 
+    title: ClassVar[str] = "G2RPO"
+    credit: ClassVar[str] = "{edges: fan, scope: leaf, scale: std}"
     kind: Literal["g2rpo"] = option(
         "g2rpo", "The same, with branches that are finished in several step lengths.", G2RPO
     )
@@ -196,6 +222,8 @@ class G2RPOOptions(SiblingOptions):
 class EGRPOOptions(SiblingOptions):
     """Trunks with fans whose noisy step merges several steps."""
 
+    title: ClassVar[str] = "E-GRPO"
+    credit: ClassVar[str] = "{edges: fan, scope: leaf, scale: std}"
     kind: Literal["e_grpo"] = option("e_grpo", "Trunks with fans of merged steps.", E_GRPO)
     branch: Count = option(12, "Children of a fan.", E_GRPO)
     splits: Steps | None = option(None, FIRST_HALF, "all of the first half in the paper")
@@ -216,6 +244,7 @@ def _fan_arguments(
 class CustomTreeOptions(TreeOptions):
     """A plan of your own."""
 
+    title: ClassVar[str] = "GRPO"
     kind: Literal["custom"] = option("custom", "A plan of your own.")
     function: Text = option(
         ...,
@@ -246,19 +275,4 @@ Tree = Annotated[
 ]
 PRESETS: dict[str, type[TreeOptions]] = {
     section.model_fields["kind"].default: section for section in get_args(get_args(Tree)[0])
-}
-# What a method's paper or code has under objective.advantage, where it differs from the defaults;
-# and the scale in any case, since recipes set another.
-PUBLISHED_CREDIT = {
-    "flow_grpo": "{scale: global}",
-    "flow_grpo_fast": "{scale: std}",
-    "dance_grpo": "{scale: std, ddof: 1, floor: 1e-8}",
-    "mix_grpo": "{scale: std, ddof: 1, floor: 1e-8}",
-    "branch_grpo": "{scope: depth, scale: std, ddof: 1, floor: 1e-8}",
-    "branch_grpo_mix": "{scope: depth, scale: std, ddof: 1, floor: 1e-8}",
-    "tree_grpo": "{fusion: local, scale: std}",
-    "b2_diffurl": "{scale: std, floor: 1e-8, keep: b2_pairs}",
-    "tempflow": "{edges: fan, scope: leaf, scale: std}",
-    "g2rpo": "{edges: fan, scope: leaf, scale: std}",
-    "e_grpo": "{edges: fan, scope: leaf, scale: std}",
 }

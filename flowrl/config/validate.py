@@ -270,9 +270,10 @@ def check_spo(plan: TreePlan) -> None:
 
 def check_noising(noising: NoisingOptions, steps: int) -> None:
     """Raise ValueError when a schedule of `steps` has fewer noise levels than `noising` takes."""
-    if noising.times.kind not in ("schedule", "strata"):
+    times = noising.times
+    if times.kind != "schedule" and times.kind != "strata":
         return
-    left = int(steps * noising.times.fraction + 1e-9) - (noising.times.kind == "strata")
+    left = int(steps * times.fraction + 1e-9) - (times.kind == "strata")
     if noising.count > left:
         raise ValueError(
             f"objective.noising.count is {noising.count}, but objective.noising.times leaves "

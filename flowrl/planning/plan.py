@@ -247,8 +247,6 @@ def gpus_of(recipe: str) -> int:
 
 # --- how many images, forwards and updates ------------------------------------------------------
 
-RECOMPUTE = ("refl", "draft_lv", "srpo")  # objectives that run the network once more in backward
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateWork:
@@ -367,7 +365,7 @@ def _iteration_work(config: Config, needs: Needs, load: IterationWork) -> Update
     per_image = 1 + doubles(config, r.guidance_scale) if r.store is None else 0
     rows = load.prompts * min(load.roots * load.rows, load.group_rows or load.roots * load.rows)
     training = rows * load.row_forwards * (1 + _training_doubles(config))
-    again = config.memory.gradient_checkpointing + (config.objective.kind in RECOMPUTE)
+    again = config.memory.gradient_checkpointing + config.objective.recomputes
     return UpdateWork(
         images=load.prompts * load.roots * load.leaves,
         candidates=load.prompts * load.candidates * load.candidate_leaves,

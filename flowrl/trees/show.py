@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from flowrl.trees.plan import Move, Shape, TreePlan, count, shape_of, widths
-from flowrl.utils.plots import LIGHT, new_figure, png_bytes
+from flowrl.trees.plan import Move, Shape, TreePlan, shape_of, widths
 
 CELL = 2  # characters of a step
 TRAINED, NOISY, PLAIN = "━", "┅", "─"
@@ -139,77 +138,3 @@ def _draw_children(
         for row in range(placed.row[children[0]] + 1, min(placed.row[children[-1]], len(canvas))):
             if canvas[row][column] == " ":
                 canvas[row][column] = between
-
-
-STYLE = {TRAINED: ("#0952b2", 1.8), NOISY: ("#59636e", 1.8), PLAIN: ("#afb8c1", 0.9)}
-MAX_LEAVES = 256
-
-
-def draw_tree(plan: TreePlan) -> bytes:
-    """Draw one tree of the plan as a PNG file: steps to the right, leaves below each other.
-
-    Of a tree with more than 256 leaves the first are shown, and the title says so.
-    """
-    from matplotlib.collections import LineCollection
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import MaxNLocator
-
-    shape = shape_of(plan)
-    leaves, steps = len(shape.leaf), len(plan.steps)
-    shown = min(leaves, MAX_LEAVES)
-    figure = new_figure(max(6.5, min(0.4 * steps, 11)), 1.6 + min(max(0.14 * shown, 0.8), 8))
-    axes = figure.subplots()
-    rows = node_rows(plan, shape)
-    lines = tree_lines(plan, shape, {node: row for node, row in rows.items() if row < shown})
-    handles = []
-    for sign, (color, width) in reversed(STYLE.items()):  # trained edges last, on top
-        if lines[sign]:
-            axes.add_collection(LineCollection(lines[sign], colors=color, linewidths=width))
-            handles.append(Line2D([], [], color=color, linewidth=width, label=MEANING[sign]))
-    ends = [(shape.step[leaf], rows[leaf]) for leaf in shape.leaf if rows[leaf] < shown]
-    axes.scatter(*zip(*ends, strict=True), s=9, color=LIGHT.ink, zorder=3)
-    axes.set(xlim=(-0.3, steps + 0.3), ylim=(shown - 0.4, -0.6), xlabel="denoising step", yticks=[])
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.grid(axis="x", color=LIGHT.rule, linewidth=0.6)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
-    figure.legend(
-        handles=handles[::-1], loc="outside lower center", ncols=3, frameon=False, fontsize=9
-    )
-    figure.suptitle(_title(plan, shown, leaves), fontsize=11)
-    return png_bytes(figure)
-
-
-def node_rows(plan: TreePlan, shape: Shape) -> dict[int, float]:
-    """Return the row of each node: leaves 0, 1, ..., a parent half way between its children, a
-    trunk straight along its fans."""
-    placed = layout(shape)
-    rows = {leaf: float(i) for i, leaf in enumerate(placed.leaves)}
-    for node in reversed(range(len(shape.parent))):
-        children = [rows[child] for child in placed.children[node]]
-        if children:
-            last = children[0] if plan.fans else children[-1]
-            rows[node] = (children[0] + last) / 2
-    return rows
-
-
-def tree_lines(
-    plan: TreePlan, shape: Shape, rows: dict[int, float]
-) -> dict[str, list[list[tuple[float, float]]]]:
-    """Return the (step, row) points of the edges to the nodes in `rows`, by the edge's sign."""
-    lines: dict[str, list[list[tuple[float, float]]]] = {sign: [] for sign in STYLE}
-    lowest = max(rows.values())  # a parent may stand below the last leaf that is shown
-    for node in sorted(rows.keys() - {0}):
-        parent, row = shape.parent[node], rows[node]
-        start, end = shape.step[parent], shape.step[node]
-        points = [(start, rows.get(parent, lowest)), (start + 0.4, row), (end, row)]
-        lines[line_of(plan, shape, node)].append(points)
-    return lines
-
-
-def _title(plan: TreePlan, shown: int, leaves: int) -> str:
-    total = count(plan)
-    parts = [f"{total.leaves} images, {total.forwards} forwards"]
-    parts += [f"one of {plan.roots} trees"] * (plan.roots > 1)
-    parts += [f"first {shown} of its {leaves} leaves"] * (shown < leaves)
-    return "; ".join(parts)

@@ -2,14 +2,12 @@
 
 import math
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
 
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator
-from flowrl.config import Config
-from flowrl.config.methods import OBJECTIVES, TREES, method_name
+from flowrl.config.methods import method_name
 from flowrl.export.gallery import write_gallery
 from flowrl.export.summary import (
     evaluate_strengths,
@@ -29,14 +27,10 @@ from flowrl.utils.journal import seal_line
 
 
 def test_the_method_is_named_by_tree_objective_and_choice_of_candidates(tiny_config):
-    # Every objective has a name for the card.
-    section = Config.model_fields["objective"].annotation
-    kinds = {kind.model_fields["kind"].default for kind in get_args(section)}
-    assert len(kinds) >= 10 and kinds <= {"grpo", *OBJECTIVES}
-    # Policy gradients are told by their tree and others by their objective.
+    # Policy gradients are named after their tree, others after their objective.
     tree = {"kind": "dance_grpo"}
     plain = tiny_config(rollout={"tree": tree})
-    assert method_name(plain) == TREES["dance_grpo"] == "DanceGRPO"
+    assert method_name(plain) == "DanceGRPO"
     assert (
         method_name(tiny_config(rollout={"tree": tree}, objective={"kind": "nft"}))
         == "DiffusionNFT"

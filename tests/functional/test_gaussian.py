@@ -103,27 +103,3 @@ def test_latent_kl_refuses_a_step_without_noise():
             latent_kl(mean, mean_ref, std)
         with pytest.raises(ValueError, match="std"):
             latent_kl_no_dt(mean, mean_ref, std, torch.tensor(-0.1))
-
-
-def test_ratio_has_the_gradient_of_the_density():
-    for sampler in [Sampler(k, a) for k in KERNELS.values() for a in levels(k, 0.3, 0.8)]:
-        for schedule in SCHEDULES.values():
-            sigma, sigma_next, g = noisy_steps(sampler, schedule)
-            x, x_next, v, v_old = randn(4, len(sigma), *SHAPE)
-            v.requires_grad_()
-            mean, std = sampler.kernel.step(x, v, sigma, sigma_next, g)
-            mean_old, _ = sampler.kernel.step(x, v_old, sigma, sigma_next, g)
-            (density,) = torch.autograd.grad(
-                log_prob(x_next, mean, std).sum(), v, retain_graph=True
-            )
-            (ratio,) = torch.autograd.grad(log_ratio(x_next, mean, mean_old, std).sum(), v)
-            assert_exact(ratio, density)
-
-
-def test_every_axis_but_the_first_is_reduced():
-    x, mean, mean_old = randn(3, 2, 24)
-    std = torch.tensor([0.5, 0.7], dtype=F64)
-    flat = log_ratio(x, mean, mean_old, std)
-    for shape in [(6, 4), (2, 3, 4), (2, 3, 2, 2)]:
-        parts = (a.reshape(2, *shape) for a in (x, mean, mean_old))
-        assert_close(log_ratio(*parts, std), flat, rtol=1e-12, atol=0)

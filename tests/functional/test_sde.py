@@ -4,13 +4,10 @@ import pytest
 import torch
 from diffusers.schedulers import FlowMatchEulerDiscreteScheduler
 from gaussian_flow import (
-    DANCE_SDE,
     F64,
-    FLOW_SDE,
     FLOWS,
     ODE,
     OVERSHOOT,
-    RENOISE,
     SAMPLERS,
     SCHEDULES,
     GaussianFlow,
@@ -20,14 +17,12 @@ from gaussian_flow import (
     levels,
     moments,
     no_noise,
-    order,
     uniform_sigmas,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.functional.gaussian import log_prob, log_ratio
 from flowrl.functional.sde import (
     KERNELS,
     cps_noise,
@@ -91,18 +86,6 @@ def test_without_noise_every_kernel_is_the_euler_step_of_diffusers_bit_for_bit()
         scheduler.set_timesteps(28)  # it counts its steps
 
 
-def test_rows_do_not_see_each_other():
-    for kernel in KERNELS.values():
-        sigmas = uniform_sigmas(5)
-        g = kernel.noise(sigmas, *levels(kernel, 0.7))
-        x, v = randn(2, 5, 3, 2)
-        mean, std = kernel.step(x, v, sigmas[:-1], sigmas[1:], g)
-        for i in range(5):
-            alone = kernel.step(x[i : i + 1], v[i : i + 1], sigmas[i], sigmas[i + 1], g[i])
-            assert_exact(alone[0][0], mean[i], 1e-14)
-            assert_exact(alone[1][0], std[i], 1e-14)
-
-
 def test_step_to_clean_data_has_no_noise_and_every_other_has():
     for kernel in KERNELS.values():
         for schedule in SCHEDULES.values():
@@ -140,36 +123,6 @@ def test_levels_that_a_kernel_does_not_have_are_refused():
     for level in (0.0, 0.7, 1.1):
         with pytest.raises(ValueError, match=str(level)):
             renoise_noise(uniform_sigmas(4), level)
-
-
-def test_marginals_inside_the_path_are_reached_at_first_order():
-    counts = [1000, 2000, 4000]
-    for sampler in (SAMPLERS[0], FLOW_SDE[2], DANCE_SDE[2], OVERSHOOT[2]):
-        for flow in (GaussianFlow(0.5, 0.25), GaussianFlow(0.5, 2.0)):
-            errors = []
-            for n in counts:
-                sigmas = torch.linspace(0.9, 0.1, n + 1, dtype=F64)
-                errors.append(final_var(flow, sampler, sigmas) - flow.var(sigmas[-1]).item())
-            assert order(counts, errors) == pytest.approx(1, abs=0.01), (str(sampler), flow)
-
-
-def test_overshooting_is_flow_sde_in_the_limit_of_short_steps():
-    """Mean and variance of one step agree up to the square of its length."""
-    lengths = [2.0**-k for k in range(9, 13)]
-    x, v = randn(2, 1, 6)
-    for sigma in (0.3, 0.7, 0.95):
-        means, variances = [], []
-        for dt in lengths:
-            ends = torch.tensor([sigma, sigma * (1 - dt)], dtype=F64)
-            (mean, std), (flow_mean, flow_std) = (
-                kernel.step(x, v, ends[0], ends[1], kernel.noise(ends, 0.7)[0])
-                for kernel in (KERNELS["overshoot"], KERNELS["flow_sde"])
-            )
-            means.append((mean - flow_mean).norm().item())
-            variances.append((std**2 - flow_std**2).item())
-        counts = [int(1 / dt) for dt in lengths]
-        assert order(counts, means) == pytest.approx(2, abs=0.05), sigma
-        assert order(counts, variances) == pytest.approx(2, abs=0.05), sigma
 
 
 def test_overshooting_keeps_every_marginal_where_its_ode_step_is_exact():
@@ -233,29 +186,6 @@ def test_with_the_noise_of_overshooting_the_sde_still_leaves_more_variance():
             assert (less.min().item(), less.max().item()) == pytest.approx((0.25, 0.45), abs=5e-3)
 
 
-def test_ratios_of_overshooting_steps_are_those_of_its_gaussian():
-    sigmas = uniform_sigmas(5)
-    ends = (sigmas[:-2], sigmas[1:-1], OVERSHOOT[2].g(sigmas)[:-1])  # the first begins at 1
-    x, v, v_old, z = randn(4, 4, 3, 2)
-    (mean, std), (mean_old, _) = (overshoot_step(x, u, *ends) for u in (v, v_old))
-    x_next = mean_old + std[:, None, None] * z
-    parts = [torch.distributions.Normal(m, std[:, None, None]) for m in (mean, mean_old)]
-    new, old = (p.log_prob(x_next).flatten(1).mean(1) for p in parts)
-    assert_exact(log_prob(x_next, mean, std), new, 1e-12)
-    assert_exact(log_ratio(x_next, mean, mean_old, std), new - old, 1e-11)
-    assert bool(std.isfinite().all()) and bool((std > 0.1).all())
-
-
-def test_renoising_is_cps_at_level_one():
-    for schedule in SCHEDULES.values():
-        sigmas = schedule(10)
-        x, v = randn(2, 10, 3, 2)
-        for g in (RENOISE.g(sigmas), KERNELS["cps"].noise(sigmas, 1.0)):
-            ours = renoise_step(x, v, sigmas[:-1], sigmas[1:], g)
-            cps = cps_step(x, v, sigmas[:-1], sigmas[1:], g)
-            assert_close(ours, cps, rtol=0, atol=1e-14)
-
-
 def test_rows_may_be_renoised_one_by_one():
     """A row with g = 0 is the Euler step, to the last bit, beside one that is noised anew."""
     x, v = randn(2, 3, 4, dtype=torch.float32)
@@ -280,18 +210,6 @@ def test_velocity_gives_back_the_latent_and_the_noise_it_was_made_of(sigma, seed
     x, v = (1 - lift(sigma, x0)) * x0 + lift(sigma, x0) * noise, noise - x0
     torch.testing.assert_close(x0_from_velocity(x, v, sigma), x0, rtol=0, atol=1e-12)
     torch.testing.assert_close(noise_from_velocity(x, v, sigma), noise, rtol=0, atol=1e-12)
-
-
-def test_one_sigma_for_all_rows_may_have_no_axis():
-    x, v = torch.randn(2, 3, 4, 5, 6)
-    for convert in (x0_from_velocity, noise_from_velocity):
-        rows = convert(x, v, torch.full((3,), 0.3))
-        assert torch.equal(convert(x, v, torch.tensor(0.3)), rows)
-
-
-def test_lifting_keeps_the_dtype_of_half_precision_latents():
-    x = torch.ones(2, 3, dtype=torch.bfloat16)
-    assert (lift(torch.tensor(0.5), x) * x).dtype == torch.bfloat16
 
 
 GENERATOR, SIZES = torch.Generator().manual_seed(0), torch.logspace(-6, 3, 99)

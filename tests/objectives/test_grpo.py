@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_images import moved as move_toy
 from toy_policy import (
-    GROUP,
-    PROMPTS,
     REWARD,
     SPLIT,
     D,
@@ -30,9 +27,7 @@ from toy_policy import (
 from flowrl.config.objectives import CreditOptions, GRPOOptions
 from flowrl.functional.gaussian import log_ratio, ratio_norm
 from flowrl.functional.sde import KERNELS, lift
-from flowrl.objectives.base import Models
 from flowrl.objectives.grpo import GRPO, clipped_surrogate, mean_one, velocity_gain
-from flowrl.trajectory import Transitions
 from flowrl.trees.plan import Fan, Step, TreePlan
 
 F64 = torch.float64
@@ -188,41 +183,6 @@ def test_each_kl_form_is_its_formula_and_has_its_gradient(form):
         assert metrics["policy/kl"].item() == pytest.approx(kl().item(), rel=1e-5)
         found, expected = gradient(loss, toy), gradient(0.5 * kl(), toy)
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
-
-
-def per_edge(batch: Transitions) -> Transitions:
-    gathered = {name: getattr(batch, name)[batch.parent] for name in ("x", "sigma", "prompt")}
-    rows = torch.arange(len(batch))
-    return replace(batch, **gathered, group=batch.group[batch.parent], parent=rows)
-
-
-def test_one_forward_a_parent_gives_the_gradient_of_one_an_edge():
-    for kernel, kl_coef in itertools.product(KERNELS, (0.0, 0.3)):
-        toy, reference, seen = Toy(), Toy(seed=1), []
-        objective = grpo(kernel, kl_coef=kl_coef)
-        batch = objective.prepare(collect(toy, kernel, plan=SPLIT))
-        assert (len(batch.x), len(batch)) == (PROMPTS * (1 + GROUP), 2 * L)
-
-        def counted(x, sigma, cond, toy=toy, seen=seen):
-            seen.append(len(x))
-            return toy(x, sigma, cond)
-
-        models = Models(policy=counted, reference=reference, old=no_network)
-        first, second = (
-            gradient(objective.loss(models, b)[0], toy) for b in (batch, per_edge(batch))
-        )
-        assert seen == [len(batch.x), len(batch)]
-        torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-9)
-
-
-def test_a_process_takes_its_own_trees_of_all_advantages():
-    whole, local = collect(Toy()), torch.tensor([2, 3])  # cuts both groups
-    t = whole.tree
-    tree = replace(t, x=t.x[local], prompt=t.prompt[local], mean_old=t.mean_old[local])
-    batch = grpo().prepare(replace(whole, tree=tree, trees=local))
-    expected = group_advantages(REWARD)[local].repeat(T - 1).float()
-    torch.testing.assert_close(batch.advantage.float(), expected, rtol=1e-4, atol=1e-5)
-    assert batch.group.tolist() == [0, 1] * (T - 1)
 
 
 # --- Weights of steps ---------------------------------------------------------------------------

@@ -99,49 +99,6 @@ def test_options_that_cannot_work_are_refused():
     check_spo(TreePlan(2, (ODE,) * 3, fans=(Fan(step=1, width=2),)))
 
 
-TOY = """
-from flowrl.config.objectives import AdvantageOptions, NoisingOptions
-from flowrl.objectives.advantage import image_advantages
-from flowrl.objectives.base import Needs
-from flowrl.objectives.batches import Endpoints
-from flowrl.objectives.noising import noise_images
-
-
-class Toy:
-    needs = Needs(states="endpoints")
-
-    def __init__(self, count):
-        self.noising = NoisingOptions(count=count)
-
-    def prepare(self, rollout):
-        signal, valid = image_advantages(rollout, AdvantageOptions())
-        return Endpoints.from_rollout(
-            rollout, signal, valid, forwards=self.noising.count, compared="image"
-        )
-
-    def loss(self, models, batch):
-        points = noise_images(batch, self.noising)
-        error = points.error(points.velocity(models.policy)).mean(1)
-        return (batch.signal * error).mean(), {}
-"""
-
-
-def test_a_toy_objective_is_one_file_and_trains(make_learner, tmp_path, monkeypatch):
-    (tmp_path / "toy_objective.py").write_text(TOY)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    learner = make_learner(
-        objective={"kind": "custom", "target": "toy_objective:Toy", "args": {"count": 2}},
-        rollout={
-            "tree": {"kind": "ode"}, "prompts_per_iteration": 2, "group_size": 2,
-            "num_inference_steps": 2,
-        },
-    )  # fmt: skip
-    before = [p.clone() for p in learner.policy.parameters()]
-    learner.iterate(0)
-    after = learner.policy.parameters()
-    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
 class OldSignature:
     needs = Needs(states="endpoints")
 

@@ -13,7 +13,7 @@ from flowrl.objectives.reward_backprop.decoder import (
     differentiate,
     trained,
 )
-from flowrl.scoring.combine import affine, clip, rank, sigmoid, weighted_sum
+from flowrl.scoring.combine import affine, clip, rank, weighted_sum
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec
@@ -92,7 +92,7 @@ def test_reward_and_gradient_are_those_of_the_weighted_sum_by_autograd():
     torch.testing.assert_close(gradient, slope)
     assert not reward.requires_grad and not gradient.requires_grad
     # Transforms come before the sum in the reward and in its gradient.
-    soft = functools.partial(sigmoid, center=0.2, scale=0.1)
+    soft = lambda scores, group: ((scores - 0.2) / 0.1).sigmoid()  # noqa: E731
     specs = [
         replace(SPECS[0], transform=functools.partial(affine, scale=-2.0, shift=1.0)),
         replace(SPECS[1], transform=soft),
@@ -202,7 +202,7 @@ def test_rewards_and_transforms_without_a_gradient_are_refused():
     with pytest.raises(UserError, match="objective.kind refl .* transform of reward 'red' is rank"):
         check_differentiable([ranked], "refl")
     check_differentiable([replace(ranked, weight=0.0), replace(ranked, held_out=True)], "refl")
-    check_differentiable([replace(SPECS[0], transform=sigmoid)], "refl")
+    check_differentiable([replace(SPECS[0], transform=affine)], "refl")
 
 
 def test_beyond_a_clip_and_where_a_number_stands_in_there_is_a_reward_and_no_gradient():

@@ -70,22 +70,6 @@ def test_at_the_reference_the_loss_is_ln_2_and_the_gradient_half_the_scale_on_bo
         assert metrics["policy/clip_share"] == 0 and metrics["policy/log_ratio_best"] == 0
 
 
-def test_a_step_along_the_gradient_raises_winners_over_losers():
-    toy, reference = Toy(), Toy()
-    rollout = collect(toy, plan=BINARY, reward=EIGHT)
-    objective = spo()
-    batch = objective.prepare(rollout)
-    first, metrics = loss_of(objective, toy, batch, reference)
-    assert metrics["policy/ranked_right"] == 0
-    first.backward()
-    with torch.no_grad():
-        for p in toy.parameters():
-            p -= 1e-3 * p.grad
-    loss, metrics = loss_of(objective, toy, batch, reference)
-    assert loss < first and metrics["policy/ranked_right"] > 0.5
-    assert metrics["policy/log_ratio_best"] > metrics["policy/log_ratio_worst"]
-
-
 def edges_of(batch, prompt):
     """(step, winner's latent, loser's latent) of a prompt's pairs."""
     winner, loser = pairs(batch)
@@ -164,17 +148,3 @@ def test_a_pair_that_was_cut_is_refused():
         cut = replace(batch, **{name: getattr(batch, name)[rows] for name in names})
         with pytest.raises(ValueError, match="cut in two"):
             loss_of(spo(), Toy(), cut, Toy())
-
-
-def test_a_process_finds_the_pairs_of_its_own_trees():
-    whole = collect(Toy(), plan=SPLIT)
-    own, t = torch.tensor([1]), whole.tree
-    tree = replace(t, x=t.x[own], prompt=t.prompt[own], mean_old=t.mean_old[own])
-    batch = spo().prepare(replace(whole, tree=tree, trees=own))
-    both = spo().prepare(whole)
-    assert torch.equal(batch.x_next, both.x_next[2:]) and batch.group.tolist() == [1]
-
-
-def test_it_needs_the_reference_and_no_ratio_to_the_rollout():
-    needs = spo().needs
-    assert (needs.states, needs.reference, needs.ratio) == ("transitions", True, False)

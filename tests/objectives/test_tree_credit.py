@@ -138,14 +138,6 @@ def test_a_prompt_with_one_score_gets_exactly_nothing_and_missing_images_count_n
     assert advantage[1].tolist() == [0, 0]
 
 
-def test_weighing_by_probability_needs_the_densities():
-    r = rollout(TREE, REWARD)
-    flat = replace(r, log_prob=torch.zeros_like(r.log_prob))
-    for fusion in ("path", "local"):
-        assert not torch.allclose(credit(r, fusion=fusion), credit(r))
-        torch.testing.assert_close(credit(flat, fusion=fusion), credit(r))
-
-
 def test_selection_drops_edges_and_changes_no_advantage():
     for keep, reward, leaves in [
         ("parent_top1", REWARD, [0, 1, 1, 0]),
@@ -229,19 +221,6 @@ def test_local_values_weigh_children_and_nothing_of_an_invalid_reward_leaks(case
             if len(tree.children(node)) == 1:
                 (child,) = tree.children(node)
                 assert torch.equal(values[:, node].nan_to_num(9), values[:, child].nan_to_num(9))
-
-
-def test_log_probs_of_any_size_give_weights_and_a_valid_reward_must_be_a_number():
-    for log_prob in [-1e5, 1e5]:
-        edges = torch.zeros(1, len(LOPSIDED.parent), dtype=torch.float64)
-        edges[0, 3:6] = log_prob * torch.tensor([3.0, 1.0, 2.0])
-        reward, valid = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.ones(1, 4).bool()
-        best = reward[0, int(edges[0, 3:6].argmax())].double()
-        for kind in ("path", "local"):
-            values = fused(LOPSIDED, reward, valid, edges)[kind]
-            assert values[0, 1] == best and bool(values.isfinite().all())
-    with pytest.raises(ValueError, match="not finite"):
-        fuse_uniform(LOPSIDED.below, torch.tensor([[nan, 1, 1, 1]]), torch.ones(1, 4).bool())
 
 
 @given(case=rewarded(all_valid=True), seed=st.integers(0, 99))

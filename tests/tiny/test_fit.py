@@ -70,14 +70,3 @@ def test_two_decays_begin_where_the_plateau_ended(tmp_path, monkeypatch):
         fit(tmp_path, name="fourth", begin_at="plateau", decay=1, stop_at=3)
     with pytest.raises(UserError, match="too late to train 12"):
         fit(tmp_path, name="fourth", begin_at="plateau", decay=1, steps=12)
-
-
-def test_the_learning_rate_rises_stays_and_falls_to_zero():
-    factors = [loop.trapezoid(step, 1000, 0.3) for step in range(1001)]
-    assert factors[0] == 1 / loop.WARM_UP and factors[-1] == 0
-    assert set(factors[loop.WARM_UP : 700]) == {1.0}
-    assert factors[850] == pytest.approx(0.5)
-    for steps, decay in ((1000, 0.3), (16_500, 0.15), (20, 0.15), (7, 0.3)):
-        start = loop.decay_start(steps, decay)
-        assert loop.trapezoid(start - 1, steps, decay, warm_up=1) == pytest.approx(1, abs=1e-9)
-        assert loop.trapezoid(start, steps, decay, warm_up=1) < 1 - 1e-9

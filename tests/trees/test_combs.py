@@ -1,7 +1,6 @@
 import math
 
 import pytest
-from any_plan import nearest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,42 +42,11 @@ def test_g2rpo_takes_its_formula_less_what_strides_share(at, width):
     assert count(plan).trained_edges == width * len(at)
 
 
-def test_fans_are_finished_with_strides_of_one_to_three_unless_said_otherwise():
-    plan = presets.g2rpo(16, 12 * 8 * 3, 12, range(8))
-    assert [fan.step for fan in plan.fans] == list(range(8)) and plan.roots == 1
-    assert plan.fans[0].strides == (1, 2, 3)
-    assert {fan.step for fan in presets.e_grpo(16, 12 * 16, 12, range(8)).fans} == set(range(8))
-
-
 def test_egrpo_has_a_fan_for_every_length_that_fits():
     plan = presets.e_grpo(6, 15, 3, [0, 3, 4])
     assert [(f.step, f.length) for f in plan.fans] == [(0, 1), (0, 2), (3, 1), (3, 2), (4, 1)]
     merged = [(m.step, m.to) for m in plan.moves if m.noise]
     assert merged == [(0, 1), (0, 2), (3, 4), (3, 5), (4, 5)]
-
-
-LEAVES = {
-    "tempflow": (20, lambda n: presets.tempflow(8, n, 6, [0, 2])),
-    "tempflow_all": (5, lambda n: presets.tempflow(4, n, 1)),
-    "g2rpo": (42, lambda n: presets.g2rpo(8, n, 4, [1], [1, 2])),
-    "e_grpo": (7, lambda n: presets.e_grpo(8, n, 2, [1, 6], [1, 2])),
-}
-
-
-def test_leaves_that_cannot_be_reached_name_the_nearest_that_can():
-    for leaves, make in LEAVES.values():
-        with pytest.raises(PlanError, match="group_size") as caught:
-            make(leaves)
-        assert all(count(make(n)).leaves == n for n in nearest(caught.value))
-
-
-def test_a_fan_where_none_can_be_names_the_nearest_steps_that_work():
-    for wrong in [-1, 7, 8, 2]:
-        for make in [presets.tempflow, presets.g2rpo, presets.e_grpo]:
-            with pytest.raises(PlanError, match=f"splits .* {wrong}[, ]") as caught:
-                make(8, 48, 2, [0, 2, wrong])
-            with pytest.raises(PlanError, match="group_size"):  # the steps are right now
-                make(8, 1, 2, nearest(caught.value))
 
 
 def test_impossible_widths_are_refused():

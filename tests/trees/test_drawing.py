@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees import presets
-from flowrl.trees.plan import count, shape_of
-from flowrl.trees.show import CELL, NOISY, PLAIN, TRAINED, draw, layout, table
+from flowrl.trees.plan import count
+from flowrl.trees.show import draw, table
 
 
 @given(plans(), st.integers(1, 3))
@@ -55,52 +55,3 @@ def test_a_comb_is_drawn_with_its_trunk_above_its_fans():
         "┣━──────",
         "┗━──────",
     ]
-
-
-def test_merged_steps_and_strides_are_drawn_at_their_length():
-    assert draw(presets.e_grpo(5, 2, 1, [1])).splitlines()[1:3] == [
-        "──┳━──────",
-        "  ┗━━━────",
-    ]
-    assert draw(presets.g2rpo(5, 6, 2, [0])).splitlines()[1:7] == [
-        "┳━┬───────",
-        "┃ ├───────",
-        "┃ └───────",
-        "┗━┬───────",
-        "  ├───────",
-        "  └───────",
-    ]
-
-
-@given(plans())
-def test_every_leaf_has_a_line_that_reaches_the_end(plan):
-    lines = draw(plan, max_leaves=10**6).splitlines()
-    leaves = count(plan).leaves // plan.roots
-    drawn = lines[1 : 1 + leaves]
-    assert lines[1 + leaves] == ""
-    assert all(len(line) == CELL * len(plan.steps) for line in drawn)
-
-
-@given(plans())
-@pytest.mark.slow
-def test_the_last_sign_of_an_edge_says_what_it_is(plan):
-    shape = shape_of(plan)
-    lines = draw(plan, max_leaves=10**6).splitlines()[1:]
-    rows = layout(shape).row
-    for node in range(1, len(shape.parent)):
-        move = plan.moves[shape.move[node]]
-        sign = lines[rows[node]][CELL * shape.step[node] - 1]
-        assert sign == (PLAIN if not move.noise else TRAINED if move.train else NOISY)
-
-
-def test_what_is_left_out_is_said():
-    plan = presets.branch_grpo(8, 32, 2, [0, 1, 2, 3])
-    text = draw(plan, max_leaves=3)
-    assert len(text.splitlines()) == 1 + 3 + 1 + 3
-    assert "The first 3 of 16 leaves are drawn." in text
-    assert "The first" not in draw(plan) and "trees alike" not in draw(presets.tempflow(4, 3, 1))
-
-
-def test_every_fifth_step_is_numbered_above_its_column():
-    header = draw(presets.flow_grpo(12, 1)).splitlines()[0]
-    assert [header.index(n) for n in ("0", "5", "10")] == [0, 5 * CELL, 10 * CELL]

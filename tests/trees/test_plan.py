@@ -5,7 +5,7 @@ from any_plan import plans
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.trees.plan import Fan, Move, NoiseCoupling, PlanError, Step, TreePlan, ode_plan
+from flowrl.trees.plan import Fan, Move, PlanError, Step, TreePlan
 from flowrl.trees.presets import flow_grpo
 
 NOISY = Step(noise=True, train=True)
@@ -59,14 +59,6 @@ def test_pruned_steps_are_drawn_as_before_and_not_trained(made, steps):
         assert after == replace(before, train=before.train and before.step not in steps)
 
 
-def test_an_ode_plan_is_one_chain_without_noise():
-    assert [(m.step, m.noise, m.branch) for m in ode_plan(3).moves] == [
-        (0, False, 1),
-        (1, False, 1),
-        (2, False, 1),
-    ]
-
-
 def test_what_cannot_work_is_refused_in_one_sentence():
     for make, words in [
         (lambda: plan(NOISY, Step(), roots=0), "root"),
@@ -83,8 +75,3 @@ def test_what_cannot_work_is_refused_in_one_sentence():
     ]:
         with pytest.raises(PlanError, match=words):
             make()
-
-
-def test_a_coupling_is_shown_with_its_strength_where_it_has_one():
-    for kind, shown in [("shared", "shared(4)"), ("simplex", "simplex")]:
-        assert str(NoiseCoupling.model_validate({"kind": kind, "strength": 4})) == shown

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees import presets
-from flowrl.trees.plan import INDEPENDENT, NoiseCoupling, PlanError, TreePlan, count, shape_of
+from flowrl.trees.plan import INDEPENDENT, PlanError, TreePlan, count, shape_of
 
 
 def noisy(plan: TreePlan) -> list[int]:
@@ -69,14 +69,6 @@ def test_branchgrpo_does_not_train_before_a_single_tree_splits():
     assert noisy(single) == list(range(7)) and trained(single) == [2, 3, 4, 5, 6]
     several = presets.branch_grpo(8, 8, 2, [2, 4])
     assert several.roots == 2 and trained(several) == list(range(7))
-
-
-def test_branchgrpo_couples_siblings_as_in_the_paper_and_nothing_else():
-    plan = presets.branch_grpo(8, 4, 2, [2, 4])
-    couplings = [str(step.coupling) for step in plan.steps]
-    assert [i for i, c in enumerate(couplings) if c == "shared(4)"] == [2, 4]
-    other = presets.branch_grpo(8, 4, 2, [2, 4], NoiseCoupling(kind="simplex"))
-    assert other.steps[2].coupling.kind == "simplex"
 
 
 def test_branchgrpo_mix_has_noise_at_splits_and_in_the_window_only():
@@ -147,54 +139,15 @@ def test_leaves_that_cannot_be_reached_name_the_nearest_that_can():
                 make(n)
 
 
-def test_of_two_equally_near_numbers_of_leaves_both_are_named():
-    for leaves, near in ((20, [16]), (24, [16, 32])):
-        with pytest.raises(PlanError, match="group_size") as caught:
-            presets.branch_grpo(20, leaves, 2, [0, 3, 6, 9])
-        assert nearest(caught.value) == near
-
-
-def test_a_split_where_none_can_be_names_the_nearest_splits_that_work():
-    for wrong in [-1, 9, 10, 30, 3]:
-        with pytest.raises(PlanError, match=f"splits .* {wrong}[, ]") as caught:
+def test_steps_that_cannot_have_noise_are_refused():
+    for wrong in [-1, 9, 30, 3]:
+        with pytest.raises(PlanError, match=f"splits .* {wrong}\\b"):
             presets.branch_grpo(10, 8, 2, [0, 3, wrong])
-        near = nearest(caught.value)
-        assert len(near) == 3 and {0, 3} <= set(near) and near == sorted(near)
-        presets.branch_grpo(10, 8, 2, near)
-
-
-def test_no_split_and_no_branch_are_refused():
-    with pytest.raises(PlanError, match="splits") as caught:
-        presets.branch_grpo(10, 8, 2, [])
-    presets.branch_grpo(10, 8, 2, nearest(caught.value))
-    with pytest.raises(PlanError, match="branch") as caught:
-        presets.tree_grpo(10, 8, 1, range(3))
-    presets.tree_grpo(10, 8, nearest(caught.value)[0], range(3))
-
-
-def test_a_window_beyond_the_steps_names_the_nearest_within():
-    for window in [range(7, 11), range(-2, 1), range(8, 12), range(0, 30)]:
-        with pytest.raises(PlanError, match="window") as caught:
-            presets.mix_grpo(10, 8, window)
-        first, last = nearest(caught.value)
-        assert len(range(first, last + 1)) == min(len(window), 9)
-        presets.mix_grpo(10, 8, range(first, last + 1))
-
-
-def test_a_window_is_a_stretch_of_steps():
-    for window in [range(3, 3), range(0, 6, 2)]:
+    for window in [range(7, 11), range(-2, 1), range(0, 30), range(3, 3)]:
         with pytest.raises(PlanError, match="window"):
-            presets.flow_grpo_fast(10, 8, window)
-
-
-def test_continuations_that_cannot_be_name_the_nearest_that_can():
+            presets.mix_grpo(10, 8, window)
     for last in [0, 1, 11]:
-        with pytest.raises(PlanError, match=f"last {last}") as caught:
+        with pytest.raises(PlanError, match=f"last {last}"):
             presets.b2_diffurl(10, 8, 2, last)
-        presets.b2_diffurl(10, 8, 2, nearest(caught.value)[0])
-
-
-def test_dancegrpo_trains_only_steps_with_noise():
-    with pytest.raises(PlanError, match="trained .* 9") as caught:
-        presets.dance_grpo(10, 8, {1, 9})
-    presets.dance_grpo(10, 8, nearest(caught.value))
+    with pytest.raises(PlanError, match="branch"):
+        presets.tree_grpo(10, 8, 1, range(3))

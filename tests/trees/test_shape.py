@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees import presets
-from flowrl.trees.plan import Fan, PlanCounts, Step, TreePlan, count, levels, shape_of, widths
+from flowrl.trees.plan import Fan, PlanCounts, Step, TreePlan, count, shape_of, widths
 
 EXAMPLE = presets.branch_grpo(20, 16, 2, [0, 3, 6, 9])
 
@@ -51,25 +51,6 @@ def test_no_two_noises_share_a_name(plan):
     assert len(set(keys)) == len(keys) and len(set(ends)) == len(ends)
 
 
-@given(plans())
-def test_siblings_share_a_path_up_to_their_own_number(plan):
-    shape = shape_of(plan)
-    for node in range(1, len(shape.parent)):
-        move = plan.moves[shape.move[node]]
-        start = shape.path[shape.parent[node]]
-        assert shape.path[node][: len(start)] == start
-        if move.branch == 1 and not (move.noise and move.fan >= 0):
-            assert shape.path[node] == start
-
-
-@given(plans())
-def test_levels_hold_every_move_once_in_order(plan):
-    found = levels(plan)
-    assert [step for step, _ in found] == sorted({m.step for m in plan.moves})
-    assert [m for _, moves in found for m in moves] == list(plan.moves)
-    assert all(m.step == step for step, moves in found for m in moves)
-
-
 def test_the_worked_example_of_branchgrpo():
     """T = 20, splits 0, 3, 6, 9 into 2: the paper's 13.68 'NFE' is nodes per leaf, 219 / 16."""
     total = count(EXAMPLE)
@@ -100,8 +81,3 @@ def test_a_fan_adds_the_forwards_of_its_tails():
         fan = Fan(step=step, width=4, length=length, strides=(stride,))
         total = count(TreePlan(roots=1, steps=(Step(),) * 8, fans=(fan,)))
         assert total.forwards == step + 1 + 4 * math.ceil((8 - step - length) / stride)
-
-
-def test_counts_of_several_prompts_are_multiples():
-    assert count(EXAMPLE).times(3).forwards == 3 * 203
-    assert count(EXAMPLE).times(3).peak_frontier == 48
