@@ -1,7 +1,6 @@
 """The whole configuration, and the rules between its sections."""
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,9 +26,7 @@ from flowrl.errors import UserError
 from flowrl.trees.plan import TreePlan
 from flowrl.utils.fields import Options, check_unicode, option
 
-# Trees that are checked before a run: so many that it takes less than a second.
-CHECKED_ITERATIONS = 3_000
-CHECKED_MOVES = 150_000
+CHECKED_MOVES = 150_000  # of the trees that are checked before a run: some take a second
 
 
 class Config(Options):
@@ -84,26 +81,21 @@ class Config(Options):
     def plans(self) -> dict[TreePlan, int]:
         """Return the trees that the run samples, each with the first iteration that samples it.
 
-        Of runs above `CHECKED_ITERATIONS`: those of the first iterations, and those at which the
-        recipe says that trees change.
+        Of very long runs, those of some iterations at equal distances.
         """
         plans: dict[TreePlan, int] = {}
         last = None
-        for iteration in self.iterations_with_plans():
+        for iteration in self.planned_iterations():
             plan = self.rollout.plan(iteration, self.run.seed)
             if plan is not last:  # of most recipes there is one, and its hash takes its time
                 plans.setdefault(plan, iteration)
             last = plan
         return plans
 
-    def iterations_with_plans(self) -> Sequence[int]:
-        """Return the iterations whose trees are checked before the first: of most runs all."""
-        last, work = self.run.iterations, len(self.rollout.plan(0, self.run.seed).moves)
-        first = range(min(last, CHECKED_ITERATIONS, max(20, CHECKED_MOVES // work)))
-        if len(first) == last:
-            return first
-        turns = (t for t in self.rollout.turns() if len(first) <= t < last)
-        return [*first, *sorted(set(islice(turns, len(first))))]
+    def planned_iterations(self) -> range:
+        """Return the iterations whose trees are looked at before a run: of most runs all."""
+        moves = len(self.rollout.plan(0, self.run.seed).moves)
+        return range(0, self.run.iterations, 1 + self.run.iterations * moves // CHECKED_MOVES)
 
 
 def parse_config(data: Mapping[str, Any]) -> Config:

@@ -1,6 +1,6 @@
 """The options of rollouts and optimiser, each with its meaning and source."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -191,17 +191,6 @@ class RolloutOptions(Options):
         """The guidance of training."""
         scale = self.training_guidance_scale
         return self.guidance_scale if scale is None else scale
-
-    def turns(self) -> Iterator[int]:
-        """Yield the iterations at which trees change by the clock, endless repetitions left out.
-
-        Between two of them chance alone changes a tree, so that every combination of a window's
-        place with what depth pruning leaves out is sampled at one of them.
-        """
-        steps, pruned = self.num_inference_steps, self.depth_pruning
-        for turn in sorted({0} if pruned is None else {0, *pruned.turns(steps)}):
-            yield turn
-            yield from self.tree.turns(steps, turn)
 
     def plan(self, iteration: int, seed: int) -> TreePlan:
         """Return the plan of an iteration. Raises PlanError for what cannot work."""

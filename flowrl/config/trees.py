@@ -1,7 +1,6 @@
 """The options of a rollout's trees: one class a published method, found by its `kind`."""
 
 import functools
-from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
@@ -52,11 +51,6 @@ class TreeOptions(Options):
         arguments = self.preset_arguments(iteration, steps, seed)
         hashable = ((n, tuple(v) if isinstance(v, list) else v) for n, v in arguments.items())
         return _plan(type(self).model_fields["kind"].default, steps, leaves, tuple(hashable))
-
-    def turns(self, steps: int, since: int) -> Iterable[int]:
-        """Return when the clock changes the plan after iteration `since`: one cycle of it."""
-        window: Window | None = getattr(self, "window", None)
-        return () if window is None else window.turns(steps, since)
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
         """Return the preset's arguments: the options, with the steps of the window, if any."""
@@ -181,11 +175,6 @@ class B2DiffuRLOptions(TreeOptions):
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
         trained = presets.b2_stage(iteration, B2_PERIOD, *self._ends(steps))
         return {"branch": self.branch, "last": trained}
-
-    def turns(self, steps: int, since: int) -> Iterable[int]:
-        first, last = self._ends(steps)
-        stages = last - first + 1
-        return [-(-stage * B2_PERIOD // stages) for stage in range(1, stages + 1)]
 
     def _ends(self, steps: int) -> tuple[int, int]:
         """Return how many steps are trained at first, and at the end."""

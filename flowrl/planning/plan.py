@@ -302,7 +302,7 @@ def count_work(config: Config) -> RunWork:
     loads: Counter[IterationWork] = Counter()
     known: dict[tuple[TreePlan, TreePlan | None], IterationWork] = {}
     kinds: dict[tuple, IterationKind] = {}
-    iterations = range(min(config.run.iterations, len(config.iterations_with_plans())))
+    iterations = config.planned_iterations()
     for iteration in iterations:
         plan = r.plan(iteration, config.run.seed)
         candidates = None if r.explore is None else r.candidates(iteration, config.run.seed)

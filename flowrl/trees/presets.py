@@ -146,12 +146,9 @@ def check_window(window: range, steps: int) -> range:
     if not window or window.step != 1:
         raise PlanError(f"the window is {window}, expected at least one step and none left out")
     if window[0] < 0 or window[-1] > steps - 2:
-        size = min(len(window), steps - 1)
-        first = min(max(window[0], 0), steps - 1 - size)
         raise PlanError(
             f"the window covers steps {window[0]} to {window[-1]}, but noise is possible in steps "
-            f"0 to {steps - 2}, never in the last: the nearest window that works is {first} to "
-            f"{first + size - 1}"
+            f"0 to {steps - 2}, never in the last"
         )
     return window
 
@@ -162,23 +159,13 @@ def check_steps(name: str, chosen: Sequence[int], steps: int) -> Sequence[int]:
         raise PlanError(f"{name} is empty, expected at least one step: the nearest that works is 0")
     for n, step in enumerate(chosen):
         if step in chosen[:n]:
-            wrong = " more than once"
-        elif not 0 <= step <= steps - 2:
-            wrong = f", but noise is possible in steps 0 to {steps - 2}, never in the last"
-        else:
-            continue
-        near = ", ".join(map(str, _repaired(chosen, steps)))
-        raise PlanError(f"{name} has step {step}{wrong}: the nearest that work are {near}")
+            raise PlanError(f"{name} has step {step} more than once")
+        if not 0 <= step <= steps - 2:
+            raise PlanError(
+                f"{name} has step {step}, but noise is possible in steps 0 to {steps - 2}, never "
+                "in the last"
+            )
     return chosen
-
-
-def _repaired(chosen: Sequence[int], steps: int) -> list[int]:
-    repaired: set[int] = set()
-    for step in sorted(chosen, key=lambda step: not 0 <= step <= steps - 2):  # good ones first
-        free = [i for i in range(steps - 1) if i not in repaired]
-        if free:
-            repaired.add(min(free, key=lambda i: (abs(i - step), i)))
-    return sorted(repaired)
 
 
 def _roots_of_power(leaves: int, branch: int, power: int) -> int:

@@ -6,7 +6,6 @@ noise. They depend on its fields, the seed and the iteration alone, so resuming 
 
 import random
 from abc import abstractmethod
-from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -26,10 +25,6 @@ class _Window(Options):
     @abstractmethod
     def _first(self, iteration: int, stop: int, seed: int) -> int:
         """Return the first step of the window in one iteration; it ends at `stop` or before."""
-
-    def turns(self, num_steps: int, since: int) -> Iterable[int]:
-        """Return one cycle of the iterations after `since` at which the window moves on."""
-        return ()
 
     def steps(self, iteration: int, num_steps: int, seed: int) -> range:
         """Return the steps in one iteration. Raises PlanError for a window that does not fit."""
@@ -115,9 +110,6 @@ class ProgressiveWindow(_Window):
         places = stop - self.size - self.start + 1
         return self.start + (iteration // self.period) % places
 
-    def turns(self, num_steps: int, since: int) -> Iterable[int]:
-        return [(since // self.period + turn) * self.period for turn in range(1, num_steps + 1)]
-
 
 class GeometricWindow(_Window):
     """Consecutive steps at a random place, early ones more often (TreeGRPO, 2512.08153).
@@ -169,10 +161,6 @@ class DepthPruning(Options):
         last = num_steps - 1 - self.size if self.stop is None else self.stop
         first = min(self.start + iteration // self.period, last)
         return range(first, first + self.size)
-
-    def turns(self, num_steps: int) -> list[int]:
-        """Return the iterations at which the steps change."""
-        return [turn * self.period for turn in range(num_steps)]
 
     def _check(self, num_steps: int) -> None:
         where, last = "rollout.depth_pruning", num_steps - 2

@@ -1,11 +1,10 @@
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees import presets
-from flowrl.trees.plan import PlanError, count
+from flowrl.trees.plan import count
 
 SETS = st.sets(st.integers(0, 8), min_size=1, max_size=4).map(sorted)
 
@@ -47,8 +46,3 @@ def test_egrpo_has_a_fan_for_every_length_that_fits():
     assert [(f.step, f.length) for f in plan.fans] == [(0, 1), (0, 2), (3, 1), (3, 2), (4, 1)]
     merged = [(m.step, m.to) for m in plan.moves if m.noise]
     assert merged == [(0, 1), (0, 2), (3, 4), (3, 5), (4, 5)]
-
-
-def test_impossible_widths_are_refused():
-    with pytest.raises(PlanError, match="branch"):
-        presets.tempflow(8, 6, 0)
