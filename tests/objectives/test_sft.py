@@ -21,10 +21,6 @@ def test_weights_forget_the_constant_of_each_prompt_and_have_mean_1():
     assert_close(huge, torch.tensor([0.0, 0.0, 2.0, 1.5, 1.5]).double())
 
 
-def test_the_best_images_are_learned_all_or_one():
+def test_all_best_images_of_a_prompt_are_learned():
     ties = (0.9, 0.9, 0.1, 0.1, 0.5, 0.2, 0.3, 0.1)
     assert make("sft").prepare(images(ties)).image.tolist() == [0, 1, 4]
-    chosen = {
-        tuple(make("best of n").prepare(images(ties, seed=s)).image.tolist()) for s in range(30)
-    }
-    assert chosen == {(0, 4), (1, 4)}
