@@ -1,7 +1,6 @@
 """List every option of the configuration, and turn pydantic's errors into sentences."""
 
 import difflib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -174,12 +173,11 @@ def _sentence(model: type[Options], path: str, details: list[Any], candidates: l
         return f"Option {name} is missing" + (f": {meaning}" if meaning else ".")
     if detail["type"].startswith("union_tag"):
         return _tag_sentence(name, detail)
-    switch = _switch(model, path, detail["input"])
     if detail["type"] == "value_error":
         message = str(detail["ctx"]["error"])
-        return f"Option {name}: {message}{switch}." if path else f"{message}."
+        return f"Option {name}: {message}." if path else f"{message}."
     wanted = " or ".join(dict.fromkeys(_expected(d) for d in details))
-    return f"Option {name} is {show(detail['input'])}: expected {wanted}{switch}."
+    return f"Option {name} is {show(detail['input'])}: expected {wanted}."
 
 
 def _unknown(model: type[Options], path: str, detail: Any, candidates: list[str]) -> str:
@@ -197,20 +195,6 @@ def _unknown(model: type[Options], path: str, detail: Any, candidates: list[str]
     near = _nearest(model, path, candidates)
     names = f"{parent or 'the top level'} has {', '.join(candidates)}."
     return f"Unknown option {name}: {f'did you mean {near}?' if near else names}"
-
-
-def _switch(model: type[Options], path: str, value: Any) -> str:
-    """Return how to switch an option off, where someone tried to with what it does not take."""
-    if value is not None and value not in (0, "0", "", "none", "off", "no", []):
-        return ""
-    option = next((o for o in walk(model) if _general(o.path) == _general(path)), None)
-    if option is None or (not option.nullable and value is not None):
-        return ""
-    off = "null" if option.nullable else "0"
-    said = re.search(rf"(?:^|[.;:] )({off} [a-z]+ .*?)(?=[.;] |[.;]?$)", option.meaning)
-    if said:
-        return f"; {said[1]}"
-    return "; null switches it off" if option.nullable else ""
 
 
 def _general(path: str) -> str:

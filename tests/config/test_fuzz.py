@@ -117,7 +117,7 @@ class Case:
 def make_case(number: int) -> Case:
     rng = random.Random(f"recipe {number}")
     preset = rng.choice(preset_names())
-    mutations = [odd_value, odd_value, bound, bound, other_kind, misspelt, index, text, text, rows]
+    mutations = [odd_value, odd_value, bound, bound, misspelt, text, text]
     return rng.choice(mutations)(rng, preset)
 
 
@@ -154,26 +154,12 @@ def bound(rng: random.Random, preset: str) -> Case:
     return put(preset, leaf, rng.choice(found))
 
 
-def other_kind(rng: random.Random, preset: str) -> Case:
-    """An option of one kind beside another kind."""
-    leaf = rng.choice([leaf for leaf in LEAVES if leaf.needs])
-    return Case([preset, f"{leaf.path}={example(leaf.schema)}"])
-
-
 def misspelt(rng: random.Random, preset: str) -> Case:
     leaf = rng.choice(LEAVES)
     key, i = leaf.path, rng.randrange(len(leaf.path))
     changes = [key[:i] + key[i + 1 :], key[:i] + rng.choice("_x.- \u00e9") + key[i:], key.upper()]
     changes += [f"{key}.{rng.choice(['0', 'x', 'kind', '-1'])}", key * 200, f"{key}\n", f"--{key}"]
     return Case([preset, f"{rng.choice(changes)}={example(leaf.schema)}"])
-
-
-def index(rng: random.Random, preset: str) -> Case:
-    lists = [leaf.path for leaf in LEAVES if "array" in str(leaf.schema.get("type"))] + ["rewards"]
-    where = rng.choice(lists)
-    item = rng.choice(["0", "1", "7", "-1", "00", "1.0", "x", "\u0663", "9" * 5000, "[0]", "0.0"])
-    key = rng.choice([f"{where}.{item}", f"{where}[{item}]", f"{where}.{item}.weight"])
-    return Case([preset, f"{key}={rng.choice(ODD[:30])}"])
 
 
 def text(rng: random.Random, preset: str) -> Case:
@@ -198,15 +184,6 @@ def text(rng: random.Random, preset: str) -> Case:
         else:
             lines[i], lines[j] = lines[j], lines[i]
     return Case([FILE], "".join(lines))
-
-
-def rows(rng: random.Random, preset: str) -> Case:
-    """A few options at once, each with a value of another's, or odd words on the command line."""
-    some = rng.sample(LEAVES, 3)
-    words = [f"{leaf.path}={example(rng.choice(LEAVES).schema)}" for leaf in some]
-    words += rng.sample(["--reward", "--seed", "=", "a=", "..=1", "--resolution=x", "lr=1e-4"], 1)
-    chain = rng.choice([FILE, "../mine.yaml", "", "nobody", preset, "\x00", "a" * 5000, "[a]"])
-    return rng.choice([Case([preset, *words]), Case([FILE, words[0]], f"extends: {chain}\n")])
 
 
 # --- what a case has to do ----------------------------------------------------------------------
