@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from flowrl.config.rollout import ExploreOptions, RolloutOptions
-from flowrl.errors import UserError
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
 from flowrl.sampling.two_stage import (
     SelectRule,
