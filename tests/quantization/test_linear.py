@@ -13,7 +13,7 @@ from flowrl.quantization.backends import Backend, FP8Rowwise, NVFP4Emulated, NVF
 from flowrl.quantization.linear import RolloutLinear
 
 FP32 = Plain(torch.float32)
-RUNNING = [FP32, NVFP4Emulated(), NVFP4Emulated(True), FP8Rowwise()]
+RUNNING = [FP32, NVFP4Emulated(), FP8Rowwise()]
 PACKING = [*RUNNING, Plain(torch.bfloat16), NVFP4Native()]
 
 
