@@ -243,14 +243,7 @@ class CustomTreeOptions(TreeOptions):
     args: dict[str, Any] = option({}, "Further arguments of the function, by name.")
 
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
-<<<<<<< HEAD
         return presets.custom(steps, leaves, **self._fields(), iteration=iteration, seed=seed)
-=======
-        # Made anew each time: nobody knows what the function depends on.
-        return presets.custom(
-            steps, leaves, self.function, self.args, iteration=iteration, seed=seed
-        )
->>>>>>> 7fee28a (Custom trees are planned again: their arguments cannot be hashed)
 
 
 Tree = Annotated[
