@@ -1,29 +1,27 @@
 """Count activations and operations of networks of real size, without a GPU and without weights.
 
-The network of the real configuration runs under torch's fake tensors of the device "cuda", so that
-autocast and dtypes are torch's own. Saved-tensor hooks count what a forward keeps for backward.
-Attention alone is replaced: without a GPU torch would take the kernel that makes an (L, L) matrix.
-Repeated blocks run twice, and the second stands for all further ones.
+The network of the real configuration runs forward and backward under torch's fake tensors, with
+torch's own autocast, attention and checkpointing, while a dispatch mode counts the storages that
+are alive. Of each run of equal blocks two run, and stand for all.
 """
 
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from flowrl.backbones.families import family_of
-from flowrl.backbones.loading import enable_vae_tiling
+from flowrl.backbones.loading import enable_gradient_checkpointing, enable_vae_tiling
 from flowrl.backbones.small import small_pipeline
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import ModelSpec, build_network, spatial_factor
@@ -37,7 +35,6 @@ class Uncountable(UserError):
     """Activations that cannot be counted; weights can be."""
 
 
-FLASH_HEAD = 256  # widest head of FlashAttention; wider ones go to memory-efficient attention
 # Sizes of a network's inputs by the names of its configuration.
 WIDTHS = (
     "joint_attention_dim", "caption_channels", "cap_feat_dim", "text_hidden_dim", "text_embed_dim",
@@ -63,35 +60,27 @@ class Forward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """What one forward makes, in bytes, with all blocks of the network."""
+    """What a network makes, in bytes, with all of its blocks."""
 
-    saved: int  # kept for backward
-    outside: int  # the part of `saved` that is not in repeated blocks
-    inputs: int  # of all repeated blocks: what checkpointing keeps
-    largest_block: int  # the part of `saved` in one block, at most
-    working: int  # most bytes at once that are not kept for backward
-    operations: float  # multiplications and additions of matrix products
+    peak: int  # most at once, without gradients of the adapter
+    held: int  # after the forward: what backward needs
+    operations: float  # multiplications and additions of the forward's matrix products
 
 
 def transformer_peak(forward: Forward, mode: Mode, *, checkpointing: bool = False) -> int:
-    """Return the most bytes of activations at once.
-
-    Backward makes as much at a time as forward does: a gradient for each intermediate result.
-    """
-    if mode == "sample":
-        return count_forward(forward, gradients=False).working
-    counted = count_forward(forward, gradients=True)
-    working = counted.working
-    if mode == "train_with_reference":
-        working = max(working, count_forward(forward, gradients=False).working)
-    if checkpointing:
-        return counted.inputs + counted.outside + counted.largest_block + working
-    return counted.saved + working
+    """Return the most bytes of activations at once."""
+    sampled = count_forward(forward, gradients=False) if mode != "train" else None
+    if sampled is not None and mode == "sample":
+        return sampled.peak
+    trained = count_forward(forward, gradients=True, checkpointing=checkpointing)
+    return max(trained.peak, trained.held + sampled.peak if sampled else 0)
 
 
 @lru_cache(maxsize=256)
-def count_forward(forward: Forward, *, gradients: bool) -> Activations:
-    """Run a forward under fake tensors.
+def count_forward(
+    forward: Forward, *, gradients: bool, checkpointing: bool = False
+) -> Activations:
+    """Run a forward, and with `gradients` a backward, under fake tensors.
 
     Raises:
         Uncountable: The network cannot run without values, or the pipeline class cannot be built
@@ -99,10 +88,14 @@ def count_forward(forward: Forward, *, gradients: bool) -> Activations:
     """
     spec, inputs = forward.spec, network_inputs(forward)
     network = build_network(spec.transformer, spec.config, forward.dtype)
-    times = shorten(network)
+    repeats = shorten(network)
     add_adapter(network, forward.rank, forward.targets)
+    if checkpointing:
+        enable_gradient_checkpointing(network)
     try:
-        return _count(network, times, inputs, forward.dtype, gradients)
+        with fake_tensors(forward.dtype):
+            make_fake(network)
+            return _count(network, repeats, inputs, gradients)
     except Exception as error:
         raise Uncountable(
             f"the activations of {spec.transformer} cannot be counted without values "
@@ -111,33 +104,22 @@ def count_forward(forward: Forward, *, gradients: bool) -> Activations:
 
 
 def _count(
-    network: nn.Module,
-    times: Mapping[nn.Module, int],
-    inputs: Mapping[str, Any],
-    dtype: torch.dtype,
-    gradients: bool,
+    network: nn.Module, repeats: Mapping[nn.Module, "Repeat"], inputs: dict[str, Any], learn: bool
 ) -> Activations:
-    with fake_cuda(dtype) as fake:
-        place(network, fake)
-        kept = [*network.parameters(), *network.buffers()]
-        counter = StorageCounter(kept)
-        blocks = _BlockCounts(counter, times)
-        arguments = {key: _fake_input(value) for key, value in inputs.items()}
-        with counter, torch.set_grad_enabled(gradients), counter.saved_hooks():
-            output = network(**arguments)
-        blocks.remove()
-        outside = counter.saved - sum(blocks.saved.values())
-        operations = counter.operations - sum(blocks.operations.values())
-        total = sum(n * blocks.saved[block] for block, n in times.items())
-        del output
-    return Activations(
-        saved=outside + total,
-        outside=outside,
-        inputs=sum(n * blocks.inputs[block] for block, n in times.items()),
-        largest_block=max(blocks.saved.values(), default=0),
-        working=counter.working,
-        operations=operations + sum(n * blocks.operations[block] for block, n in times.items()),
-    )
+    arguments = {key: _fake(value) for key, value in inputs.items()}
+    counter = LiveBytes([*network.parameters(), *network.buffers(), *tree_leaves(arguments)])
+    for block, repeat in repeats.items():
+        repeat.book(counter, block)
+    # Gradients of the adapter are counted by their size, not here.
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with counter, torch.set_grad_enabled(learn):
+        output = [t for t in tree_leaves(network(**arguments)) if isinstance(t, Tensor)]
+        held, operations = counter.live, counter.operations
+        if learn:
+            torch.autograd.backward(output, [torch.empty_like(t) for t in output])
+    return Activations(peak=counter.peak, held=held, operations=operations)
 
 
 @lru_cache(maxsize=64)
@@ -148,26 +130,58 @@ def count_decode(
     network: Any = build_network(spec.autoencoder, spec.autoencoder_config, dtype)
     if tiling:
         enable_vae_tiling(network)
-    with fake_cuda(dtype) as fake:
-        place(network, fake)
+    with fake_tensors(dtype):
+        make_fake(network)
         frames = (1,) if spec.frames else ()
         size = rows, spec.channels, *frames, height // spec.factor, width // spec.factor
-        z = torch.empty(size, dtype=dtype, device="cuda")
-        counter = StorageCounter([*network.parameters(), *network.buffers(), z])
+        z = torch.empty(size, dtype=dtype)
+        counter = LiveBytes([*network.parameters(), *network.buffers(), z])
         with counter, torch.no_grad():
             network.decode(z, return_dict=False)[0].float()
-    return Activations(
-        saved=0, outside=0, inputs=0, largest_block=0, working=counter.working,
-        operations=counter.operations,
-    )  # fmt: skip
+    return Activations(peak=counter.peak, held=0, operations=counter.operations)
 
 
 # --- a network, its adapter and its inputs ------------------------------------------------------
 
 
-def shorten(network: nn.Module) -> dict[nn.Module, int]:
-    """Leave two of each run of equal blocks; return how many blocks each one left stands for."""
-    times: dict[nn.Module, int] = {}
+@dataclass(slots=True)
+class Repeat:
+    """Books the further blocks of a run as alive from its second block's forward to its backward.
+
+    What one leaves behind is what is alive after the second and was not after the first.
+    """
+
+    first: nn.Module
+    more: int  # blocks that do not run
+
+    def book(self, counter: "LiveBytes", second: nn.Module) -> None:
+        """Hook the first and the second block of the run."""
+        after_first = [0, 0.0]
+        booked: list[int] = []
+
+        def leave_first(*_: Any) -> None:
+            after_first[:] = counter.live, counter.operations
+
+        def leave_second(*_: Any) -> None:
+            if not booked:  # once: checkpointing runs it again in backward
+                booked.append(self.more * int(counter.live - after_first[0]))
+                counter.add(booked[0])
+                counter.operations += self.more * (counter.operations - after_first[1])
+
+        def enter_second(_: nn.Module, args: Any, kwargs: Any) -> None:
+            learned = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            learned = [t for t in learned if t.requires_grad]
+            if not booked and learned:
+                learned[0].register_hook(lambda _: counter.add(-booked[0]))
+
+        self.first.register_forward_hook(leave_first)
+        second.register_forward_pre_hook(enter_second, with_kwargs=True)
+        second.register_forward_hook(leave_second)
+
+
+def shorten(network: nn.Module) -> dict[nn.Module, Repeat]:
+    """Leave two of each run of equal blocks; return what the second of each run stands for."""
+    repeats: dict[nn.Module, Repeat] = {}
     lists = {
         n: m for n, m in network.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1
     }
@@ -182,13 +196,11 @@ def shorten(network: nn.Module) -> dict[nn.Module, int]:
                 runs.append([])
             runs[-1].append(block)
             before = shapes
-        for run in runs:
-            times |= {block: 1 for block in run[:2]}
-            times[run[:2][-1]] = max(1, len(run) - 1)
+        repeats |= {run[1]: Repeat(run[0], len(run) - 2) for run in runs if len(run) > 2}
         parent, _, child = name.rpartition(".")
         left = nn.ModuleList(block for run in runs for block in run[:2])
         setattr(network.get_submodule(parent), child, left)
-    return times
+    return repeats
 
 
 def add_adapter(network: nn.Module, rank: int, targets: tuple[str, ...]) -> None:
@@ -204,10 +216,11 @@ def add_adapter(network: nn.Module, rank: int, targets: tuple[str, ...]) -> None
 
 @lru_cache(maxsize=64)
 def network_inputs(f: Forward) -> dict[str, Any]:
-    """Return meta tensors like those that the pipeline's call passes to its transformer.
+    """Return what the pipeline's call passes to its transformer: meta tensors, and real masks.
 
     A small random pipeline of the same class is called and stopped at its network; widths of text
-    and channels become those of the real configuration.
+    and channels become those of the real configuration. Whole numbers keep their values, which
+    decide the shapes of some networks' texts.
     """
     import diffusers
 
@@ -219,10 +232,7 @@ def network_inputs(f: Forward) -> dict[str, Any]:
     positional, keywords = _captured_call(small, f)
     arguments = dict(zip(names, positional, strict=False)) | keywords
     resize = Resize(small.transformer.config, f.spec.config, names[0], f.dtype)
-    inputs = {
-        key: value if key.endswith("ids") else resize(value, key)
-        for key, value in arguments.items()
-    }
+    inputs = {key: resize(value, key) for key, value in arguments.items()}
     if f.spec.config.get("guidance_embeds") and inputs.get("guidance", 0) is None:
         inputs["guidance"] = torch.empty(f.rows, device="meta")
     return inputs
@@ -234,7 +244,7 @@ class Resize:
     Args:
         old, new: Configurations of the small and of the real network.
         latents: The name of the input that is the latents.
-        dtype: Of the new tensors, unless they are of whole numbers or times.
+        dtype: Of the new tensors, unless they are times.
     """
 
     def __init__(
@@ -251,19 +261,21 @@ class Resize:
     def __call__(self, value: Any, key: str) -> Any:
         if isinstance(value, list | tuple):
             return type(value)(self(part, key) for part in value)
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        shape, real = list(value.shape), value.is_floating_point()
+        if key.endswith("ids"):
+            return value.to("meta")
+        shape = list(value.shape)
         if key == self.latents:  # packed (B, L, C), (B, C, h, w), or a list of (C, ...)
             axes = (-1,) if len(shape) == 3 else (1, 0)
             axis = next((i for i in axes if shape[i] in self.channels), -1)
             shape[axis] = self.channels.get(shape[axis], shape[axis])
-        elif real and len(shape) > 1:
+        elif len(shape) > 1:
             widths = self.pooled if "pooled" in key else self.widths
             shape[-1] = widths.get(shape[-1], shape[-1])
             if len(shape) == 4:  # texts with the states of several layers
                 shape[2] = self.layers.get(shape[2], shape[2])
-        dtype = self.dtype if real and value.ndim > 1 else value.dtype
+        dtype = self.dtype if value.ndim > 1 else value.dtype
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -324,104 +336,74 @@ def quiet_libraries() -> Iterator[None]:
             log.set_verbosity(level)
 
 
-# --- fake tensors of a GPU ----------------------------------------------------------------------
+# --- fake tensors -------------------------------------------------------------------------------
 
 
 @contextmanager
-def fake_cuda(dtype: torch.dtype) -> Iterator[FakeTensorMode]:
-    """Run everything on fake tensors, with autocast to `dtype` as on a GPU; none for fp32."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    with ExitStack() as stack:
-        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_FusedAttention())
-        # torch.autocast would switch itself off where no GPU is.
-        torch.set_autocast_enabled("cuda", dtype != torch.float32)
-        torch.set_autocast_dtype("cuda", dtype if dtype != torch.float32 else torch.bfloat16)
-        torch.autocast_increment_nesting()
-        try:
-            yield fake
-        finally:
-            torch.autocast_decrement_nesting()
-            torch.clear_autocast_cache()
-            torch.set_autocast_enabled("cuda", before[0])
-            torch.set_autocast_dtype("cuda", before[1])
+def fake_tensors(dtype: torch.dtype) -> Iterator[None]:
+    """Run everything on fake tensors, with autocast to `dtype` as on a GPU; none for fp32.
+
+    Fake tensors are of the CPU: torch runs no backward of another device that is not there.
+    """
+    half = dtype != torch.float32
+    autocast = torch.autocast("cpu", dtype if half else torch.bfloat16, enabled=half)
+    with FakeTensorMode(allow_non_fake_inputs=True), autocast:
+        yield
 
 
-def place(network: nn.Module, fake: FakeTensorMode) -> None:
-    """Replace a meta network's tensors by fake ones on a GPU."""
+def make_fake(network: nn.Module) -> None:
+    """Replace a meta network's tensors by fake ones of the CPU.
+
+    Norms get fp32, as by autocast of GPUs; that of CPUs leaves them in 16 bits.
+    """
     for module in network.modules():
+        norm = type(module) in (nn.LayerNorm, nn.GroupNorm)
         for name, parameter in module._parameters.items():
             if parameter is not None:
+                value = parameter.data.float() if norm else parameter.data
                 module._parameters[name] = nn.Parameter(
-                    _fake_input(parameter.data), requires_grad=parameter.requires_grad
+                    _fake(value), requires_grad=parameter.requires_grad
                 )
+        if norm:
+            module.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
         for tensors in (module._buffers, module.__dict__):
             for name, value in [*tensors.items()]:
-                if isinstance(value, Tensor):
-                    tensors[name] = _fake_input(value)
+                if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                    tensors[name] = _fake(value)
 
 
-def _fake_input(value: Any) -> Any:
+def _fake(value: Any) -> Any:
+    """Return fake tensors in place of meta ones."""
     if isinstance(value, list | tuple):
-        return type(value)(_fake_input(part) for part in value)
-    if not isinstance(value, Tensor):
+        return type(value)(_fake(part) for part in value)
+    if not isinstance(value, Tensor) or value.device.type != "meta":
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Takes the fused kernel that a GPU would take for attention (B, heads, L, d)."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is nn.functional.scaled_dot_product_attention:
-            return fused_attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """Compute attention by FlashAttention; with a mask, in fp32 or for wide heads by
-    memory-efficient attention."""
-    if key.shape[1] != query.shape[1]:  # grouped queries: kernels repeat keys and values
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
-    ops: Any = torch.ops.aten
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
-    query, key, value = (t.to(dtype) for t in (query, key, value))
-    if attn_mask is None and dtype != torch.float32 and query.shape[-1] <= FLASH_HEAD:
-        flash = ops._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    if attn_mask is not None:
-        attn_mask = attn_mask.to(dtype).expand(*query.shape[:3], key.shape[2])
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    efficient = ops._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask, learns, dropout_p, is_causal, scale=scale)[0]
-
-
-class StorageCounter(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that operations make, while anything holds them.
 
     Args:
-        outside: Tensors whose storages do not count, such as parameters.
+        outside: Values whose storages do not count, such as parameters.
     """
 
-    def __init__(self, outside: Iterable[Tensor]):
+    def __init__(self, outside: Iterable[Any]):
         super().__init__()
-        self.live = self.saved = self.working = 0
+        self.live = self.peak = 0
         self.operations = 0.0
-        self._outside = [tensor.untyped_storage() for tensor in outside]
+        self._outside = [t.untyped_storage() for t in outside if isinstance(t, Tensor)]
         self._counted: dict[int, Any] = {id(storage): None for storage in self._outside}
-        self._saved: set[int] = {id(storage) for storage in self._outside}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if tensors and not any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
+            with unset_fake_temporarily():  # masks have values
+                return func(*args, **kwargs)
+        out = func(*args, **kwargs)
         if func.overloadpacket in flop_registry:
-            self.operations += flop_registry[func.overloadpacket](
-                *args, **(kwargs or {}), out_val=out
-            )
+            self.operations += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._hold(leaf.untyped_storage())
@@ -429,8 +411,13 @@ class StorageCounter(TorchDispatchMode):
         copies = 0
         if func is torch.ops.aten.convolution.default and out.dtype.itemsize == 2:
             copies = nbytes([args[0], out])
-        self.working = max(self.working, self.live - self.saved + copies)
+        self.peak = max(self.peak, self.live + copies)
         return out
+
+    def add(self, size: int) -> None:
+        """Count bytes that no storage has."""
+        self.live += size
+        self.peak = max(self.peak, self.live)
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)  # torch keeps one Python object a storage for as long as it lives
@@ -444,59 +431,6 @@ class StorageCounter(TorchDispatchMode):
 
         self._counted[key] = weakref.ref(storage, release)
         self.live += size
-
-    def saved_hooks(self) -> Any:
-        """Return the context in which tensors that autograd saves are counted once."""
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if id(storage) not in self._saved:
-                self._saved.add(id(storage))
-                self.saved += storage.nbytes()
-            return tensor
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-
-
-class _BlockCounts:
-    """What each repeated block saves, reads and computes, by hooks on it."""
-
-    def __init__(self, counter: StorageCounter, blocks: Iterable[nn.Module]):
-        self.counter = counter
-        self.saved: dict[nn.Module, int] = {}
-        self.inputs: dict[nn.Module, int] = {}
-        self.operations: dict[nn.Module, float] = {}
-        self._began: dict[nn.Module, tuple[int, float]] = {}
-        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._hooks: list[Any] = []
-        for block in blocks:
-            self._hooks += [
-                block.register_forward_pre_hook(self._begin, with_kwargs=True),
-                block.register_forward_hook(self._end),
-            ]
-
-    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self._began[block] = self.counter.saved, self.counter.operations
-        tensors = (t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-        storages = {id(s): s for s in (t.untyped_storage() for t in tensors)}
-        # Inputs that blocks share, such as the time's embedding, are kept once. An id alone may be
-        # that of a storage that is gone.
-        self.inputs[block] = sum(s.nbytes() for s in storages.values() if not self._is_known(s))
-        self._inputs |= {key: weakref.ref(storage) for key, storage in storages.items()}
-
-    def _is_known(self, storage: torch.UntypedStorage) -> bool:
-        reference = self._inputs.get(id(storage))
-        return reference is not None and reference() is storage
-
-    def _end(self, block: nn.Module, args: Any, output: Any) -> None:
-        saved, operations = self._began[block]
-        self.saved[block] = self.counter.saved - saved
-        self.operations[block] = self.counter.operations - operations
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

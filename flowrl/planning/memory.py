@@ -280,7 +280,7 @@ class _Planner:
         rows = min(s.decode_batch, images)
         return count_decode(
             self.spec, rows, s.height, s.width, s.torch_dtype, tiling=s.vae_tiling
-        ).working
+        ).peak
 
     def latents(self, plan: TreePlan, prompts: int) -> int:
         spec, setup = self.spec, self.setup
