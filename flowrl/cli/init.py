@@ -225,23 +225,21 @@ def _show_plan(config: "Config", memory: int, planning: str) -> None:
 
     memory: bytes of the GPU, 0 for a CPU. planning: the command that says what to change.
     """
-    import psutil
-
+    from flowrl.cli.plan import machine_memory
     from flowrl.planning.plan import make_plan
 
-    of = "a GPU" if memory else "this machine's memory"
-    available = memory or psutil.virtual_memory().total
-    plan = make_plan(config)  # without the memory: the search for what to change takes its time
+    available = memory or machine_memory()
+    plan = make_plan(config, memory=available)
     if plan.peak is None:
         say(f"Whether it fits is not known: {plan.unknown}.")
     else:
-        fits = plan.peak.total <= available
-        size = f"{of} of {available / 1e9:.1f} GB, with {plan.peak.total / 1e9:.1f} at its peak"
-        how = "" if fits else f": {planning} says what to change"
-        say(f"It {'fits' if fits else 'does not fit'} {size}{how}.")
+        verb, hint = ("fits", "") if plan.fits else ("does not fit", f": {planning} says more")
+        place = "a GPU of" if memory else "this machine's memory of"
+        needed = f"with {plan.peak.total / 1e9:.1f} at its peak"
+        say(f"It {verb} {place} {available / 1e9:.1f} GB, {needed}{hint}.")
     work = plan.work.first
     say(
-        f"An iteration draws {work.images + work.candidates:,} images by "
+        f"An iteration samples {work.images + work.candidates:,} images by "
         f"{work.previews + work.sampling:,} forwards of the network, and learns by at most "
         f"{work.training:,} more with gradients, in {work.updates:,} "
         f"{'update' if work.updates == 1 else 'updates'}.\n"

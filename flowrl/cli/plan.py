@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flowrl.config import Config
     from flowrl.planning.duration import Duration
     from flowrl.planning.plan import Plan
-    from flowrl.planning.reward_work import RewardWork
+    from flowrl.planning.rewards import RewardWork
 
 GB = 1e9
 
@@ -36,12 +36,16 @@ def plan(
         str | None,
         typer.Option(
             metavar="24GB",
-            help="Of each GPU, in GB or GiB; by default what the recipe's name says, as in -24gb.",
+            help="Memory per GPU; by default what the recipe's name says, as in -24gb.",
         ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(metavar="64GB", help="The machine's own memory; by default this machine's."),
     ] = None,
     price_per_call: Annotated[
         float | None,
-        typer.Option(min=0, help="Of a request to a judge; then the run's judges have a cost."),
+        typer.Option(min=0, help="Price per request to a judge."),
     ] = None,
     measure: Annotated[
         bool,
@@ -50,16 +54,17 @@ def plan(
         ),
     ] = False,
     price: Annotated[
-        float | None, typer.Option(min=0, metavar="2.5", help="Of one GPU for an hour.")
+        float | None, typer.Option(min=0, metavar="2.5", help="Price per GPU-hour.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show the work, the memory and the time of a recipe's GPUs, before any download.
+    """Show the work, the memory and the hours of a recipe, before any download.
 
-    Needs no GPU and no weights: networks are built from their shapes alone. Where a recipe does not
-    fit, it says what to change, and the exit code is 1. A GPU of 24 GB has 24 * 10^9 bytes here, a
-    little less than it has. Hours and cost come from the rate of a card whose file is in
-    gallery/gpu, or with --measure from this machine's; docs/memory.md explains the parts of memory.
+    Needs no GPU and no weights: networks are built from their shapes alone. Where the GPU's or the
+    machine's memory does not suffice, it says what to change, and the exit code is 1. A GPU of 24
+    GB has 24 * 10^9 bytes here, a little less than it has. Hours are estimates from the published
+    peaks of cards, with --measure from a matrix product on this machine; docs/memory.md explains
+    the parts of memory.
 
     Examples:
 
@@ -73,33 +78,37 @@ def plan(
 
       flowrl plan my_recipe.yaml --price-per-call 0.002
     """
+    from flowrl.config import load_config
+    from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
+    from flowrl.planning.rewards import reward_work
+
     with without_garbage_collection():
         request = recipe_request(words, "flowrl plan quickstart")
         sharded = [] if shard is None else [f"runtime.shard={shard}"]
-        config, planned, rewards = _planned(
-            request.recipe, [*request.overrides, *sharded], gpus, memory, measure
+        config = load_config(request.recipe, [*request.overrides, *sharded])
+        size = memory_class(Path(request.recipe).name) if memory is None else parse_memory(memory)
+        planned = make_plan(
+            config,
+            gpus=gpus or gpus_of(request.recipe),
+            memory=size,
+            host_memory=machine_memory() if host_memory is None else parse_memory(host_memory),
+            measure=measure,
         )
+        rewards = reward_work(config, planned.work)
         if as_json:
             whole = _as_json(config, planned, price) | _rewards_json(rewards, price_per_call)
             print(json.dumps(whole))
         else:
             _show(config, planned, rewards, price, price_per_call)
-    if planned.fits is False:
+    if planned.fits is False or planned.host_fits is False:
         raise typer.Exit(1)
 
 
-def _planned(
-    recipe: str, overrides: list[str], gpus: int | None, memory: str | None, measure: bool
-) -> "tuple[Config, Plan, list[RewardWork]]":
-    from flowrl.config import load_config
-    from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
-    from flowrl.planning.reward_work import reward_work
+def machine_memory() -> int:
+    """Return the bytes of this machine's memory."""
+    import psutil
 
-    size = None if memory is None else parse_memory(memory)
-    config = load_config(recipe, overrides)
-    of_gpu = memory_class(Path(recipe).name) if size is None else size
-    planned = make_plan(config, gpus=gpus or gpus_of(recipe), memory=of_gpu, measure=measure)
-    return config, planned, reward_work(config, planned.work)
+    return psutil.virtual_memory().total
 
 
 def _show(
@@ -115,7 +124,7 @@ def _show(
     _show_rewards(rewards, price_per_call)
     _show_memory(planned)
     if planned.duration is not None:
-        say(_time(config, planned.duration, price))
+        _show_time(planned, planned.duration, price)
     for note in planned.notes:
         say(note)
 
@@ -124,8 +133,7 @@ def _show_shares(planned: "Plan") -> None:
     geometry, load = planned.geometry, planned.geometry.load
     say(
         f"{load.prompts} prompts with {load.roots * load.leaves} images each, in {load.updates} "
-        f"{'update' if load.updates == 1 else 'updates'}, on {geometry.gpus} "
-        f"{'GPU' if geometry.gpus == 1 else 'GPUs'}\n"
+        f"{'update' if load.updates == 1 else 'updates'}, on {_gpus(geometry.gpus)}\n"
     )
     print_table(_share_rows(planned))
     say(
@@ -196,7 +204,7 @@ def _work_rows(config: "Config", planned: "Plan") -> list[dict[str, Any]]:
 
 
 def _show_rewards(rewards: "list[RewardWork]", price: float | None) -> None:
-    from flowrl.planning.reward_work import total_requests
+    from flowrl.planning.rewards import total_requests
 
     judged = any(reward.requests != 0 for reward in rewards)
     print_table(
@@ -227,7 +235,7 @@ def _requests(count: int | None) -> str:
 def _rewards_json(rewards: "list[RewardWork]", price: float | None) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from flowrl.planning.reward_work import total_requests
+    from flowrl.planning.rewards import total_requests
 
     cost = None if price is None else total_requests(rewards) * price
     return {"rewards": [asdict(reward) for reward in rewards], "cost_of_judges": cost}
@@ -246,11 +254,17 @@ def _show_memory(planned: "Plan") -> None:
     total = {"GB on a GPU": "total"} | {p.phase: _gb(p.total) for p in planned.phases}
     print_table([*rows, total])
     say(f"\nThe peak is {_gb(planned.peak.total)} GB, in {planned.peak.phase}.")
+    if planned.memory is not None:
+        _show_verdict(planned)
     parts = ", ".join(f"{_gb(size)} for {name}" for name, size in planned.host.items() if size)
     whole = _gb(sum(planned.host.values()))
     say(f"The machine's own memory, for all GPUs: at most {whole} GB: {parts}.")
-    if planned.memory is not None:
-        _show_verdict(planned)
+    if planned.host_fits is False:
+        say(
+            f"It does not fit the machine's {_gb(planned.host_memory)} GB: change "
+            "memory.prompt_cache=PATH (encoded prompts stay in files) or fewer --gpus, or name "
+            "another machine's memory with --host-memory."
+        )
 
 
 def _show_verdict(planned: "Plan") -> None:
@@ -272,24 +286,34 @@ def _show_verdict(planned: "Plan") -> None:
         )
 
 
-def _time(config: "Config", duration: "Duration", price: float | None) -> str:
-    work = (
+def _show_time(planned: "Plan", duration: "Duration", price: float | None) -> None:
+    """Print the hours on each card that holds the recipe, or at a measured rate."""
+    say(
         f"An iteration takes {duration.iteration:.3g} operations, the run {duration.run:.3g}, "
-        "without text encoders and rewards."
+        "without text encoders and rewards.\n"
     )
-    if duration.seconds is None or duration.hours is None or duration.rate is None:
-        return (
-            f"{work} How long that takes is not known: no card like this machine's has been "
-            "measured by python -m scripts.bench certify; --measure takes this machine's."
+    if duration.seconds is not None and duration.hours is not None and duration.rate is not None:
+        cost = duration.cost(price) if price is not None else None
+        paid = "" if cost is None else f", cost {cost:.2f}"
+        say(
+            f"At {duration.rate / 1e12:.3g} * 10^12 a second ({duration.rate_of}): "
+            f"{duration.seconds:.3g} s an iteration, {duration.hours:.3g} hours in all{paid}.\n"
         )
-    cost = duration.cost(price) if price is not None else None
-    paid = "" if cost is None else f", {cost:.2f} at {price:g} for a GPU and an hour"
-    return (
-        f"{work} At {duration.rate / 1e12:.3g} * 10^12 a second ({duration.rate_of}): "
-        f"{duration.seconds:.3g} s an iteration, {duration.hours:.3g} hours for "
-        f"{config.run.iterations} iterations on {duration.gpus} "
-        f"{'GPU' if duration.gpus == 1 else 'GPUs'}{paid}."
+    rows = []
+    for card, hours in duration.estimates(planned.peak.total if planned.peak else 0).items():
+        row = {"GPU": card, "hours of the run": " to ".join(f"{h:.2g}" for h in hours)}
+        if price is not None:
+            row["cost"] = " to ".join(f"{h * duration.gpus * price:,.0f}" for h in hours)
+        rows.append(row)
+    print_table(rows)
+    say(
+        f"\nAn estimate for {_gpus(duration.gpus)}: networks at 50 to 25 % of the card's published "
+        "peak in bf16, without waiting for rewards or servers.\n"
     )
+
+
+def _gpus(count: int) -> str:
+    return f"{count} {'GPU' if count == 1 else 'GPUs'}"
 
 
 def _gb(count: int | None) -> str:
@@ -315,8 +339,10 @@ def _range(values: tuple[int, ...]) -> str:
 def _as_json(config: "Config", planned: "Plan", price: float | None) -> dict[str, Any]:
     from dataclasses import asdict
 
-    time = planned.duration
+    time, needed = planned.duration, planned.peak.total if planned.peak else 0
     hours = {} if time is None else asdict(time) | {"seconds": time.seconds, "hours": time.hours}
+    if time is not None:
+        hours["estimates"] = time.estimates(needed)
     if time is not None and price is not None:
         hours["cost"] = time.cost(price)
 
@@ -334,7 +360,9 @@ def _as_json(config: "Config", planned: "Plan", price: float | None) -> dict[str
         "memory": planned.memory,
         "host": sum(planned.host.values()) or None,
         "host_parts": planned.host,
+        "host_memory": planned.host_memory,
         "fits": planned.fits,
+        "host_fits": planned.host_fits,
         "advice": planned.advice,
         "time": hours or None,
         "unknown": planned.unknown or None,

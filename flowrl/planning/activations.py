@@ -77,9 +77,7 @@ def transformer_peak(forward: Forward, mode: Mode, *, checkpointing: bool = Fals
 
 
 @lru_cache(maxsize=256)
-def count_forward(
-    forward: Forward, *, gradients: bool, checkpointing: bool = False
-) -> Activations:
+def count_forward(forward: Forward, *, gradients: bool, checkpointing: bool = False) -> Activations:
     """Run a forward, and with `gradients` a backward, under fake tensors.
 
     Raises:
@@ -368,7 +366,7 @@ def make_fake(network: nn.Module) -> None:
             module.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
         for tensors in (module._buffers, module.__dict__):
             for name, value in [*tensors.items()]:
-                if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                if isinstance(value, Tensor | list) and not isinstance(value, nn.Parameter):
                     tensors[name] = _fake(value)
 
 

@@ -7,14 +7,37 @@ from dataclasses import dataclass
 
 import torch
 
-from flowrl.planning.activations import count_decode, count_forward
-from flowrl.planning.memory import MemorySetup, forward_of
-from flowrl.planning.model_specs import ModelSpec
-
 # Operations a second in forwards of transformers in 16 bits, by the name of the card, as
 # `python -m scripts.bench certify` measured them on it. None has been measured yet.
 RATES: Mapping[str, float] = {}
 MEASURED_SECONDS = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU as its maker publishes it."""
+
+    memory: int  # bytes
+    peak: float  # operations a second: dense bf16 matrix products, summed in fp32
+    source: str
+
+
+# The peaks that data sheets print "with sparsity" are halved.
+CARDS: Mapping[str, Card] = {
+    "GeForce RTX 4070 Ti": Card(12 * 10**9, 80.2e12, "Ada architecture white paper 2.1"),
+    "GeForce RTX 4080": Card(16 * 10**9, 97.5e12, "Ada architecture white paper 2.1"),
+    "GeForce RTX 3090": Card(24 * 10**9, 71e12, "Ampere GA102 white paper 2.0"),
+    "GeForce RTX 4090": Card(24 * 10**9, 165.2e12, "Ada architecture white paper 2.1"),
+    "GeForce RTX 5090": Card(32 * 10**9, 209.5e12, "RTX Blackwell white paper 1.1"),
+    "L40S": Card(48 * 10**9, 362e12, "L40S data sheet"),
+    "A100 80GB": Card(80 * 10**9, 312e12, "A100 data sheet"),
+    "H100 SXM": Card(80 * 10**9, 989e12, "H100 data sheet"),
+    "H200": Card(141 * 10**9, 989e12, "H200 data sheet"),
+    "B200": Card(180 * 10**9, 2250e12, "Blackwell architecture brief"),
+    "Instinct MI300X": Card(192 * 10**9, 1307e12, "MI300X data sheet"),
+}
+# Shares of the peak that whole networks reach in training, at most and at least: an assumption.
+SHARES = (0.5, 0.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +64,14 @@ class Duration:
         """Return the run's cost, for a price of one GPU and one hour."""
         return None if self.hours is None else self.hours * self.gpus * price
 
+    def estimates(self, memory: int) -> dict[str, tuple[float, float]]:
+        """Return the run's fewest and most hours by the name of each card that holds `memory`."""
+        return {
+            name: tuple(self.run / (share * card.peak) / self.gpus / 3600 for share in SHARES)
+            for name, card in CARDS.items()
+            if card.memory >= memory
+        }
+
 
 def known_rate() -> tuple[float | None, str]:
     """Return the operations a second of the card that is here, if it is known, and its name."""
@@ -65,15 +96,3 @@ def measured_rate(dtype: torch.dtype) -> tuple[float, str]:
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
     return 2 * size**3 / statistics.median(taken[1:]), f"{name}, at most"
-
-
-def forward_operations(spec: ModelSpec, setup: MemorySetup) -> float:
-    """Return the multiplications and additions of one image's forward, with the adapter's."""
-    rows = setup.rollout_batch * (1 + setup.rollout_doubles)
-    return count_forward(forward_of(spec, setup, rows), gradients=False).operations / rows
-
-
-def decode_operations(spec: ModelSpec, setup: MemorySetup) -> float:
-    """Return the multiplications and additions of decoding one latent."""
-    size = setup.decode_batch, setup.height, setup.width, setup.torch_dtype
-    return count_decode(spec, *size).operations / setup.decode_batch

@@ -1,8 +1,8 @@
-"""The memory of each phase of an iteration on one GPU, part by part."""
+"""The memory of each phase of an iteration on one GPU, part by part, and of the machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -10,17 +10,31 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from flowrl.assembly.text import ROWS, rows_first
-from flowrl.backbones.families import layer_rules_of
+from flowrl.assembly.work_split import WorkSplit
+from flowrl.backbones.families import family_of, layer_rules_of, lora_targets, second_attention
 from flowrl.backbones.loading import DTYPES
+from flowrl.backbones.text_cache import CAPACITY
+from flowrl.config import Config
 from flowrl.errors import UserError
+from flowrl.objectives.base import Needs
 from flowrl.planning.activations import (
+    Activations,
     Forward,
     count_decode,
+    count_forward,
     nbytes,
     network_inputs,
     transformer_peak,
 )
 from flowrl.planning.model_specs import ModelSpec, build_network
+from flowrl.planning.rewards import (
+    host_rewards_bytes,
+    offloaded_bytes,
+    rewards_bytes,
+    scoring_bytes,
+)
+from flowrl.planning.work import IterationKind, doubles, training_doubles
+from flowrl.prompts.sources import HUB, read_rows
 from flowrl.quantization.backends import Backend, FP8Rowwise, NVFP4Emulated, NVFP4Native
 from flowrl.quantization.layer_rules import choose_layers, matrices, matrix_shape
 from flowrl.trees.memory import rollout_bytes
@@ -60,63 +74,6 @@ class NetworkCopy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySetup:
-    """All that decides how much memory one process takes on one GPU."""
-
-    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"  # of the frozen weights and the arithmetic
-    base_bits: Literal[4, 8] | None = None  # of the frozen weights, None for `dtype`
-    base_library: Literal["bitsandbytes", "torchao"] = "bitsandbytes"
-    height: int  # pixels
-    width: int
-    text_tokens: int  # of a text, at most
-    rank: int  # of the LoRA
-    targets: tuple[str, ...]
-    adapters: int = 1  # the policy with its copies, such as the EMA and the old policy
-    gradient_checkpointing: bool = False
-    rollout_batch: int  # most rows at once, as are the next three
-    micro_batch: int
-    decode_batch: int
-    evaluation_batch: int = 0
-    evaluation_steps: int = 2  # of a held-out image, all of whose latents are held
-    evaluation_height: int | None = None  # pixels, None for those of rollouts; so the next
-    evaluation_width: int | None = None
-    rollout_doubles: bool = False  # guidance doubles the rows, as in the next two
-    training_doubles: bool = False
-    evaluation_doubles: bool = False
-    reference: bool = False  # another policy is asked while the gradient's graph is held
-    plan: TreePlan  # of the rollout that is learned from
-    prompts_per_gpu: int
-    candidates: TreePlan | None = None  # of previews before it, of which no tree is kept
-    copies: tuple[NetworkCopy, ...] = ()  # for rollouts
-    training_copy: NetworkCopy | None = None  # low-bit weights that training multiplies by
-    merged: bool = False  # the LoRA is merged into the policy's own network for rollouts
-    text_encoders: Literal["keep", "offload", "free"] = "keep"
-    vae: Literal["keep", "offload"] = "keep"
-    vae_tiling: bool = False
-    evaluation_encodes: bool = False  # the pipeline's own call, which wants its text encoders
-    prompts: int = 0  # texts that the whole run encodes, at most
-    host_reward_bytes: int = 0  # weights of reward models in the machine's memory
-    reward_bytes: int = 0  # weights of reward models on this GPU
-    offloaded_bytes: int = 0  # of those, which are on the CPU while nothing is asked of them
-    parts: int = 1  # GPUs that share one copy of the transformer
-
-    def __post_init__(self) -> None:
-        if self.base_bits == 4 and self.base_library == "torchao":
-            raise UserError(
-                "memory.base_bits is 4 with torchao, on whose 4-bit weights PEFT puts no adapter: "
-                "use bitsandbytes, or 8 bits"
-            )
-        counts = ("rank", "adapters", "rollout_batch", "micro_batch", "decode_batch")
-        for name in (*counts, "prompts_per_gpu"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}, expected 1 or more")
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """The peak of one phase in bytes, as the sum of its parts; docs/memory.md explains them."""
 
@@ -138,78 +95,73 @@ def peak(footprints: list[Footprint]) -> Footprint:
     return max(footprints, key=lambda footprint: footprint.total)
 
 
-def footprints(spec: ModelSpec, setup: MemorySetup) -> list[Footprint]:
-    """Return the phases in order. Raises UserError for images that make no whole patches."""
-    return _Planner(spec, setup).footprints()
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The memory of the busiest GPU in iterations of one kind.
 
+    `footprints` has the table of parts by phase; a method below it computes each part.
+    """
 
-def forward_of(spec: ModelSpec, setup: MemorySetup, rows: int) -> Forward:
-    """Return a forward of some rows, twice as many as images with guidance."""
-    return Forward(
-        spec=spec, rows=rows, height=setup.height, width=setup.width, dtype=setup.torch_dtype,
-        text_tokens=setup.text_tokens, rank=setup.rank, targets=setup.targets,
-    )  # fmt: skip
-
-
-class _Planner:
-    def __init__(self, spec: ModelSpec, setup: MemorySetup):
-        e = setup.evaluation_height, setup.evaluation_width
-        for side in (setup.height, setup.width, *filter(None, e)):
-            spec.latent_shape(side)  # raises
-        self.spec, self.setup = spec, setup
-        self.network = full_network(spec, setup.torch_dtype)
-        self.adapter = adapter_parameters(self.network, setup.rank, setup.targets)
-        self.encoders = sum(e.nbytes(setup.torch_dtype) for e in spec.text_encoders)
-        self.autoencoder = spec.autoencoder_params * setup.torch_dtype.itemsize
-        self.plans = [setup.plan, *([setup.candidates] if setup.candidates else [])]
+    config: Config
+    spec: ModelSpec
+    needs: Needs
+    split: WorkSplit
+    kind: IterationKind
 
     def footprints(self) -> list[Footprint]:
-        setup = self.setup
+        """Return the phases in order. Raises UserError for images that make no whole patches."""
+        config, spec = self.config, self.spec
+        for side in (self.height, self.width, config.evaluation.height, config.evaluation.width):
+            if side is not None:
+                spec.latent_shape(side)  # raises
         # Nodes of one step, and images, of a batch of trees: they are there together.
-        frontier = max(count(p).peak_frontier // p.roots * self.trees(p) for p in self.plans)
-        images = max(count(p).leaves // p.roots * self.trees(p) for p in self.plans)
-        rows = min(setup.rollout_batch, frontier) * (1 + setup.rollout_doubles)
+        plans = [plan for plan in (self.kind.plan, self.kind.candidates) if plan is not None]
+        frontier = max(count(p).peak_frontier // p.roots * self.trees(p) for p in plans)
+        images = max(count(p).leaves // p.roots * self.trees(p) for p in plans)
+        guided = doubles(config, config.rollout.guidance_scale)
+        rows = min(config.rollout.batch_size, frontier) * (1 + guided)
         # The latents and texts of the rollout that is learned from.
         held = {
-            "latents": self.latents(setup.plan, setup.prompts_per_gpu),
-            "text embeddings": self.text(setup.prompts_per_gpu + frontier, setup.rollout_doubles),
+            "latents": self.latents(self.kind.plan, self.prompts),
+            "text embeddings": self.text(self.prompts + frontier, guided),
         }
         sampling = held | self.sampling(held["latents"])
-        vae = {"autoencoder": self.autoencoder}
+        scoring = {"reward models": rewards_bytes(config.rewards)}
         parts: dict[str, dict[str, int]] = {
             "encode": self.encode(),
             "rollout": sampling | {"activations": transformer_peak(self.forward(rows), "sample")},
-            "decode": sampling | vae | {"activations": self.decode(images)},
-            "rewards": held | {"reward models": setup.reward_bytes},
+            "decode": sampling | self.vae | {"activations": self.decode(images).peak},
+            "rewards": held | scoring | {"activations": scoring_bytes(config.rewards, images)},
             "training": held | self.training(),
         }
-        if setup.evaluation_batch:
-            rewards = {"reward models": setup.reward_bytes}
-            parts["evaluation"] = vae | rewards | self.at_evaluation().evaluation()
-        resident, found = self.resident(), []
-        for phase, own in parts.items():
-            apart = phase == "encode" and setup.text_encoders != "keep"
-            whole = own if apart else resident | own
+        if self.evaluation_batch:
+            parts["evaluation"] = self.vae | scoring | self.at_evaluation().evaluation()
+        resident, footprints = self.resident(), []
+        for phase, extra in parts.items():
+            alone = phase == "encode" and config.memory.text_encoders != "keep"
+            whole = extra if alone else resident | extra
             idle = FRAGMENTS * sum(whole.get(name, 0) for name in COMES_AND_GOES)
             whole[OVERHEAD] = CONTEXT + int(idle)
-            found.append(Footprint(phase=phase, parts=whole))
-        return found
+            footprints.append(Footprint(phase=phase, parts=whole))
+        return footprints
+
+    # --- parts that are there in every phase, and those of one phase ----------------------------
 
     def resident(self) -> dict[str, int]:
         """Return what is there in every phase."""
-        setup, network = self.setup, self.network
-        copies = sum(copy_bytes(network, copy, setup) for copy in setup.copies)
-        if setup.training_copy is not None:
-            copies += sum(packed_layers(network, setup.training_copy).values())
+        memory, rewards = self.config.memory, self.config.rewards
+        copies = sum(self.copy_bytes(copy) for copy in self.copies)
+        if (trained := self.training_copy) is not None:
+            copies += sum(packed_layers(self.network, trained).values())
         return {
-            "transformer": sharded_bytes(network, setup),
-            "text encoders": self.encoders if setup.text_encoders == "keep" else 0,
-            "autoencoder": self.autoencoder if setup.vae == "keep" else 0,
-            "LoRA adapters": self.adapter * FP32 * setup.adapters,
+            "transformer": self.sharded_bytes(),
+            "text encoders": self.encoders if memory.text_encoders == "keep" else 0,
+            "autoencoder": self.vae["autoencoder"] if memory.vae == "keep" else 0,
+            "LoRA adapters": self.adapter * FP32 * self.adapters,
             "optimiser": 2 * self.adapter * FP32,
             "network copies": copies,
-            "reward models": setup.reward_bytes - setup.offloaded_bytes,
-            "matmul buffers": CUBLAS + widest_bytes(network, setup),
+            "reward models": rewards_bytes(rewards) - offloaded_bytes(rewards),
+            "matmul buffers": CUBLAS + self.widest_bytes(),
         }
 
     def encode(self) -> dict[str, int]:
@@ -217,84 +169,304 @@ class _Planner:
 
         By one encoder at a time then, where they do not fit together.
         """
-        setup, dtype = self.setup, self.setup.torch_dtype
-        weights, rows = self.encoders, rows_first(setup.text_tokens)
-        if setup.text_encoders == "keep":
-            rows = min(ROWS, max(setup.prompts_per_gpu, setup.evaluation_batch))
+        rewards, tokens = self.config.rewards, self.text_tokens
+        weights, rows = self.encoders, rows_first(tokens)
+        if self.config.memory.text_encoders == "keep":
+            rows = min(ROWS, max(self.prompts, self.evaluation_batch))
         else:
-            weights = max((e.nbytes(dtype) for e in self.spec.text_encoders), default=0)
+            weights = max((e.nbytes(self.dtype) for e in self.spec.text_encoders), default=0)
         widest = max((e.token_width for e in self.spec.text_encoders), default=0)
         return {
             "text encoders": weights,
             # Without gradients nothing of earlier layers is kept: one layer's states, at most.
-            "activations": rows * setup.text_tokens * dtype.itemsize * widest,
-            "reward models": setup.reward_bytes - setup.offloaded_bytes,
+            "activations": rows * tokens * self.dtype.itemsize * widest,
+            "reward models": rewards_bytes(rewards) - offloaded_bytes(rewards),
             "matmul buffers": CUBLAS,
         }
 
     def sampling(self, latents: int) -> dict[str, int]:
         """A batch of candidates' trees is held at once, before those that are learned from."""
-        setup, plan = self.setup, self.setup.candidates
+        plan = self.kind.candidates
         if plan is not None:
             latents = max(latents, self.latents(plan, 1) * self.trees(plan) // plan.roots)
-        merged = adapted_bytes(self.network, setup) if setup.merged else 0
-        return {"latents": latents, "merged weights": merged}
+        return {"latents": latents, "merged weights": self.adapted_bytes() if self.merged else 0}
 
     def training(self) -> dict[str, int]:
         """Backward, or the step after it, when gradients of several GPUs are joined and summed."""
-        setup = self.setup
         gradients = self.adapter * FP32
+        load = self.split.load
+        rows = max(max(share.rows) for share in self.split.shares) * load.row_forwards
+        rows = min(self.config.optim.micro_batch, max(rows, 1))
         backward = transformer_peak(
-            self.forward(setup.micro_batch * (1 + setup.training_doubles)),
-            "train_with_reference" if setup.reference else "train",
-            checkpointing=setup.gradient_checkpointing,
+            self.forward(rows * (1 + training_doubles(self.config))),
+            "train_with_reference" if self.needs.reference or self.needs.old else "train",
+            checkpointing=self.config.memory.gradient_checkpointing,
         )
         return {
-            "LoRA adapters": self.adapter * FP32 * setup.adapters + gradients,
+            "LoRA adapters": self.adapter * FP32 * self.adapters + gradients,
             "activations": max(backward, 2 * gradients),
         }
 
-    def at_evaluation(self) -> "_Planner":
-        """Return the planner of the images of evaluation, which may have another size."""
-        s = self.setup
-        if s.evaluation_height is s.evaluation_width is None:
-            return self
-        height, width = s.evaluation_height or s.height, s.evaluation_width or s.width
-        return _Planner(self.spec, replace(s, height=height, width=width))
+    def at_evaluation(self) -> "MemoryPlan":
+        """Return the plan of the images of evaluation, which may have another size."""
+        e = self.config.evaluation
+        size = {"height": e.height or self.height, "width": e.width or self.width}
+        pipeline = self.config.pipeline.model_copy(update=size)
+        return replace(self, config=self.config.model_copy(update={"pipeline": pipeline}))
 
     def evaluation(self) -> dict[str, int]:
         """A batch of held-out images, with the latents of all their steps."""
-        setup, rows = self.setup, self.setup.evaluation_batch
-        forward = self.forward(rows * (1 + setup.evaluation_doubles))
+        e, rows = self.config.evaluation, self.evaluation_batch
+        guided = doubles(self.config, e.guidance_scale)
+        sampled = transformer_peak(self.forward(rows * (1 + guided)), "sample")
+        scored = scoring_bytes(self.config.rewards, rows)
+        encodes = e.as_deployed and e.prompts is not None  # by the pipeline's own call
         return {
-            "activations": max(transformer_peak(forward, "sample"), self.decode(rows)),
-            "latents": self.latents(ode_plan(setup.evaluation_steps), rows),
-            "text embeddings": self.text(rows, setup.evaluation_doubles),
-        } | ({"text encoders": self.encoders} if setup.evaluation_encodes else {})
+            "activations": max(sampled, self.decode(rows).peak, scored),
+            "latents": self.latents(ode_plan(max(e.step_counts)), rows),
+            "text embeddings": self.text(rows, guided),
+        } | ({"text encoders": self.encoders} if encodes else {})
 
-    def forward(self, rows: int) -> Forward:
-        return forward_of(self.spec, self.setup, rows)
+    # --- sizes of batches -----------------------------------------------------------------------
 
-    def decode(self, images: int) -> int:
-        s = self.setup
-        rows = min(s.decode_batch, images)
-        return count_decode(
-            self.spec, rows, s.height, s.width, s.torch_dtype, tiling=s.vae_tiling
-        ).peak
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the frozen weights and the arithmetic."""
+        return DTYPES[self.config.pipeline.dtype]
 
-    def latents(self, plan: TreePlan, prompts: int) -> int:
-        spec, setup = self.spec, self.setup
-        latent = spec.channels * (setup.height // spec.factor) * (setup.width // spec.factor)
-        return rollout_bytes(plan, prompts, latent, setup.torch_dtype.itemsize)
+    @property
+    def height(self) -> int:
+        return self.config.pipeline.height or self.spec.native_pixels
 
-    def text(self, rows: int, doubles: bool) -> int:
-        names = list(network_inputs(self.forward(1)).items())[1:]  # without the latents
-        tensors = [t for _, value in names for t in tree_leaves(value) if isinstance(t, Tensor)]
-        return rows * nbytes([t for t in tensors if t.ndim > 1]) * (1 + doubles)
+    @property
+    def width(self) -> int:
+        return self.config.pipeline.width or self.spec.native_pixels
+
+    @property
+    def text_tokens(self) -> int:
+        return self.config.pipeline.max_sequence_length or self.spec.text_tokens
+
+    @property
+    def prompts(self) -> int:
+        """Return the prompts of the busiest GPU."""
+        share = max(self.split.shares, key=lambda share: share.trees)
+        return max(1, -(-share.trees // self.split.load.roots))
+
+    @property
+    def evaluation_batch(self) -> int:
+        e = self.config.evaluation
+        share = -(-e.num_images // self.split.gpus) if self.config.held_out else 0
+        return min(e.batch_size, share)
 
     def trees(self, plan: TreePlan) -> int:
         """Return the trees of a batch: as many as rows in a forward."""
-        return min(self.setup.rollout_batch, plan.roots * self.setup.prompts_per_gpu)
+        return min(self.config.rollout.batch_size, plan.roots * self.prompts)
+
+    def forward(self, rows: int) -> Forward:
+        """Return a forward of some rows, twice as many as images with guidance."""
+        return Forward(
+            spec=self.spec, rows=rows, height=self.height, width=self.width, dtype=self.dtype,
+            text_tokens=self.text_tokens, rank=self.config.lora.rank, targets=self.targets,
+        )  # fmt: skip
+
+    def decode(self, images: int) -> Activations:
+        """Count a call of the decoder, for at most `images` latents."""
+        rows = min(self.config.pipeline.decode_batch, images)
+        tiling = self.config.memory.vae_tiling
+        return count_decode(self.spec, rows, self.height, self.width, self.dtype, tiling=tiling)
+
+    def forward_operations(self) -> float:
+        """Return the multiplications and additions of one image's forward, with the adapter's."""
+        rows = self.config.rollout.batch_size
+        rows *= 1 + doubles(self.config, self.config.rollout.guidance_scale)
+        return count_forward(self.forward(rows), gradients=False).operations / rows
+
+    def decode_operations(self) -> float:
+        """Return the multiplications and additions of decoding one latent."""
+        rows = self.config.pipeline.decode_batch
+        return self.decode(rows).operations / rows
+
+    def latents(self, plan: TreePlan, prompts: int) -> int:
+        """Return the bytes of the latents of `prompts` prompts' trees."""
+        factor = self.spec.factor
+        latent = self.spec.channels * (self.height // factor) * (self.width // factor)
+        return rollout_bytes(plan, prompts, latent, self.dtype.itemsize)
+
+    def text(self, rows: int, guided: bool) -> int:
+        """Return the bytes of the embeddings of `rows` prompts."""
+        names = list(network_inputs(self.forward(1)).items())[1:]  # without the latents
+        tensors = [t for _, value in names for t in tree_leaves(value) if isinstance(t, Tensor)]
+        return rows * nbytes([t for t in tensors if t.ndim > 1]) * (1 + guided)
+
+    # --- weights and their copies ---------------------------------------------------------------
+
+    @cached_property
+    def network(self) -> nn.Module:
+        return full_network(self.spec, self.dtype)
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        """Return the layers to adapt. Raises UserError where none are named."""
+        lora, family = self.config.lora, family_of(self.spec.pipeline)
+        targets = tuple(lora.targets or lora_targets(family, self.network))
+        if lora.dual_attention:
+            targets += second_attention(family, self.spec.transformer, self.spec.config)
+        return targets
+
+    @cached_property
+    def adapter(self) -> int:
+        return adapter_parameters(self.network, self.config.lora.rank, self.targets)
+
+    @property
+    def adapters(self) -> int:
+        """Return the policy with its copies: the EMA and the old policy."""
+        return 1 + (self.config.ema.decay is not None) + (self.needs.old is not None)
+
+    @property
+    def encoders(self) -> int:
+        return sum(encoder.nbytes(self.dtype) for encoder in self.spec.text_encoders)
+
+    @property
+    def vae(self) -> dict[str, int]:
+        return {"autoencoder": self.spec.autoencoder_params * self.dtype.itemsize}
+
+    @property
+    def merged(self) -> bool:
+        """Return whether the LoRA is merged into the policy's own network for rollouts."""
+        p, merge = self.config.pipeline, self.config.rollout.merge_lora
+        mergeable = p.precision is None and self.config.memory.base_bits is None
+        return p.dtype == "fp32" and mergeable if merge == "auto" else merge
+
+    @property
+    def copies(self) -> tuple[NetworkCopy, ...]:
+        """Return the networks of rollouts beside the policy's."""
+        p, r, e = self.config.pipeline, self.config.rollout, self.config.rollout.explore
+        mergeable = p.precision is None and self.config.memory.base_bits is None
+        copies = [NetworkCopy(format="bf16", merge=self.merged)] if r.compile else []
+        if e is not None:
+            merge = e.lora == "merge"
+            if e.precision != "bf16" or (merge and mergeable) != self.merged:
+                keep = None if e.keep_layers is None else tuple(e.keep_layers)
+                copies.append(
+                    NetworkCopy(format=e.precision, merge=merge, min_dim=e.min_dim, keep=keep)
+                )
+        return tuple(copies)
+
+    @property
+    def training_copy(self) -> NetworkCopy | None:
+        """Return the low-bit weights that training multiplies by."""
+        p = self.config.pipeline
+        if p.precision in (None, "bf16"):
+            return None
+        keep = None if p.keep_layers is None else tuple(p.keep_layers)
+        # The larger of what auto may be: bf16 keeps nothing beside the weights.
+        format = "fp8" if p.precision == "auto" else p.precision
+        return NetworkCopy(format=format, merge=False, min_dim=p.min_dim, keep=keep)
+
+    def transformer_bytes(self) -> int:
+        """Return the frozen weights and buffers, linear layers in `memory.base_bits`."""
+        whole = nbytes([*self.network.parameters(), *self.network.buffers()])
+        memory = self.config.memory
+        if memory.base_bits is None:
+            return whole
+        for layer in linear_layers(self.network):
+            rows, columns = layer.weight.shape
+            few = few_bits_bytes(rows, columns, memory.base_bits, memory.base_library)
+            whole += few - rows * columns * self.dtype.itemsize
+        return whole
+
+    def sharded_bytes(self) -> int:
+        """Return a GPU's part of the weights, with what is gathered while a block computes.
+
+        That is what is no block, such as embeddings, and the largest block twice: while one
+        computes, the next is gathered.
+        """
+        whole = self.transformer_bytes()
+        if self.config.runtime.shard is None or self.split.gpus == 1:
+            return whole
+        blocks = [
+            nbytes([*block.parameters(), *block.buffers()])
+            for child in self.network.children()
+            if isinstance(child, nn.ModuleList)
+            for block in child
+        ]
+        gathered = whole - sum(blocks) + 2 * max(blocks, default=0)
+        return -(-whole // self.split.gpus) + gathered
+
+    def widest_bytes(self) -> int:
+        """Return the largest layer in `dtype`: few bits are dequantised layer by layer."""
+        trained = self.training_copy
+        if self.config.memory.base_bits is None and trained is None:
+            return 0
+        largest = max(layer.weight.numel() for layer in linear_layers(self.network))
+        # Training in few bits makes its straight-through weight in fp32 and casts it.
+        return largest * (self.dtype.itemsize + (0 if trained is None else FP32))
+
+    def copy_bytes(self, copy: NetworkCopy) -> int:
+        """Return what a copy holds beside the policy's own tensors."""
+        if copy.format == "auto":  # the GPU decides: the larger
+            return max(self.copy_bytes(replace(copy, format=format)) for format in AUTO)
+        packed = packed_layers(self.network, copy)
+        size = sum(packed.values())
+        for name, layer in matrices(self.network):
+            if is_adapted(name, self.targets):
+                rows, columns = matrix_shape(layer)
+                if not copy.merge:
+                    size += self.config.lora.rank * (rows + columns) * FP32
+                elif name not in packed:
+                    size += rows * columns * self.dtype.itemsize
+        return size
+
+    def adapted_bytes(self) -> int:
+        """Return the adapted layers' weights once more: merged ones lie beside the frozen ones."""
+        layers = [layer for n, layer in matrices(self.network) if is_adapted(n, self.targets)]
+        return sum(layer.weight.numel() for layer in layers) * self.dtype.itemsize
+
+    # --- the machine's memory -------------------------------------------------------------------
+
+    def host_bytes(self) -> dict[str, int]:
+        """Return what the processes of a machine hold in its own memory at most, by what it is.
+
+        Each reads a pipeline before it goes to its GPU, its transformer after the texts are
+        encoded; of a transformer in parts one process alone.
+        """
+        config, processes = self.config, self.split.gpus
+        network = nbytes([*self.network.parameters(), *self.network.buffers()])
+        read = network if config.runtime.shard is not None else processes * network
+        beside, first = self.vae["autoencoder"], self.vae["autoencoder"] + self.encoders
+        if config.memory.text_encoders != "free":
+            beside = first
+        guided = any(
+            doubles(config, section.guidance_scale)
+            for section in (config.rollout, config.evaluation)
+        )
+        return {
+            "loading": max(processes * first, read + processes * beside),
+            "encoded prompts": processes * self.text(encoded_prompts(config), guided),
+            "reward models": processes * host_rewards_bytes(config.rewards),
+        }
+
+
+def encoded_prompts(config: Config) -> int:
+    """Return how many encoded prompts a process holds, at most: those of the files if they are
+    there, and no more than the run reaches."""
+    e, m = config.evaluation, config.memory
+    evaluated = 0 if e.prompts is None else e.num_images * (1 + e.paraphrases)
+    trained = config.run.iterations * config.rollout.prompts_per_iteration
+    prompts = min(trained, prompt_count(config.prompts.train) or trained) + evaluated
+    bounded = m.text_encoders == "keep" or m.prompt_cache is not None
+    return min(prompts, CAPACITY) if bounded else prompts
+
+
+@lru_cache(maxsize=8)
+def prompt_count(source: str) -> int | None:
+    """Return the different prompts of a source on this machine; None where there is none yet."""
+    if source.startswith(HUB):
+        return None
+    try:
+        return len({row["prompt"] for row in read_rows(source)})
+    except UserError:
+        return None
 
 
 # --- bytes of weights ---------------------------------------------------------------------------
@@ -308,65 +480,16 @@ def full_network(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
 
 def adapter_parameters(network: nn.Module, rank: int, targets: tuple[str, ...]) -> int:
     """Return the parameters of a LoRA: rank * (in + out) of every adapted layer."""
-    found = 0
-    for name, layer in network.named_modules():
-        if isinstance(layer, nn.Linear | nn.Conv2d) and is_adapted(name, targets):
-            found += rank * (layer.weight.shape[0] + layer.weight[0].numel())
-    return found
+    return sum(
+        rank * (layer.weight.shape[0] + layer.weight[0].numel())
+        for name, layer in network.named_modules()
+        if isinstance(layer, nn.Linear | nn.Conv2d) and is_adapted(name, targets)
+    )
 
 
 def is_adapted(name: str, targets: tuple[str, ...]) -> bool:
     """Apply PEFT's rule for lists: the name itself is a target, or its last parts are."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
-
-
-def transformer_bytes(network: nn.Module, setup: MemorySetup) -> int:
-    """Return the frozen weights and buffers, linear layers in `base_bits`."""
-    whole = nbytes([*network.parameters(), *network.buffers()])
-    if setup.base_bits is None:
-        return whole
-    for layer in linear_layers(network):
-        rows, columns = layer.weight.shape
-        few = few_bits_bytes(rows, columns, setup.base_bits, setup.base_library)
-        whole += few - rows * columns * setup.torch_dtype.itemsize
-    return whole
-
-
-def sharded_bytes(network: nn.Module, setup: MemorySetup) -> int:
-    """Return a GPU's part of the weights, with what is gathered while a block computes.
-
-    That is what is no block, such as embeddings, and the largest block twice: while one computes,
-    the next is gathered.
-    """
-    whole = transformer_bytes(network, setup)
-    if setup.parts == 1:
-        return whole
-    blocks = [
-        nbytes([*block.parameters(), *block.buffers()])
-        for child in network.children()
-        if isinstance(child, nn.ModuleList)
-        for block in child
-    ]
-    return -(-whole // setup.parts) + whole - sum(blocks) + 2 * max(blocks, default=0)
-
-
-def host_bytes(spec: ModelSpec, setup: MemorySetup, processes: int) -> dict[str, int]:
-    """Return what the processes of a machine hold in its own memory at most, by what it is.
-
-    Each reads a pipeline before it goes to its GPU, its transformer after the texts are encoded; of
-    a transformer in parts one process alone.
-    """
-    planner = _Planner(spec, setup)
-    network = nbytes([*planner.network.parameters(), *planner.network.buffers()])
-    read = network if setup.parts > 1 else processes * network
-    beside = planner.autoencoder + (planner.encoders if setup.text_encoders != "free" else 0)
-    first = planner.autoencoder + planner.encoders
-    doubles = setup.rollout_doubles or setup.evaluation_doubles
-    return {
-        "loading": max(processes * first, read + processes * beside),
-        "encoded prompts": processes * planner.text(setup.prompts, doubles),
-        "reward models": processes * setup.host_reward_bytes,
-    }
 
 
 def few_bits_bytes(rows: int, columns: int, bits: int, library: str) -> int:
@@ -381,32 +504,6 @@ def linear_layers(network: nn.Module) -> list[nn.Linear]:
     return [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
 
 
-def widest_bytes(network: nn.Module, setup: MemorySetup) -> int:
-    """Return the largest layer in `dtype`: few bits are dequantised layer by layer to multiply."""
-    if setup.base_bits is None and setup.training_copy is None:
-        return 0
-    largest = max(layer.weight.numel() for layer in linear_layers(network))
-    # Training in few bits makes its straight-through weight in fp32 and casts it.
-    more = 0 if setup.training_copy is None else FP32
-    return largest * (setup.torch_dtype.itemsize + more)
-
-
-def copy_bytes(network: nn.Module, copy: NetworkCopy, setup: MemorySetup) -> int:
-    """Return what a copy holds beside the policy's own tensors."""
-    if copy.format == "auto":  # the GPU decides: the larger
-        return max(copy_bytes(network, replace(copy, format=f), setup) for f in AUTO)
-    packed = packed_layers(network, copy)
-    found = sum(packed.values())
-    for name, layer in matrices(network):
-        if is_adapted(name, setup.targets):
-            rows, columns = matrix_shape(layer)
-            if not copy.merge:
-                found += setup.rank * (rows + columns) * FP32
-            elif name not in packed:
-                found += rows * columns * setup.torch_dtype.itemsize
-    return found
-
-
 def packed_layers(network: nn.Module, copy: NetworkCopy) -> dict[str, int]:
     """Return the bytes of each quantised layer, as its backend packs a weight of that shape."""
     if copy.format == "bf16":
@@ -418,12 +515,3 @@ def packed_layers(network: nn.Module, copy: NetworkCopy) -> dict[str, int]:
         for shape in {c.shape for c in chosen}
     }
     return {c.name: by_shape[c.shape] for c in chosen}
-
-
-def adapted_bytes(network: nn.Module, setup: MemorySetup) -> int:
-    """Return the adapted layers' weights once more: merged ones lie beside the frozen ones."""
-    return sum(
-        layer.weight.numel() * setup.torch_dtype.itemsize
-        for name, layer in matrices(network)
-        if is_adapted(name, setup.targets)
-    )

@@ -295,10 +295,11 @@ def _read(path: Path) -> dict[str, Any]:
 def build_network(class_name: str, config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
     """Build a diffusers network on the meta device, frozen, in eval mode; skip unknown keys."""
     import diffusers
+    from diffusers.models.modeling_utils import no_init_weights
 
     network_class = getattr(diffusers, class_name)
     parameters = inspect.signature(network_class.__init__).parameters
-    with torch.device("meta"):
+    with no_init_weights(), torch.device("meta"):
         network = network_class(**{k: v for k, v in config.items() if k in parameters})
     # Not diffusers' own `to`, which warns of layers that loading would leave in fp32.
     return nn.Module.to(network, dtype).requires_grad_(False).eval()

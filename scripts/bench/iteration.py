@@ -18,10 +18,9 @@ from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
-from flowrl.planning.duration import forward_operations
-from flowrl.planning.memory import MemorySetup, footprints
+from flowrl.planning.memory import MemoryPlan
 from flowrl.planning.model_specs import ModelSpec, model_spec
-from flowrl.planning.plan import build_setup, count_work
+from flowrl.planning.work import count_work, doubles
 from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.backends import capability_of, precision_name, resolve
 from flowrl.sampling.rollout import Sampler, Timer
@@ -128,8 +127,8 @@ def bench_iteration(
         learner = _learner(config, runtime, name, spec, work, layers)
         iterations, velocities = measure(learner, repeats)
     shorter = replace(spec, config=shortened(spec.config, layers), text_encoders=())
-    setup = setup_of(shorter, config, runtime.device)
-    planned = plan(shorter, setup)
+    memory = memory_plan(shorter, config, runtime.device)
+    planned = plan(memory)
     return {
         "size": name,
         "checkpoint": spec.checkpoint,
@@ -147,7 +146,7 @@ def bench_iteration(
         "velocities": velocities,
         "iterations": repeats,
         **_speed(iterations, work.prompts * work.group_size),
-        "operations_per_second": _rate(iterations, shorter, setup, velocities),
+        "operations_per_second": _rate(iterations, memory, velocities),
         **_memory(iterations, planned),
     }
 
@@ -254,7 +253,7 @@ def _measured(learner: Learner, number: int) -> tuple[Phases, int]:
     return {name: phases.get(name, Phase()) for name in (*PHASES, BARE)}, rollout.tree.forwards
 
 
-def setup_of(spec: ModelSpec, config: Config, device: torch.device) -> MemorySetup:
+def memory_plan(spec: ModelSpec, config: Config, device: torch.device) -> MemoryPlan:
     """Return what `flowrl plan` would plan for this device."""
     if config.pipeline.precision is not None:  # "auto" as this GPU has it
         format = precision_name(resolve(config.pipeline.precision, capability_of(device)))
@@ -262,24 +261,23 @@ def setup_of(spec: ModelSpec, config: Config, device: torch.device) -> MemorySet
         config = config.model_copy(update={"pipeline": section})
     work = count_work(config)
     kind = work.kinds[0]  # every iteration is of one kind here
-    return build_setup(config, spec, work.needs, split_work(kind.load, 1), kind)
+    split = split_work(kind.load, 1)
+    return MemoryPlan(config=config, spec=spec, needs=work.needs, split=split, kind=kind)
 
 
-def plan(spec: ModelSpec, setup: MemorySetup) -> dict[str, int]:
+def plan(memory: MemoryPlan) -> dict[str, int]:
     """Return the bytes of each phase that `flowrl plan` predicts, as torch's statistics see them.
 
     They lack the driver's memory, and what lies idle between tensors.
     """
-    return {found.phase: found.allocated for found in footprints(spec, setup)}
+    return {footprint.phase: footprint.allocated for footprint in memory.footprints()}
 
 
-def _rate(
-    iterations: Sequence[Phases], spec: ModelSpec, setup: MemorySetup, velocities: int
-) -> float:
-    """Return the operations a second of the rollout's forwards, for `planning.duration.RATES`."""
-    rows = velocities * (1 + setup.rollout_doubles)
+def _rate(iterations: Sequence[Phases], memory: MemoryPlan, velocities: int) -> float:
+    """Return the operations a second of the rollout's forwards, as `planning.duration` has them."""
+    rows = velocities * (1 + doubles(memory.config, memory.config.rollout.guidance_scale))
     seconds = middle_mean([phases["rollout"].forward_seconds for phases in iterations])
-    return forward_operations(spec, setup) * rows / seconds
+    return memory.forward_operations() * rows / seconds
 
 
 def _speed(iterations: Sequence[Phases], images: int) -> dict[str, Any]:

@@ -33,10 +33,15 @@ def forward_of(spec, **changes) -> Forward:
 
 
 class Tracker(MemTracker):
-    """torch's memory tracker, which hooks the gradient of every parameter, frozen ones too."""
+    """torch's memory tracker of the whole, without its tables for each module.
 
-    def _track_module_params_and_buffers(self, module, install_grad_hooks=True):
-        return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
+    They need gradients of all parameters, and at each operation a walk over all modules.
+    """
+
+    def _pre_fw_hook(self, module, inputs): ...
+    def _post_fw_hook(self, module, inputs, outputs): ...
+    def _pre_bw_hook(self, module, args): ...
+    def _post_bw_hook(self, module, args): ...
 
 
 def tracked_peak(forward: Forward, checkpointing: bool) -> int:

@@ -1,120 +1,133 @@
-"""Memory of each phase of an iteration, on a small FLUX.1."""
+"""Memory of each phase of an iteration, on the tiny SD3."""
 
-from typing import Any
-
-import diffusers
 import pytest
 import torch
 
+from flowrl.assembly.work_split import split_work
 from flowrl.backbones.families import FAMILIES
-from flowrl.backbones.small import small_folder
+from flowrl.config import parse_config
 from flowrl.errors import UserError
 from flowrl.planning.memory import (
     CONTEXT,
-    MemorySetup,
+    MemoryPlan,
     NetworkCopy,
-    adapted_bytes,
     adapter_parameters,
-    copy_bytes,
+    encoded_prompts,
     few_bits_bytes,
-    footprints,
     full_network,
-    host_bytes,
     packed_layers,
-    transformer_bytes,
 )
 from flowrl.planning.model_specs import MODEL_SPECS, spec_for
+from flowrl.planning.rewards import CLIP_L
+from flowrl.planning.work import count_work
 from flowrl.trees import presets
 from flowrl.trees.memory import rollout_bytes
 from flowrl.trees.plan import ode_plan
 
 PHASES = ("encode", "rollout", "decode", "rewards", "training", "evaluation")
-TARGETS = FAMILIES["FluxPipeline"].lora_targets
-LATENT = 4 * 8 * 8
+BASE = {
+    "pipeline": {"path": "tiny-sd3", "dtype": "bf16", "height": 64, "width": 64}
+    | {"max_sequence_length": 32, "decode_batch": 2},
+    "lora": {"rank": 4, "alpha": 4},
+    "prompts": {"train": "tiny:geneval:train"},
+    "rollout": {"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 4}
+    | {"batch_size": 4, "tree": {"kind": "ode"}},
+    "objective": {"kind": "nft"},
+    "optim": {"micro_batch": 2},
+    "evaluation": {"prompts": None},
+    "rewards": [{"name": "brightness"}],
+    "run": {"iterations": 3},
+}
+EVALUATED = {"prompts": "tiny:geneval:test", "num_images": 4, "batch_size": 2}
 
 
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory):
-    return spec_for(str(small_folder(diffusers.FluxPipeline, tmp_path_factory.mktemp("flux"))))
+def plan(gpus: int = 1, **sections) -> MemoryPlan:
+    data = {k: {**v, **sections.get(k, {})} if isinstance(v, dict) else v for k, v in BASE.items()}
+    data |= {k: v for k, v in sections.items() if not isinstance(v, dict) or k not in data}
+    config = parse_config(data)
+    work = count_work(config)
+    (kind,) = work.kinds
+    split = split_work(kind.load, gpus)
+    spec = spec_for(config.pipeline.path)
+    return MemoryPlan(config=config, spec=spec, needs=work.needs, split=split, kind=kind)
 
 
-@pytest.fixture(scope="module")
-def network(spec):
-    return full_network(spec, torch.bfloat16)
+def parts(phase: str, gpus: int = 1, **sections) -> dict[str, int]:
+    return dict({f.phase: f.parts for f in plan(gpus, **sections).footprints()}[phase])
 
 
-def setup(**changes: Any) -> MemorySetup:
-    options: dict[str, Any] = {
-        "height": 64, "width": 64, "text_tokens": 32, "rank": 4, "targets": TARGETS,
-        "rollout_batch": 4, "micro_batch": 2, "decode_batch": 2, "plan": presets.ode(4, 4),
-        "prompts_per_gpu": 2,
-    }  # fmt: skip
-    return MemorySetup(**(options | changes))
-
-
-@pytest.fixture(scope="module")
-def parts(spec):
-    def parts(phase: str, **changes: Any):
-        return {f.phase: f.parts for f in footprints(spec, setup(**changes))}[phase]
-
-    return parts
-
-
-def test_phases_come_in_order_and_a_total_is_the_sum_of_its_parts(spec):
-    phases = footprints(spec, setup(evaluation_batch=2))
+def test_phases_come_in_order_and_a_total_is_the_sum_of_its_parts():
+    phases = plan(evaluation=EVALUATED).footprints()
     assert tuple(f.phase for f in phases) == PHASES
-    assert tuple(f.phase for f in footprints(spec, setup())) == PHASES[:-1]
+    assert tuple(f.phase for f in plan().footprints()) == PHASES[:-1]
     for footprint in phases:
         assert footprint.total == sum(footprint.parts.values())
         assert footprint.total - footprint.allocated >= CONTEXT
 
 
-def test_adamw_takes_8_bytes_a_trained_number_and_adapters_4_each(parts, network):
-    numbers = adapter_parameters(network, 4, TARGETS)
+def test_adamw_takes_8_bytes_a_trained_number_and_adapters_4_each():
+    numbers = plan().adapter
     assert parts("rollout")["optimiser"] == 8 * numbers > 0
-    assert parts("rollout", adapters=3)["LoRA adapters"] == 12 * numbers
-    assert parts("training", adapters=3)["LoRA adapters"] == 16 * numbers  # with the gradient
+    assert parts("rollout")["LoRA adapters"] == 8 * numbers  # the policy and NFT's old one
+    ema = {"decay": 0.9}
+    assert parts("rollout", ema=ema)["LoRA adapters"] == 12 * numbers
+    assert parts("training", ema=ema)["LoRA adapters"] == 16 * numbers  # with the gradient
 
 
-def test_latents_are_those_of_the_rollout(parts):
-    s = setup()
-    expected = rollout_bytes(s.plan, s.prompts_per_gpu, LATENT, 2)
+def test_latents_are_those_of_the_rollout():
+    memory = plan()
+    latent = memory.spec.channels * (64 // memory.spec.factor) ** 2
+    expected = rollout_bytes(memory.kind.plan, 2, latent, 2)
     assert parts("rollout")["latents"] == parts("training")["latents"] == expected
-    few = parts("evaluation", evaluation_batch=2, evaluation_steps=4, decode_batch=2)
-    assert few["latents"] == rollout_bytes(ode_plan(4), 2, LATENT, 2)
+    few = parts("evaluation", evaluation=EVALUATED | {"num_inference_steps": 4})
+    assert few["latents"] == rollout_bytes(ode_plan(4), 2, latent, 2)
 
 
-def test_candidates_are_held_a_batch_of_trees_at_a_time_and_freed_before_training(parts):
-    """50 trees of 9 nodes, of which 4 are held at once, then 4 of 3 nodes that are trained on."""
-    few = {"plan": presets.ode(2, 4), "prompts_per_gpu": 1}
-    many = few | {"candidates": presets.ode(8, 50)}
-    batch = rollout_bytes(presets.ode(8, 4), 1, LATENT, 2)
-    assert batch > parts("rollout", **few)["latents"]
-    for phase in ("rollout", "decode"):
-        assert parts(phase, **many)["latents"] == batch
-    for phase in ("rewards", "training"):
-        assert parts(phase, **many)["latents"] == parts(phase, **few)["latents"]
+def test_candidates_are_held_a_batch_of_trees_at_a_time_and_freed_before_training():
+    """48 trees of 9 nodes, of which 4 are held at once, then 4 of 5 nodes that are trained on."""
+    explore = {"candidates": 48, "num_inference_steps": 8, "precision": "bf16"}
+    few = {"prompts_per_iteration": 1, "group_size": 2}
+    many = plan(rollout=few | {"explore": explore})
+    latent = many.spec.channels * (64 // many.spec.factor) ** 2
+    batch = rollout_bytes(presets.ode(8, 4), 1, latent, 2)
+    held = {f.phase: f.parts.get("latents") for f in many.footprints()}
+    plain = parts("rollout", rollout=few)["latents"]
+    assert held["rollout"] == held["decode"] == batch > plain
+    assert held["rewards"] == held["training"] == plain
 
 
-def test_guidance_doubles_the_rows_of_a_rollout_and_of_training(parts):
-    twice = parts("rollout", rollout_batch=4, rollout_doubles=True)
-    more = parts("rollout", rollout_batch=8, prompts_per_gpu=4)
+def test_guidance_doubles_the_rows_of_a_rollout_and_of_training():
+    guided = {"guidance_scale": 3.0}
+    twice = parts("rollout", rollout=guided | {"batch_size": 2})
+    more = parts("rollout", rollout={"batch_size": 4})
     assert twice["activations"] == more["activations"]
-    assert twice["text embeddings"] == 2 * parts("rollout")["text embeddings"]
-    twice = parts("training", micro_batch=1, training_doubles=True)["activations"]
-    assert twice == parts("training", micro_batch=2)["activations"]
+    whole = parts("rollout", rollout=guided)["text embeddings"]
+    assert whole == 2 * parts("rollout")["text embeddings"]
+    twice = parts("training", rollout=guided, optim={"micro_batch": 1})["activations"]
+    assert twice == parts("training", optim={"micro_batch": 2})["activations"]
 
 
-def test_encoders_that_are_not_kept_are_alone_on_the_gpu_one_at_a_time(spec, parts):
-    sizes = [e.parameters for e in spec.text_encoders]
-    kept = parts("encode")
+def test_encoders_that_are_not_kept_are_alone_on_the_gpu_one_at_a_time():
+    sizes = [e.parameters for e in plan().spec.text_encoders]
+    kept = parts("encode", memory={"text_encoders": "keep"})
     assert kept["text encoders"] == 2 * sum(sizes) and kept["transformer"] > 0
-    assert parts("training")["text encoders"] == 2 * sum(sizes)
+    rewards = [{"name": "clipscore"}]
     for where in ("offload", "free"):
-        first = parts("encode", text_encoders=where, reward_bytes=5)
-        assert first["text encoders"] == 2 * max(sizes)
-        assert first["reward models"] == 5 and not first.get("transformer")
-        assert not parts("training", text_encoders=where)["text encoders"]
+        encoding = parts("encode", memory={"text_encoders": where}, rewards=rewards)
+        assert encoding["text encoders"] == 2 * max(sizes)
+        assert encoding["reward models"] == 4 * CLIP_L.parameters
+        assert not encoding.get("transformer")
+        assert not parts("training", memory={"text_encoders": where})["text encoders"]
+
+
+def test_rewards_have_activations_for_each_image_that_is_scored_at_once():
+    def scored(**executor):
+        return parts("rewards", rewards=[{"name": "clipscore", "executor": executor}])
+
+    whole, few = scored(kind="inline"), scored(kind="inline", micro_batch=2)
+    assert whole["activations"] == 2 * few["activations"] == 4 * 4 * CLIP_L.image
+    pool = scored(kind="pool", workers=3, micro_batch=1)["activations"]
+    assert pool == 3 * 4 * CLIP_L.image
 
 
 def test_in_fp16_a_t5_keeps_what_transformers_keeps_in_fp32():
@@ -127,83 +140,93 @@ def test_in_fp16_a_t5_keeps_what_transformers_keeps_in_fp32():
     assert t5.nbytes(torch.bfloat16) == 2 * t5.parameters
 
 
-def test_offloaded_merged_and_copied_weights_are_held_when_they_are_used(spec):
-    changes = {"vae": "offload", "merged": True, "copies": (NetworkCopy(format="bf16"),)}
-    phases = {f.phase: f.parts for f in footprints(spec, setup(reward_bytes=7, **changes))}
-    held = {phase: of["autoencoder"] for phase, of in phases.items()}
-    assert held.pop("decode") == 2 * spec.autoencoder_params
+def test_offloaded_merged_and_copied_weights_are_held_when_they_are_used():
+    memory = plan(memory={"vae": "offload"}, rollout={"merge_lora": True, "compile": True})
+    phases = {f.phase: f.parts for f in memory.footprints()}
+    held = {phase: of.get("autoencoder", 0) for phase, of in phases.items()}
+    assert held.pop("decode") == 2 * memory.spec.autoencoder_params
     assert set(held.values()) == {0}
-    assert phases["rollout"]["merged weights"] > 0 and phases["decode"]["merged weights"] > 0
+    assert phases["rollout"]["merged weights"] == memory.adapted_bytes() > 0
     assert "merged weights" not in phases["training"]
-    assert all(of["network copies"] > 0 and of["reward models"] == 7 for of in phases.values())
+    assert phases["training"]["network copies"] > 0
 
 
-def test_training_in_few_bits_keeps_the_exact_weights_too(parts):
-    few = parts("training", training_copy=NetworkCopy(format="fp8", min_dim=0))
+def test_training_in_few_bits_keeps_the_exact_weights_too():
+    few = parts("training", pipeline={"precision": "fp8", "min_dim": 0})
     exact = parts("training")
-    assert few["transformer"] == exact["transformer"]
-    assert few["network copies"] > 0
+    assert few["transformer"] == exact["transformer"] and few["network copies"] > 0
     assert few["matmul buffers"] > exact["matmul buffers"]
 
 
-def test_wrong_sides_and_numbers_below_one_are_an_error(spec):
-    with pytest.raises(UserError, match="60 .* 16"):
-        footprints(spec, setup(width=60))
-    with pytest.raises(UserError, match="micro_batch"):
-        setup(micro_batch=0)
-    with pytest.raises(UserError, match="memory.base_bits"):
-        setup(base_bits=4, base_library="torchao")
+def test_sides_that_make_no_whole_patches_are_an_error():
+    with pytest.raises(UserError, match="60"):
+        plan(pipeline={"width": 60}).footprints()
 
 
-def test_of_a_sharded_network_a_gpu_holds_its_share_and_the_blocks_that_compute(parts):
-    whole = parts("rollout")["transformer"]
-    shares = [parts("rollout", parts=n)["transformer"] for n in (2, 4, 8)]
+def test_of_a_sharded_network_a_gpu_holds_its_share_and_the_blocks_that_compute():
+    sections = {"rollout": {"prompts_per_iteration": 8}}
+    whole = plan(**sections).sharded_bytes()
+    shard = sections | {"runtime": {"shard": "node"}}
+    shares = [plan(n, **shard).sharded_bytes() for n in (2, 4, 8)]
     gathered = shares[0] - whole / 2  # the largest block twice and everything outside blocks
     for share, gpus in zip(shares, (2, 4, 8), strict=True):
         assert share == pytest.approx(whole / gpus + gathered, abs=2)
 
 
-def test_a_machine_holds_every_process_s_pipeline_but_one_sharded_network(spec, parts):
-    of = {
-        (gpus, n): host_bytes(spec, setup(parts=n), gpus)["loading"]
-        for gpus in (1, 8)
-        for n in (1, 8)
-    }
-    assert of[8, 1] == 8 * of[1, 1]
-    assert 0 < of[8, 8] - of[1, 1] == 7 * (of[1, 1] - parts("rollout")["transformer"])
-    free = host_bytes(spec, setup(text_encoders="free", prompts=3, host_reward_bytes=7), 2)
-    assert of[1, 1] * 2 - free["loading"] == 2 * parts("encode")["text encoders"]
-    assert free["reward models"] == 14 and free["encoded prompts"] > 0
+def test_a_machine_holds_every_process_s_pipeline_but_one_sharded_network():
+    sections = {"rollout": {"prompts_per_iteration": 8}}
+    one, many = (plan(n, **sections).host_bytes() for n in (1, 8))
+    shared = plan(8, **sections, runtime={"shard": "node"})
+    assert many["loading"] == 8 * one["loading"]
+    difference = many["loading"] - shared.host_bytes()["loading"]
+    assert difference == 7 * shared.transformer_bytes()
+    free = plan(8, **sections, memory={"text_encoders": "free"}).host_bytes()
+    assert many["loading"] - free["loading"] == 8 * shared.encoders
 
 
-def test_few_bits_have_codes_and_scales_in_linear_layers_alone(network):
+def test_encoded_prompts_are_those_of_the_file(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a cat\na dog\na cat\n")
+    rollout = {"prompts_per_iteration": 2}
+    free = {"text_encoders": "free"}
+    few, missing = (
+        plan(prompts={"train": str(path)}, rollout=rollout, memory=free).config
+        for path in (file, tmp_path / "none.txt")
+    )
+    assert (encoded_prompts(few), encoded_prompts(missing)) == (2, 6)
+
+
+def test_few_bits_have_codes_and_scales_in_linear_layers_alone():
     for bits, library, expected in [
         (8, "bitsandbytes", 64 * 128 + 64 * 4),
         (8, "torchao", 64 * 128 + 64 * 2),
         (4, "bitsandbytes", 64 * 128 // 2 + 64 * 128 // 64 * 4),
     ]:
         assert few_bits_bytes(64, 128, bits, library) == expected
-    exact, few = (transformer_bytes(network, setup(base_bits=bits)) for bits in (None, 4))
-    linear = sum(m.weight.numel() for m in network.modules() if isinstance(m, torch.nn.Linear))
-    assert exact - few == pytest.approx(2 * linear - linear / 2 - linear / 16, rel=0.01)
+    exact, few = (plan(memory={"base_bits": bits}) for bits in (None, 4))
+    layers = [m for m in exact.network.modules() if isinstance(m, torch.nn.Linear)]
+    saved = exact.transformer_bytes() - few.transformer_bytes()
+    linear = sum(layer.weight.numel() for layer in layers)
+    assert saved == pytest.approx(2 * linear - linear / 2 - linear / 16, rel=0.01)
 
 
-def test_copies_hold_packed_layers_and_adapted_or_added_weights(network):
+def test_copies_hold_packed_layers_and_adapted_or_added_weights():
+    memory = plan()
     exact, beside = NetworkCopy(format="bf16"), NetworkCopy(format="bf16", merge=False)
-    assert copy_bytes(network, exact, setup()) == adapted_bytes(network, setup()) > 0
-    assert copy_bytes(network, beside, setup()) == 4 * adapter_parameters(network, 4, TARGETS)
+    assert memory.copy_bytes(exact) == memory.adapted_bytes() > 0
+    assert memory.copy_bytes(beside) == 4 * memory.adapter
     cheap = NetworkCopy(format="fp8", min_dim=0)
-    packed = packed_layers(network, cheap)
+    packed = packed_layers(memory.network, cheap)
     both = sum(
         layer.weight.numel()
-        for key, layer in network.named_modules()
-        if key in packed and key.endswith(tuple(TARGETS))
+        for key, layer in memory.network.named_modules()
+        if key in packed and key.endswith(memory.targets)
     )
-    merged = adapted_bytes(network, setup()) - 2 * both
-    assert copy_bytes(network, cheap, setup()) == sum(packed.values()) + merged
+    merged = memory.adapted_bytes() - 2 * both
+    assert memory.copy_bytes(cheap) == sum(packed.values()) + merged
     for merge in (True, False):
         fp8, bf16, auto = (
-            copy_bytes(network, NetworkCopy(format=format, merge=merge, min_dim=0), setup())
+            memory.copy_bytes(NetworkCopy(format=format, merge=merge, min_dim=0))
             for format in ("fp8", "bf16", "auto")
         )
         assert auto == max(fp8, bf16) > 0

@@ -5,7 +5,7 @@ import torch
 
 from flowrl.assembly.work_split import split_work
 from flowrl.config import load_config
-from flowrl.planning.plan import UpdateWork, count_work, doubles
+from flowrl.planning.work import UpdateWork, count_work, doubles
 from flowrl.sampling.rollout import Timer
 
 ODE = {

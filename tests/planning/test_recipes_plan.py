@@ -6,12 +6,8 @@ import pytest
 
 from flowrl.config import load_config
 from flowrl.config.load import preset_folder, preset_names
-from flowrl.planning.plan import (
-    host_rewards_bytes,
-    make_plan,
-    memory_class,
-    rewards_bytes,
-)
+from flowrl.planning.plan import make_plan, memory_class
+from flowrl.planning.rewards import host_rewards_bytes, rewards_bytes
 
 REAL = [name for name in preset_names() if re.search(r"-\d+gb$", name)]
 QUICK = [name for name in REAL if re.search(r"medium-grpo-24", name)]

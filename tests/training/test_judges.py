@@ -11,8 +11,8 @@ from PIL import Image
 from flowrl.api import align, evaluate, gallery, score
 from flowrl.backbones.lora_files import FILE
 from flowrl.errors import UserError
-from flowrl.planning.plan import count_work
-from flowrl.planning.reward_work import reward_work, total_requests
+from flowrl.planning.rewards import reward_work, total_requests
+from flowrl.planning.work import count_work
 from flowrl.training.checkpoint import Checkpoints
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rewards"))

@@ -1,17 +1,16 @@
 """Where rewards lie, and what judges are asked in a whole run."""
 
 import pytest
+from flowrl.planning.reward_work import reward_work, total_requests
 
 from flowrl.cli.plan import _rewards_json, _show_rewards
 from flowrl.config import parse_config
 from flowrl.planning.plan import (
     CLIP_H,
-    _offloaded_bytes,
-    _reward_memory,
     count_work,
     host_rewards_bytes,
+    offloaded_bytes,
 )
-from flowrl.planning.reward_work import reward_work, total_requests
 
 HERE = {"model": "m", "base_url": "http://127.0.0.1:1/v1"}
 ROLLOUT = {"prompts_per_iteration": 3, "group_size": 4, "num_inference_steps": 2}
@@ -86,7 +85,7 @@ def test_places_are_said():
         "http://example.com:1",
         "a thread of training, CPU",
     ]
-    assert found[0].bytes == 4 * CLIP_H and found[3].bytes == 0
+    assert found[0].bytes == 4 * CLIP_H.parameters and found[3].bytes == 0
 
 
 def test_a_network_that_another_reward_keeps_is_not_offloaded():
@@ -94,10 +93,10 @@ def test_a_network_that_another_reward_keeps_is_not_offloaded():
     moved = {"name": "pickscore", "executor": {"kind": "inline", "offload": True}}
     stays = {"name": "pickscore", "label": "stays"}
     alone, both = (
-        _offloaded_bytes(parse_config(config | {"rewards": rewards}).rewards)
+        offloaded_bytes(parse_config(config | {"rewards": rewards}).rewards)
         for rewards in ([moved], [moved, stays])
     )
-    assert (alone, both) == (4 * CLIP_H, 0)
+    assert (alone, both) == (4 * CLIP_H.parameters, 0)
 
 
 def test_the_machine_s_memory_holds_the_networks_that_wait_on_the_cpu():
@@ -114,8 +113,7 @@ def test_the_machine_s_memory_holds_the_networks_that_wait_on_the_cpu():
             config | {"rewards": rewards[:count] or [{"name": "brightness"}]}
         ).rewards
         sizes.append(host_rewards_bytes(entries))
-    assert sizes == [0, 4 * CLIP_H, 4 * CLIP_H, 8 * CLIP_H]
-    assert _reward_memory(entries)["host_reward_bytes"] == sizes[3]  # of each process
+    assert sizes == [0, 4 * CLIP_H.parameters, 4 * CLIP_H.parameters, 8 * CLIP_H.parameters]
 
 
 def test_the_command_says_what_judges_cost(capsys):

@@ -1,0 +1,226 @@
+"""What a recipe's rewards take: memory, places, and requests to the servers of judges."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.assembly.work_split import IterationWork
+from flowrl.backbones.loading import DTYPES
+from flowrl.config import Config
+from flowrl.config.rewards import HTTPOptions, InlineOptions, PoolOptions, RewardOptions
+from flowrl.planning.dry_run import inspect_reward
+from flowrl.planning.work import RunWork
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A reward's network, counted by building it from its configuration on the meta device."""
+
+    model: str  # repository, or the name of a detector
+    parameters: int
+    image: int  # numbers that one image's forward makes at once, at most
+
+
+VIT_L14 = "openai/clip-vit-large-patch14"
+CLIP_L = Network(VIT_L14, 427_616_513, 4_210_688)
+CLIP_H = Network("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", 986_109_441, 5_263_360)
+# HPSv3's has no head for the next token; it is counted on 1,337 tokens of an image of 1024
+# pixels a side and 163 of text.
+REWARDS: Mapping[str, Network] = {
+    "pickscore": Network("yuvalkirstain/PickScore_v1", CLIP_H.parameters, CLIP_H.image),
+    "clipscore": CLIP_L,
+    "aesthetic": CLIP_L,
+    "hpsv2": Network("xswu/HPSv2", CLIP_H.parameters, CLIP_H.image),
+    "imagereward": Network("THUDM/ImageReward", 446_206_689, 3_227_648),
+    "hpsv3": Network("MizzenAI/HPSv3", 7_748_610_610, 101_376_000),
+}
+DETECTORS: Mapping[str, Network] = {
+    "mask2former": Network("mask2former", 68_741_083, 177_225_318),  # swin-small, COCO instances
+    "owlv2": Network("owlv2", 154_966_792, 47_013_952),  # base, patch 16, ensemble
+}
+# Networks that a reward's `model` may name; one that is not here counts as the reward's own.
+MODELS = {network.model: network for network in (CLIP_L, CLIP_H)}
+
+
+def reward_networks(entry: RewardOptions) -> dict[tuple, Network] | None:
+    """Return the networks that a reward has on a GPU, by all that decides one; None if unknown.
+
+    Empty for what is computed on the CPU or by a server.
+    """
+    if isinstance(entry.executor, HTTPOptions) or entry.args.get("device") == "cpu":
+        return {}
+    if ":" in entry.name:
+        return None
+    return _networks_of(entry.name, entry.args)
+
+
+def _networks_of(name: str, args: Mapping[str, Any]) -> dict[tuple, Network] | None:
+    if name == "geneval":
+        detector, colors = args.get("detector", "tiny"), args.get("colors")
+        if ":" in detector or (colors and ":" in colors):
+            return None
+        networks = _network(DETECTORS.get(detector), args.get("detector_args") or {})
+        clip = CLIP_L if colors == "clip" else None
+        return networks | _network(clip, args.get("colors_args") or {})
+    if name == "diversity":
+        return _network(CLIP_L if args.get("measure") == "clip" else None, args)
+    if name == "hpsv3":
+        args = {"dtype": "bf16"} | args
+    return _network(REWARDS.get(name), args)
+
+
+def _network(network: Network | None, args: Mapping[str, Any]) -> dict[tuple, Network]:
+    if network is None or args.get("device") == "cpu":
+        return {}
+    network = MODELS.get(str(args.get("model")), network)
+    model = str(args.get("model", network.model))
+    itemsize = DTYPES[args.get("dtype", "fp32")].itemsize
+    return {(model, args.get("revision"), args.get("device"), itemsize): network}
+
+
+def _weights(networks: Mapping[tuple, Network]) -> dict[tuple, int]:
+    return {key: network.parameters * key[-1] for key, network in networks.items()}
+
+
+def rewards_bytes(entries: Sequence[RewardOptions]) -> int:
+    """Return the bytes of rewards' weights on each process's GPU, as far as they are known.
+
+    Equal networks of one process are held once, every process of a pool has its own.
+    """
+    held: dict[tuple, int] = {}
+    for number, entry in enumerate(entries):
+        weights = _weights(reward_networks(entry) or {})
+        if isinstance(entry.executor, PoolOptions):
+            earlier = (i for i in range(number) if entry.same_reward(entries[i]))
+            place, workers = next(earlier, number), entry.executor.workers
+            weights = {("pool", place, *key): size * workers for key, size in weights.items()}
+        held |= weights
+    return sum(held.values())
+
+
+def offloaded_bytes(entries: Sequence[RewardOptions]) -> int:
+    """Return the bytes that no reward holds on the GPU while nothing is scored."""
+    stay = [entry for entry in entries if not getattr(entry.executor, "offload", False)]
+    return rewards_bytes(entries) - rewards_bytes(stay)
+
+
+def scoring_bytes(entries: Sequence[RewardOptions], images: int) -> int:
+    """Return the bytes of activations while `images` are scored; pools score beside the process."""
+    inline, pools = [0], 0
+    for entry in entries:
+        networks = reward_networks(entry) or {}
+        size = max((network.image * key[-1] for key, network in networks.items()), default=0)
+        rows = min(images, getattr(entry.executor, "micro_batch", None) or images)
+        if isinstance(entry.executor, PoolOptions):
+            pools += size * rows * entry.executor.workers
+        else:
+            inline.append(size * rows)
+    return max(inline) + pools
+
+
+def host_rewards_bytes(entries: Sequence[RewardOptions]) -> int:
+    """Return the bytes of weights in a process's share of the machine's memory.
+
+    That is of rewards whose device is the CPU, and of those that wait there to score.
+    """
+    here = [e for e in entries if e.args.get("device") == "cpu"]
+    args = [{k: v for k, v in e.args.items() if k != "device"} for e in here]
+    moved = [e.model_copy(update={"args": a}) for e, a in zip(here, args, strict=True)]
+    return rewards_bytes(moved) + offloaded_bytes(entries)
+
+
+# --- places and requests ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardWork:
+    """One reward of a recipe."""
+
+    name: str
+    place: str
+    bytes: int | None  # of its networks' weights, all its processes together; None if unknown
+    # To its model's server, at most: cached answers need none, nor do prompts that it does not
+    # apply to. 0 for other rewards, None where prompts decide.
+    requests: int | None
+    budget: int | None  # requests after which the run ends, if it has such a limit
+
+
+def reward_work(config: Config, work: RunWork) -> list[RewardWork]:
+    """Return where each reward is computed, and the requests of its judge.
+
+    A judge that several entries share is counted with the first of them.
+    """
+    return [_work_of(config, work, number) for number in range(len(config.rewards))]
+
+
+def total_requests(rewards: Sequence[RewardWork]) -> int:
+    """Return the requests of all rewards, as far as they are known."""
+    return sum(reward.requests or 0 for reward in rewards)
+
+
+def _work_of(config: Config, work: RunWork, number: int) -> RewardWork:
+    entry = config.rewards[number]
+    inspected = inspect_reward(entry)
+    reward = inspected.reward
+    shared = any(entry.same_reward(other) for other in config.rewards[:number])
+    remote = isinstance(entry.executor, HTTPOptions)
+    chat = None if remote else getattr(reward, "chat", None)
+    weights = None if reward_networks(entry) is None else rewards_bytes([entry])
+    return RewardWork(
+        name=inspected.name,
+        place=f"{chat.model} at {', '.join(chat.urls)}" if chat is not None else _place(entry),
+        bytes=0 if shared and weights is not None else weights,
+        requests=_requests(config, work, entry, reward) if chat and not shared else 0,
+        budget=getattr(chat, "max_requests", None),
+    )
+
+
+def _place(entry: RewardOptions) -> str:
+    executor, networks = entry.executor, reward_networks(entry)
+    if isinstance(executor, HTTPOptions):
+        return ", ".join(executor.urls)
+    device = "where it says" if networks is None else "GPU" if networks else "CPU"
+    if isinstance(executor, PoolOptions):
+        if device == "GPU" and executor.gpus is not None:
+            device = "GPU " + ", ".join(map(str, executor.gpus))
+        return f"{executor.workers} process{'es' * (executor.workers > 1)}, {device}"
+    return _inline(executor, device)
+
+
+def _inline(executor: InlineOptions, device: str) -> str:
+    where = "a thread of training" if executor.background else "training"
+    away = ", on the CPU in between" if executor.offload and device == "GPU" else ""
+    return f"{where}, {device}{away}"
+
+
+def _requests(config: Config, work: RunWork, entry: RewardOptions, reward: Any) -> int | None:
+    """Return the requests of a whole run, at most; None where a prompt's metadata decide."""
+    if getattr(reward, "requests_per_image", 0) is None:
+        return None
+    total, groups = 0, hasattr(reward, "requests_per_group")
+    when = entry.when or ("both" if entry.trained or groups else "evaluation")
+    if when != "evaluation" and config.rollout.store is None:
+        times = sum(work.loads.values())
+        for load, count in work.loads.items():
+            total += _of_iteration(reward, load) * (count * config.run.iterations // times)
+        explore = config.rollout.explore
+        if explore is not None and explore.audit.every:
+            audits = -(-config.run.iterations // explore.audit.every)
+            total += audits * explore.audit.prompts * _of_group(reward, explore.candidates)
+    if when != "rollout" and not groups:
+        total += work.evaluated_images * reward.requests_per_image
+    return total
+
+
+def _of_iteration(reward: Any, load: IterationWork) -> int:
+    images = (load.roots * load.leaves, load.candidates * load.candidate_leaves)
+    return load.prompts * sum(_of_group(reward, count) for count in images)
+
+
+def _of_group(reward: Any, images: int) -> int:
+    """Return the requests of one prompt's images."""
+    if hasattr(reward, "requests_per_group"):
+        return reward.requests_per_group(images)
+    return reward.requests_per_image * images

@@ -1,0 +1,172 @@
+"""How many images, forwards and updates a recipe asks for, of all GPUs together."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from flowrl.assembly.work_split import IterationWork, iteration_work, micro_batches
+from flowrl.backbones.families import family_of
+from flowrl.config import Config
+from flowrl.errors import UserError
+from flowrl.objectives.base import Needs
+from flowrl.planning.dry_run import inspect_reward
+from flowrl.planning.model_specs import spec_for
+from flowrl.trees.plan import TreePlan, count
+
+RECOMPUTE = ("refl", "draft_lv", "srpo")  # objectives that run the network once more in backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateWork:
+    """Work of all GPUs. Forwards are those of single images, doubled by guidance.
+
+    Training is the most there can be: images that teach nothing are left out.
+    """
+
+    images: int = 0  # that are learned from
+    candidates: int = 0
+    previews: int = 0  # forwards without a graph, of candidates
+    sampling: int = 0  # forwards without a graph, of images
+    training: int = 0  # forwards with a graph, each with a backward
+    recomputed: int = 0  # once more, by checkpointing or where a group exceeds a micro-batch
+    reference: int = 0  # forwards of the reference and the old policy
+    updates: int = 0  # optimiser steps
+
+    def plus(self, other: "UpdateWork", times: int = 1) -> "UpdateWork":
+        names = (f.name for f in fields(self))
+        return UpdateWork(**{n: getattr(self, n) + times * getattr(other, n) for n in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationKind:
+    """Iterations that sample trees of one plan, after previews of `candidates`, if any."""
+
+    plan: TreePlan
+    candidates: TreePlan | None
+    load: IterationWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunWork:
+    """The work of a run, whose trees may change from iteration to iteration."""
+
+    needs: Needs
+    kinds: tuple[IterationKind, ...]  # iterations with different numbers of latents, first first
+    loads: Mapping[IterationWork, int]  # how many iterations ask for each
+    first: UpdateWork  # of the first iteration
+    total: UpdateWork  # of all iterations, audits among the previews
+    evaluation: int  # forwards of one evaluation, at most
+    between: int  # the same of one between the first and the last, at one number of steps
+    evaluations: int
+    evaluated_images: int  # of all evaluations
+
+
+def count_work(config: Config) -> RunWork:
+    """Count the work of a whole run."""
+    r, e = config.rollout, config.evaluation
+    needs = config.objective.build(r.kernel).needs
+    scopes = [getattr(inspect_reward(e).reward, "scope", "sample") for e in config.rewards]
+    groups = [e for e, scope in zip(config.rewards, scopes, strict=True) if scope == "group"]
+    whole_trained = any(entry.trained for entry in groups)
+    loads: Counter[IterationWork] = Counter()
+    by_plans: dict[tuple[TreePlan, TreePlan | None], IterationWork] = {}
+    kinds: dict[tuple, IterationKind] = {}
+    iterations = range(min(config.run.iterations, len(config.iterations_with_plans())))
+    for iteration in iterations:
+        plan = r.plan(iteration, config.run.seed)
+        candidates = None if r.explore is None else r.candidates(iteration, config.run.seed)
+        if (plan, candidates) not in by_plans:
+            load = by_plans[plan, candidates] = iteration_work(
+                config, needs, plan, whole_groups=bool(groups), whole_trained=whole_trained,
+                candidates=candidates,
+            )  # fmt: skip
+            kind = IterationKind(plan=plan, candidates=candidates, load=load)
+            kinds.setdefault((load, count(plan), candidates and count(candidates)), kind)
+        loads[by_plans[plan, candidates]] += 1
+    total = UpdateWork(previews=_audit_forwards(config))
+    for load, times in loads.items():
+        times = times * config.run.iterations // len(iterations)  # longer runs go on like this
+        total = total.plus(_iteration_work(config, needs, load), times)
+    evaluation = between = evaluations = images = 0
+    if config.held_out:  # before the first iteration, every so many, and after the last
+        evaluations = 2 + ((config.run.iterations - 1) // e.every if e.every else 0)
+        forwards = e.num_images * (1 + e.paraphrases) * (1 + doubles(config, e.guidance_scale))
+        images = e.num_images * (1 + e.paraphrases)
+        images *= 2 * len(e.step_counts) + evaluations - 2  # the first and last at all counts
+        evaluation, between = forwards * sum(e.step_counts), forwards * e.step_counts[0]
+    return RunWork(
+        needs=needs,
+        kinds=tuple(kinds.values()),
+        loads=loads,
+        first=_iteration_work(config, needs, next(iter(loads))),
+        total=total,
+        evaluation=evaluation,
+        between=between,
+        evaluations=evaluations,
+        evaluated_images=images,
+    )
+
+
+def doubles(config: Config, guidance: float) -> bool:
+    """Return whether guidance takes a forward with the negative prompt beside each."""
+    off = family_of(class_of(config)).unguided
+    return off is not None and guidance > off
+
+
+@lru_cache(maxsize=32)
+def _class_at(path: str, revision: str | None) -> str:
+    try:
+        return spec_for(path, revision).pipeline
+    except UserError:
+        return ""
+
+
+def class_of(config: Config) -> str:
+    """Return the pipeline's class; an empty string where it is not on this machine."""
+    return _class_at(config.pipeline.path, config.pipeline.revision)
+
+
+def training_doubles(config: Config) -> bool:
+    """Return the same for learning."""
+    r = config.rollout
+    scale = r.guidance_scale if r.training_guidance_scale is None else r.training_guidance_scale
+    return doubles(config, scale)
+
+
+def _iteration_work(config: Config, needs: Needs, load: IterationWork) -> UpdateWork:
+    r = config.rollout
+    per_image = 1 + doubles(config, r.guidance_scale) if r.store is None else 0
+    rows = load.prompts * min(load.roots * load.rows, load.group_rows or load.roots * load.rows)
+    training = rows * load.row_forwards * (1 + training_doubles(config))
+    again = config.memory.gradient_checkpointing + (config.objective.kind in RECOMPUTE)
+    return UpdateWork(
+        images=load.prompts * load.roots * load.leaves,
+        candidates=load.prompts * load.candidates * load.candidate_leaves,
+        previews=load.prompts * load.candidates * load.candidate_forwards * per_image,
+        sampling=load.prompts * load.roots * load.forwards * per_image,
+        training=training,
+        recomputed=training * (again + _exceeds_micro_batch(load)),
+        reference=training * (needs.reference + (needs.old is not None)),
+        updates=load.updates,
+    )
+
+
+def _exceeds_micro_batch(load: IterationWork) -> bool:
+    """Return whether images that are compared do not fit one micro-batch: then they run twice."""
+    rows = load.roots * load.rows
+    group = min(rows, load.group_rows or rows)
+    groups = load.prompts // load.updates if load.together == "update" else 1
+    largest = max(micro_batches(load, [group] * groups))
+    return load.together != "image" and largest * load.row_forwards > load.micro_batch
+
+
+def _audit_forwards(config: Config) -> int:
+    """Return the forwards of candidates that are sampled exactly to compare their ranking."""
+    r, explore = config.rollout, config.rollout.explore
+    if explore is None or not explore.audit.every:
+        return 0
+    times = -(-config.run.iterations // explore.audit.every)
+    plan = r.plan(0, config.run.seed)
+    forwards = count(plan).forwards // plan.roots * (1 + doubles(config, r.guidance_scale))
+    return times * explore.audit.prompts * explore.candidates * forwards
