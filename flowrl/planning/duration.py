@@ -66,11 +66,13 @@ class Duration:
 
     def estimates(self, memory: int) -> dict[str, tuple[float, float]]:
         """Return the run's fewest and most hours by the name of each card that holds `memory`."""
-        return {
-            name: tuple(self.run / (share * card.peak) / self.gpus / 3600 for share in SHARES)
+        most, least = SHARES
+        hours = {
+            name: self.run / card.peak / self.gpus / 3600
             for name, card in CARDS.items()
             if card.memory >= memory
         }
+        return {name: (full / most, full / least) for name, full in hours.items()}
 
 
 def known_rate() -> tuple[float | None, str]:
