@@ -1,16 +1,17 @@
 """Where rewards lie, and what judges are asked in a whole run."""
 
 import pytest
-from flowrl.planning.reward_work import reward_work, total_requests
 
 from flowrl.cli.plan import _rewards_json, _show_rewards
 from flowrl.config import parse_config
-from flowrl.planning.plan import (
+from flowrl.planning.rewards import (
     CLIP_H,
-    count_work,
     host_rewards_bytes,
     offloaded_bytes,
+    reward_work,
+    total_requests,
 )
+from flowrl.planning.work import count_work
 
 HERE = {"model": "m", "base_url": "http://127.0.0.1:1/v1"}
 ROLLOUT = {"prompts_per_iteration": 3, "group_size": 4, "num_inference_steps": 2}
