@@ -103,7 +103,7 @@ def _shrink_pipeline(draft: _Draft, config: Config, folder: Path) -> None:
     precision = config.pipeline.precision
     kind = pipeline_class(config.pipeline.path, config.pipeline.revision)
     tiny = family_of(kind).built_in
-    if tiny is None:
+    if not tiny:
         made = small_folder(diffusers_class(kind), folder / "pipeline")
         draft.put("pipeline.path", str(made), f"a small random {kind}")
     else:
@@ -111,7 +111,7 @@ def _shrink_pipeline(draft: _Draft, config: Config, folder: Path) -> None:
     for name in ("revision", "attention"):
         draft.put(f"pipeline.{name}", None)
     for name in ("height", "width"):
-        draft.put(f"pipeline.{name}", SIDE if tiny is None else None)
+        draft.put(f"pipeline.{name}", None if tiny else SIDE)
     draft.put("pipeline.device", "cpu")
     draft.put("pipeline.dtype", "fp32")
     draft.lower("pipeline.max_sequence_length", TOKENS)

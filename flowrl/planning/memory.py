@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from flowrl.assembly.text import ROWS, rows_first
 from flowrl.assembly.work_split import WorkSplit
-from flowrl.backbones.families import family_of, layer_rules_of, lora_targets, second_attention
+from flowrl.backbones.families import family_of, layer_rules_of, lora_targets
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import CAPACITY
 from flowrl.config import Config
@@ -308,10 +308,7 @@ class MemoryPlan:
     def targets(self) -> tuple[str, ...]:
         """Return the layers to adapt. Raises UserError where none are named."""
         lora, family = self.config.lora, family_of(self.spec.pipeline)
-        targets = tuple(lora.targets or lora_targets(family, self.network))
-        if lora.dual_attention:
-            targets += second_attention(family, self.spec.transformer, self.spec.config)
-        return targets
+        return tuple(lora.targets or lora_targets(family, self.network))
 
     @cached_property
     def adapter(self) -> int:
@@ -343,13 +340,8 @@ class MemoryPlan:
         p, r, e = self.config.pipeline, self.config.rollout, self.config.rollout.explore
         mergeable = p.precision is None and self.config.memory.base_bits is None
         copies = [NetworkCopy(format="bf16", merge=self.merged)] if r.compile else []
-        if e is not None:
-            merge = e.lora == "merge"
-            if e.precision != "bf16" or (merge and mergeable) != self.merged:
-                keep = None if e.keep_layers is None else tuple(e.keep_layers)
-                copies.append(
-                    NetworkCopy(format=e.precision, merge=merge, min_dim=e.min_dim, keep=keep)
-                )
+        if e is not None and (e.precision != "bf16" or mergeable != self.merged):
+            copies.append(NetworkCopy(format=e.precision, min_dim=e.min_dim))
         return tuple(copies)
 
     @property
@@ -358,10 +350,9 @@ class MemoryPlan:
         p = self.config.pipeline
         if p.precision in (None, "bf16"):
             return None
-        keep = None if p.keep_layers is None else tuple(p.keep_layers)
         # The larger of what auto may be: bf16 keeps nothing beside the weights.
         format = "fp8" if p.precision == "auto" else p.precision
-        return NetworkCopy(format=format, merge=False, min_dim=p.min_dim, keep=keep)
+        return NetworkCopy(format=format, merge=False, min_dim=p.min_dim)
 
     def transformer_bytes(self) -> int:
         """Return the frozen weights and buffers, linear layers in `memory.base_bits`."""

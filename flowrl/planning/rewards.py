@@ -67,7 +67,7 @@ def _networks_of(name: str, args: Mapping[str, Any]) -> dict[tuple, Network] | N
     if name == "diversity":
         return _network(CLIP_L if args.get("measure") == "clip" else None, args)
     if name == "hpsv3":
-        args = {"dtype": "bf16"} | args
+        args = {"dtype": "bf16", **args}
     return _network(REWARDS.get(name), args)
 
 

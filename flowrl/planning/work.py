@@ -14,8 +14,6 @@ from flowrl.planning.dry_run import inspect_reward
 from flowrl.planning.model_specs import spec_for
 from flowrl.trees.plan import TreePlan, count
 
-RECOMPUTE = ("refl", "draft_lv", "srpo")  # objectives that run the network once more in backward
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateWork:
@@ -72,7 +70,7 @@ def count_work(config: Config) -> RunWork:
     loads: Counter[IterationWork] = Counter()
     by_plans: dict[tuple[TreePlan, TreePlan | None], IterationWork] = {}
     kinds: dict[tuple, IterationKind] = {}
-    iterations = range(min(config.run.iterations, len(config.iterations_with_plans())))
+    iterations = config.planned_iterations()
     for iteration in iterations:
         plan = r.plan(iteration, config.run.seed)
         candidates = None if r.explore is None else r.candidates(iteration, config.run.seed)
@@ -139,7 +137,7 @@ def _iteration_work(config: Config, needs: Needs, load: IterationWork) -> Update
     per_image = 1 + doubles(config, r.guidance_scale) if r.store is None else 0
     rows = load.prompts * min(load.roots * load.rows, load.group_rows or load.roots * load.rows)
     training = rows * load.row_forwards * (1 + training_doubles(config))
-    again = config.memory.gradient_checkpointing + (config.objective.kind in RECOMPUTE)
+    again = config.memory.gradient_checkpointing + config.objective.recomputes
     return UpdateWork(
         images=load.prompts * load.roots * load.leaves,
         candidates=load.prompts * load.candidates * load.candidate_leaves,

@@ -9,7 +9,7 @@ origins and connections are guarded by `utils.serving`.
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -70,7 +70,7 @@ class Refused(Exception):
 
 
 def make_app(
-    rewards: Rewards, *, hosts: Sequence[str] | None = None, token: str | None = None,
+    rewards: Rewards, *, hosts: Collection[str] | None = None, token: str | None = None,
     max_body: int = MAX_BODY,
 ) -> "Starlette":  # fmt: skip
     """Return the ASGI application that serves `rewards`: specs, or callables by name.
