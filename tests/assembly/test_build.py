@@ -82,7 +82,7 @@ def test_the_velocity_is_compared_once_and_nothing_random_moves(
     config = tiny_config(memory={"text_encoders": encoders})
     with caplog.at_level(logging.INFO, "flowrl"):
         build_learner(config, Runtime(device="cpu"), ProvidedObjects(pipeline=load_tiny()))
-    assert caplog.text.count("at all 4 steps") == 1
+    assert caplog.text.count("all 4 steps") == 1
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

@@ -188,7 +188,7 @@ def test_operations_are_counted_for_every_forward_and_time_is_theirs_by_the_rate
 
 
 @pytest.mark.parametrize(
-    "checkpoint", ["black-forest-labs/FLUX.2-klein-base-4B", "Qwen/Qwen-Image"]
+    "checkpoint", ["black-forest-labs/FLUX.2-klein-base-9B", "Qwen/Qwen-Image"]
 )
 def test_a_checkpoint_of_another_class_is_planned_with_what_to_change(run, checkpoint):
     code, out, _ = run("sd3.5-medium-nft-24gb", f"pipeline.path={checkpoint}", "lora.targets=null")
