@@ -70,7 +70,7 @@ def _reason(error: BaseException) -> str:
 
 def _check_lora(source: Path, trained: LoRAOptions | None = None) -> Iterator[CheckResult]:
     """Check header, factors and numbers; trained: rank and alpha of the run it belongs to."""
-    remedy = "Export the run again: flowrl export RUN."
+    remedy = "Copy the LoRA of an intact checkpoint, or train again."
     try:
         lora = open_lora(source)
         layers = layers_of(lora.state)

@@ -12,7 +12,7 @@ from flowrl.config import Config, config_yaml, load_config, parse_config
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.training.checkpoint import CONFIG, STATE
-from flowrl.training.resume import GIVEN, Facts, Start, decide
+from flowrl.training.resume import PROVIDED, Facts, Start, decide
 from flowrl.training.run import Run
 from flowrl.utils.digests import content_digest
 from flowrl.utils.distributed import Runtime
@@ -31,7 +31,7 @@ def recipe_facts(config: Config, provided: ProvidedObjects) -> Facts:
     }
     if provided.rewards:
         versions = [[name, getattr(r, "version", None)] for name, r in provided.rewards.items()]
-        facts[f"{GIVEN}rewards"] = json.dumps(versions, default=str)
+        facts[f"{PROVIDED}rewards"] = json.dumps(versions, default=str)
     return facts
 
 

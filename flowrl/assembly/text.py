@@ -132,8 +132,8 @@ class TextCaches:
         cache = self._caches[guided]
         keys = [cache.key(p) for guidance, p in self._first if (guidance > 1) == guided][:1]
         for key in keys:
-            if key in cache.known:
-                return cache.known[key]
+            if key in cache.encoded:
+                return cache.encoded[key]
             if cache.disk is not None:
                 return cache.disk.load(*key)
         return None
@@ -293,10 +293,12 @@ def _encode(
     where = place_to_encode(backbone)
     with encoders_on_device(encoders_of(backbone.pipeline), where), steps or nullcontext():
         for number, (cache, prompts) in enumerate(parts):
-            if cache.capacity is None or len(cache.known) < cache.capacity or cache.disk:
+            if cache.capacity is None or len(cache.encoded) < cache.capacity or cache.disk:
                 cache.make(prompts)
             if number == 0 and cache.disk is None:
-                _make_room(by_cache, cache.nbytes() // len(cache.known), len(missing), all_must_fit)
+                _make_room(
+                    by_cache, cache.nbytes() // len(cache.encoded), len(missing), all_must_fit
+                )
             if steps is not None:
                 steps.advance()
 

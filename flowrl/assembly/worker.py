@@ -150,8 +150,8 @@ def _for_worker(config: Config, folder: "tempfile.TemporaryDirectory[str]") -> C
     def changed(section: str, **options: Any) -> Any:
         return getattr(config, section).model_copy(update=options)
 
-    # Others are asked in evaluations, or compare groups: then all rewards work in the trainer.
-    rewards = [entry for entry in config.rewards if entry.trained or entry.when]
+    # The rest scores evaluations, or compares groups: then all rewards work in the trainer.
+    rewards = [e for e in config.rewards if e.trained or e.when in ("rollout", "both")]
     return config.model_copy(
         update={
             "rewards": rewards,

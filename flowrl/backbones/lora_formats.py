@@ -192,7 +192,8 @@ def _download(source: str, name: str, subfolder: str, revision: str | None) -> P
     inside = f"{subfolder}/" if subfolder else ""
     names = (FILE, PEFT_FILE, PEFT_CONFIG)
     files = [f"{inside}{place}{n}" for place in ("", "lora/", "checkpoint-*/lora/") for n in names]
-    files = [subfolder] if subfolder.endswith(".safetensors") else files
+    if subfolder.endswith(".safetensors"):
+        files = [subfolder, Path(subfolder).with_name(PEFT_CONFIG).as_posix()]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as error:  # HTTP libraries have errors of their own
@@ -352,7 +353,7 @@ def _configuration(texts: Mapping[str, str], path: Path, make: str) -> dict[str,
     if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
         raise UserError(f"{where} has no configuration of a LoRA: {REMEDY}")
     complete = {"r", "lora_alpha"} <= set(config)
-    if make == "PEFT" and config and not complete:
+    if make == "PEFT" and not complete and (config or beside.is_file()):
         raise UserError(f"{where} has no r and lora_alpha: {REMEDY}")
     _check_entries(config, where)
     return config if complete else None

@@ -68,7 +68,7 @@ def quantise_in_place(network: nn.Module, base: BaseBits) -> None:
     Raises UserError for bitsandbytes, which rounds while loading.
     """
     if is_quantised(network):
-        LOG.warning("the pipeline is quantised already and stays so, whatever memory.base_bits is")
+        LOG.warning("the pipeline is quantised already: memory.base_bits does not change it")
         return
     if base.library == "bitsandbytes":
         raise UserError(

@@ -78,10 +78,10 @@ def _blocks(network: nn.Module) -> Iterator[nn.Module]:
 def _take_dtypes(network: nn.Module, runtime: Runtime) -> None:
     """Give a network on the meta device the number formats that the main process has loaded."""
 
-    def own() -> bytes:
+    def formats_here() -> bytes:
         return json.dumps({n: str(t.dtype)[6:] for n, t in _tensors(network)}).encode()
 
-    formats = json.loads(runtime.from_main(own))
+    formats = json.loads(runtime.from_main(formats_here))
     for name, tensor in _tensors(network):
         if tensor.is_meta and name in formats:
             tensor.data = tensor.data.to(getattr(torch, formats[name]))

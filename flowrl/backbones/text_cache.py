@@ -109,15 +109,15 @@ class TextCache:
         self.negative = negative
         self.batch_size = batch_size
         self.disk, self.capacity = disk, capacity
-        self.known: OrderedDict[Key, Conditioning] = OrderedDict()
+        self.encoded: OrderedDict[Key, Conditioning] = OrderedDict()
 
     def __call__(self, prompts: Sequence[PromptRecord]) -> Conditioning:
         """Return the prompts' conditioning. Raises UserError if one needs freed text encoders."""
         keys = [self.key(prompt) for prompt in prompts]
         self._recall(keys)
-        cond = Conditioning.cat([self.known[key] for key in keys]).to(self.backbone.device)
+        cond = Conditioning.cat([self.encoded[key] for key in keys]).to(self.backbone.device)
         for key in keys:
-            self.known.move_to_end(key)
+            self.encoded.move_to_end(key)
         self._forget()
         return cond
 
@@ -127,8 +127,8 @@ class TextCache:
     def has(self, prompt: PromptRecord, *, whole: bool = False) -> bool:
         """Whether a prompt is cached. whole: read its file to the end."""
         key = self.key(prompt)
-        if key in self.known or self.disk is None:
-            return key in self.known
+        if key in self.encoded or self.disk is None:
+            return key in self.encoded
         return self.disk.load(*key) is not None if whole else self.disk.has(*key)
 
     def learn(self, prompts: Sequence[PromptRecord], rows: int | None = None) -> None:
@@ -151,19 +151,19 @@ class TextCache:
 
     def nbytes(self) -> int:
         """Return the size of the conditioning in memory."""
-        rows = (t for cond in self.known.values() for t in cond.tensors.values())
+        rows = (t for cond in self.encoded.values() for t in cond.tensors.values())
         return sum(t.numel() * t.element_size() for t in rows)
 
     def _recall(self, keys: Sequence[Key]) -> None:
         missing = []
         for key in dict.fromkeys(keys):
-            if key in self.known:
+            if key in self.encoded:
                 continue
             stored = None if self.disk is None else self.disk.load(*key)
             if stored is None:
                 missing.append(key)
             else:
-                self.known[key] = stored
+                self.encoded[key] = stored
         self._encode(missing)
 
     @torch.no_grad()
@@ -183,9 +183,9 @@ class TextCache:
                 part = keys[start : start + self.batch_size]
                 cond = backbone.encode([p for p, _ in part], [n for _, n in part]).to("cpu")
                 for i, key in enumerate(part):
-                    self.known[key] = cond.take(torch.tensor([i]))
+                    self.encoded[key] = cond.take(torch.tensor([i]))
                     if self.disk is not None:
-                        self.disk.save(*key, self.known[key])
+                        self.disk.save(*key, self.encoded[key])
 
     def _unknown(self, key: Key) -> UserError:
         path = None if self.disk is None else self.disk.path(*key)
@@ -200,8 +200,8 @@ class TextCache:
         )
 
     def _forget(self) -> None:
-        while self.capacity is not None and len(self.known) > self.capacity:
-            self.known.popitem(last=False)
+        while self.capacity is not None and len(self.encoded) > self.capacity:
+            self.encoded.popitem(last=False)
 
 
 INDEX = "model_index.json"

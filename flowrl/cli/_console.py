@@ -126,15 +126,21 @@ def _cell(value: object) -> str:
 
 def print_checks(results: Iterable[CheckResult], width: int) -> None:
     """Print a mark, topic (padded to `width`) and detail for each result, and its remedy below."""
+    console = SafeConsole()
     for result in results:
         mark, style = MARKS[result.state]
+        if not console.is_terminal:  # a file gets lines whole
+            console.print(f"{mark}  {result.topic:<{width}}  {result.detail}", markup=False)
+            if result.remedy:
+                console.print(f"{'':<{width + 5}}{result.remedy}", markup=False)
+            continue
         grid = Table.grid(padding=(0, 2))
         for least in (2, width, 0):
             grid.add_column(min_width=least, overflow="fold")
         grid.add_row(Text(mark, style=style), result.topic, result.detail)
         if result.remedy:
             grid.add_row("", "", Text(result.remedy, style="dim"))
-        SafeConsole().print(grid)
+        console.print(grid)
 
 
 def stop_unless_fine(

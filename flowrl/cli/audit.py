@@ -38,7 +38,7 @@ def audit(
     seconds to sample and score an image, also relative to an exact one. The last row is of the
     exact images.
 
-    Training warns below a rho of 0.8 by default, see `flowrl explain rollout.explore.audit`.
+    Training warns below a rho of 0.8; `rollout.explore.audit.every` says how often it looks.
 
     Examples:
 

@@ -91,7 +91,9 @@ def plan(
             config,
             gpus=gpus or gpus_of(request.recipe),
             memory=size,
-            host_memory=machine_memory() if host_memory is None else parse_memory(host_memory),
+            host_memory=machine_memory()
+            if host_memory is None
+            else parse_memory(host_memory, "--host-memory"),
             measure=measure,
         )
         rewards = reward_work(config, planned.work)
@@ -261,8 +263,8 @@ def _show_memory(planned: "Plan") -> None:
     say(f"The machine's own memory, for all GPUs: at most {whole} GB: {parts}.")
     if planned.host_fits is False:
         say(
-            f"It does not fit the machine's {_gb(planned.host_memory)} GB: change "
-            "memory.prompt_cache=PATH (encoded prompts stay in files) or fewer --gpus, or name "
+            f"It does not fit the machine's {_gb(planned.host_memory)} GB: set "
+            "memory.prompt_cache=PATH (encoded prompts stay in files), use fewer --gpus, or name "
             "another machine's memory with --host-memory."
         )
 
@@ -305,6 +307,9 @@ def _show_time(planned: "Plan", duration: "Duration", price: float | None) -> No
         if price is not None:
             row["cost"] = " to ".join(f"{h * duration.gpus * price:,.0f}" for h in hours)
         rows.append(row)
+    if not rows:
+        say("No card of the table has that much memory: no hours are estimated.")
+        return
     print_table(rows)
     say(
         f"\nAn estimate for {_gpus(duration.gpus)}: networks at 50 to 25 % of the card's published "
@@ -342,9 +347,11 @@ def _as_json(config: "Config", planned: "Plan", price: float | None) -> dict[str
     time, needed = planned.duration, planned.peak.total if planned.peak else 0
     hours = {} if time is None else asdict(time) | {"seconds": time.seconds, "hours": time.hours}
     if time is not None:
-        hours["estimates"] = time.estimates(needed)
-    if time is not None and price is not None:
-        hours["cost"] = time.cost(price)
+        estimates = hours["estimates"] = time.estimates(needed)
+        if price is not None:
+            each = time.gpus * price
+            hours["cost"] = time.cost(price)
+            hours["costs"] = {card: [h * each for h in span] for card, span in estimates.items()}
 
     geometry, work, peak = planned.geometry, planned.work, planned.peak
     return {

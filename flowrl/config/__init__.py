@@ -26,7 +26,7 @@ from flowrl.errors import UserError
 from flowrl.trees.plan import TreePlan
 from flowrl.utils.fields import Options, check_unicode, option
 
-CHECKED_MOVES = 150_000  # of the trees that are checked before a run: some take a second
+CHECKED_MOVES = 150_000  # of the trees checked before a run, which takes about a second
 
 
 class Config(Options):
@@ -81,7 +81,7 @@ class Config(Options):
     def plans(self) -> dict[TreePlan, int]:
         """Return the trees that the run samples, each with the first iteration that samples it.
 
-        Of very long runs, those of some iterations at equal distances.
+        In very long runs, only every n-th iteration is looked at.
         """
         plans: dict[TreePlan, int] = {}
         last = None
@@ -93,7 +93,7 @@ class Config(Options):
         return plans
 
     def planned_iterations(self) -> range:
-        """Return the iterations whose trees are looked at before a run: of most runs all."""
+        """Return the iterations whose trees are checked before a run: all, except in long runs."""
         moves = len(self.rollout.plan(0, self.run.seed).moves)
         return range(0, self.run.iterations, 1 + self.run.iterations * moves // CHECKED_MOVES)
 

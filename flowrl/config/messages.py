@@ -187,10 +187,15 @@ def _unknown(model: type[Options], path: str, detail: Any, candidates: list[str]
     same = (o for o in walk(model) if o.variant and _general(o.path) == _general(path))
     kinds = list(dict.fromkeys(option.variant for option in same))
     if kinds:
-        where = f"{parent}.kind"
+        # The kind that decides is that of the nearest section with one.
+        section, paths = parent, {_general(option.path) for option in walk(model)}
+        while _general(f"{section}.kind") not in paths:
+            section = section.rpartition(".")[0]
+        where, loc = f"{section}.kind", [str(part) for part in detail["loc"]]
+        kind = loc[loc.index(section.rpartition(".")[2]) + 1]
         return (
             f"Option {name} belongs to {where} {', '.join(kinds)}, but here {where} is "
-            f"{detail['loc'][-2]}: leave it out, or set {where} as well."
+            f"{kind}: leave it out, or set {where} as well."
         )
     near = _nearest(model, path, candidates)
     names = f"{parent or 'the top level'} has {', '.join(candidates)}."

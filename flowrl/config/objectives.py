@@ -22,7 +22,7 @@ Share = Annotated[Positive, Field(le=1)]
 
 
 class ObjectiveOptions(Options):
-    """Options of one objective, and what is known of it before it is built."""
+    """Options of one objective, with its title and its work, which plans need without torch."""
 
     component: ClassVar[str]  # module:class, imported when it is built
     title: ClassVar[str] = ""  # as papers call it; "": it is called after its tree
@@ -498,7 +498,7 @@ class FlowBPLagrangeOptions(RewardBackpropOptions):
 
 
 class CustomObjectiveOptions(ObjectiveOptions):
-    title: ClassVar[str] = "an objective of its own"
+    title: ClassVar[str] = "a custom objective"
     states: ClassVar[str] = "any"
     kind: Literal["custom"] = option("custom", "An objective of your own.")
     target: Text = option(

@@ -193,8 +193,8 @@ class RewardOptions(Options):
     )
     when: Literal["rollout", "evaluation", "both"] | None = option(
         None,
-        "Which images it scores. null: both for a trained reward, evaluation for one that is only "
-        "measured, unless it compares the images of a prompt, which evaluations do not have.",
+        "Which images it scores. null is evaluation for a reward that is only measured, and both "
+        "for a trained one and for one that compares the images of a prompt.",
     )
     transform: Annotated[
         AffineOptions | ClipOptions | RankOptions | None,

@@ -80,7 +80,9 @@ class ExploreOptions(Options):
         "backbone's.",
         f"1000, 2240 or 2432, by the network, in {SOL_RL}",
     )
-    audit: AuditOptions = option(AuditOptions(), "How candidates are compared with exact images.")
+    audit: AuditOptions = option(
+        AuditOptions(), "How candidates are compared with exact images; rho below 0.8 is a warning."
+    )
 
 
 class WorkerOptions(Options):

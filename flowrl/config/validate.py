@@ -273,7 +273,7 @@ def check_noising(noising: NoisingOptions, steps: int) -> None:
     times = noising.times
     if times.kind != "schedule" and times.kind != "strata":
         return
-    left = int(steps * times.fraction + 1e-9) - (times.kind == "strata")
+    left = max(0, int(steps * times.fraction + 1e-9) - (times.kind == "strata"))
     if noising.count > left:
         raise ValueError(
             f"objective.noising.count is {noising.count}, but objective.noising.times leaves "

@@ -10,6 +10,7 @@ import re
 import shlex
 import tempfile
 from ast import literal_eval
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -118,7 +119,8 @@ def stage(folder: Path, to: Path, repository: str) -> list[str]:
 
 def public_card(text: str, repository: str) -> str:
     """Return the card with the repository in place of the LoRA's folder, and the base's name."""
-    text = BASE.sub(lambda match: f"{match[1]}{public(literal_eval(match[2]))!r}", text)
+    with suppress(SyntaxError, ValueError):  # a card that somebody edited stays as it is
+        text = BASE.sub(lambda match: f"{match[1]}{public(literal_eval(match[2]))!r}", text)
     return LOADING.sub(lambda match: f"{match[1]}{repository!r}", text).replace(HINT, "")
 
 

@@ -112,7 +112,7 @@ def pairs_digest(source: str, columns: Columns | None = None) -> str:
     path, parts = Path(source), [repr(sorted((columns or CHOSEN).items())), source]
     if path.exists():
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-        parts[1:] = map(digest_of_file, files)
+        parts[1:] = [f"{file.relative_to(path)} {digest_of_file(file)}" for file in files]
     return digest("\n".join(parts).encode())
 
 

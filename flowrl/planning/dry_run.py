@@ -204,12 +204,12 @@ def _smallest(draft: _Draft, config: Config) -> Config:
                 plain["rollout"]["explore"] = None
                 roots = max(plan.roots for plan in parse_config(plain).plans())
                 attempt.lower("rollout.explore.candidates", 2 * roots)
-            found = parse_config(attempt.data)
+            parsed = parse_config(attempt.data)
         except UserError as refused:
             error = error or refused
             continue
         draft.replaced += attempt.replaced
-        return found
+        return parsed
     assert error is not None  # the recipe's own numbers are among those that are tried
     raise error
 
@@ -217,16 +217,16 @@ def _smallest(draft: _Draft, config: Config) -> Config:
 def _sizes(config: Config) -> Iterator[tuple[int, int]]:
     """Yield (steps, group size), what suits best first. Steps stay where that is cheap enough."""
     r = config.rollout
-    own = r.num_inference_steps
+    full = r.num_inference_steps
 
     def sizes(steps: int) -> list[tuple[int, int]]:
-        found = [(steps, size) for size in range(min(r.group_size, 4), r.group_size + 1)]
-        return [pair for pair in found if _forwards(config, *pair)]
+        pairs = [(steps, size) for size in range(min(r.group_size, 4), r.group_size + 1)]
+        return [pair for pair in pairs if _forwards(config, *pair)]
 
-    whole = sizes(own)
+    whole = sizes(full)
     yield from (pair for pair in whole if _forwards(config, *pair) <= FORWARDS)
-    fewer = min(STEPS, own)
-    for steps in (*range(fewer, 1, -1), *range(fewer + 1, own)):
+    fewer = min(STEPS, full)
+    for steps in (*range(fewer, 1, -1), *range(fewer + 1, full)):
         yield from sizes(steps)
     yield from whole
 
@@ -320,8 +320,8 @@ class InspectedReward:
             "low": low,
             "high": high if high > low else low + 1,
         }
-        kept = self.entry.model_dump(exclude={"name", "args", "executor", "label", "component"})
-        return kept | {"name": STAND_IN, "args": args, "label": self.name}
+        fields = self.entry.model_dump(exclude={"name", "args", "executor", "label", "component"})
+        return fields | {"name": STAND_IN, "args": args, "label": self.name}
 
 
 def inspect_reward(entry: RewardOptions) -> InspectedReward:
@@ -409,8 +409,8 @@ def choose_prompts(
         judges = [[w.name for w in rewards if w.applies(r.text, r.metadata)] for r in records]
         # Each reward finds a prompt among them, if there is any.
         first = [next((i for i, n in enumerate(judges) if w.name in n), None) for w in rewards]
-        found = dict.fromkeys([*(i for i in first if i is not None), *range(len(judges))])
-        rows = [_row(records[i], judges[i]) for i in sorted(list(found)[:most])]
+        order = dict.fromkeys([*(i for i in first if i is not None), *range(len(judges))])
+        rows = [_row(records[i], judges[i]) for i in sorted(list(order)[:most])]
         note = f"{len(rows)} of the {len(records)} prompts of {source}"
     try:
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -435,8 +435,8 @@ def _made_up(
     for i, record in enumerate(load_prompts(FALLBACK, limit=count)):
         # Rewards that apply to some prompts only get one each, and so does what is trained on.
         chosen = [*rewards, *trained][i % (len(rewards) + len(trained))]
-        kept = {key: values[0] for key, values in chosen.entry.applies_to.items()}
-        metadata = record.metadata | ({balance: str(i % 2)} if balance else {}) | kept
+        selectors = {key: values[0] for key, values in chosen.entry.applies_to.items()}
+        metadata = record.metadata | ({balance: str(i % 2)} if balance else {}) | selectors
         row = _row(record, [reward.name for reward in rewards]) | metadata
         rows.append(row | {"paraphrases": [f"{record.text}, please", f"draw {record.text}"]})
     return rows

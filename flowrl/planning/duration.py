@@ -75,7 +75,7 @@ class Duration:
         return {name: (full / most, full / least) for name, full in hours.items()}
 
 
-def known_rate() -> tuple[float | None, str]:
+def certified_rate() -> tuple[float | None, str]:
     """Return the operations a second of the card that is here, if it is known, and its name."""
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return RATES.get(card), card if card in RATES else ""

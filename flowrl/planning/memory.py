@@ -244,7 +244,7 @@ class MemoryPlan:
 
     @property
     def text_tokens(self) -> int:
-        return self.config.pipeline.max_sequence_length or self.spec.text_tokens
+        return self.config.pipeline.max_sequence_length
 
     @property
     def prompts(self) -> int:

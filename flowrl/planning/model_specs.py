@@ -257,7 +257,8 @@ def _text_encoders(folder: Path, index: dict[str, Any]) -> Iterator[TextEncoder]
     import transformers
 
     for name, part in index.items():
-        if not name.startswith("text_encoder") or part[0] is None:
+        # Settings may stand beside networks, such as numbers of layers.
+        if not name.startswith("text_encoder") or not isinstance(part[0], str):
             continue
         model, config = part[1], _read(folder / name / "config.json")
         is_clip = model.startswith("CLIP")  # its text part has a configuration of its own

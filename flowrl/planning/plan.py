@@ -13,7 +13,7 @@ from flowrl.config.load import find_recipe
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.activations import Uncountable
-from flowrl.planning.duration import Duration, known_rate, measured_rate
+from flowrl.planning.duration import Duration, certified_rate, measured_rate
 from flowrl.planning.memory import AUTO, Footprint, MemoryPlan, peak, prompt_count
 from flowrl.planning.model_specs import ModelSpec, spec_for
 from flowrl.planning.rewards import reward_networks, rewards_bytes
@@ -137,7 +137,7 @@ def _duration(plan: MemoryPlan, work: RunWork, measure: bool) -> Duration:
     ends = min(work.evaluations, 2)
     forwards = ends * work.evaluation + (work.evaluations - ends) * work.between
     evaluations = image * forwards + decoding * work.evaluated_images
-    rate, name = measured_rate(plan.dtype) if measure else known_rate()
+    rate, name = measured_rate(plan.dtype) if measure else certified_rate()
     return Duration(
         iteration=operations(work.first),
         run=operations(work.total) + evaluations,
@@ -189,7 +189,7 @@ def _notes(config: Config, needs: Needs) -> Iterator[str]:
         yield f"Rewards share equal networks, which saves {saved / 2**30:.1f} GiB."
     train = config.prompts.train
     if not train.startswith(TINY) and prompt_count(train) is None:
-        yield f"{train} is not on this machine: encoded prompts are counted as all different."
+        yield f"{train} cannot be read here: its prompts are counted as all different."
     explore, store = config.rollout.explore, config.rollout.store
     if "auto" in (config.pipeline.precision, explore and explore.precision):
         yield f"precision auto is counted as the larger of {' and '.join(AUTO)}."
@@ -204,7 +204,7 @@ def _notes(config: Config, needs: Needs) -> Iterator[str]:
 UNITS = {"M": 10**6, "G": 10**9, "T": 10**12, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
-def parse_memory(text: str) -> int:
+def parse_memory(text: str, option: str = "--memory") -> int:
     """Return the bytes of "24GB", "24" (10^9 bytes each) or "24GiB" (2^30).
 
     GPUs sold with 24 GB have some more than 24 * 10^9 bytes, of which their driver keeps a part.
@@ -212,7 +212,7 @@ def parse_memory(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = (match[2].upper().removesuffix("B") or "G") if match else ""
     if match is None or unit not in UNITS or not float(match[1]):
-        raise UserError(f"--memory is {text!r}, expected a size such as 24GB, 80G or 24GiB")
+        raise UserError(f"{option} is {text!r}, expected a size such as 24GB, 80G or 24GiB")
     return int(float(match[1]) * UNITS[unit])
 
 

@@ -43,7 +43,6 @@ def read_rows(source: str | Path, *, split: str = "train") -> Iterator[dict]:
     if match := WITH_COLUMN.fullmatch(name):
         return _file(Path(match[1]), match[2])
     if (file := _of_split(path, split)) is not None:
-        check_regular(path)
         return _file(file)
     if path.is_dir() and (table := path / f"{split}.parquet").is_file():  # verl's folders
         name, path = str(table), table
@@ -306,10 +305,12 @@ def open_table(place: str, split: str, *, hub: bool, cache: str | None = None) -
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         saved = datasets.load_from_disk(place)
         splits: dict[Any, Any] = saved if isinstance(saved, dict) else {"train": saved}
-        if split not in splits:
+        name = split.partition("[")[0]
+        if name not in splits:
             names = ", ".join(map(str, splits))
-            raise ValueError(f"Unknown split {split!r}. Available splits: {names}")
-        return splits[split]
+            raise ValueError(f"Unknown split {name!r}. Available splits: {names}")
+        (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(splits[name])})
+        return splits[name].select(range(part.from_, part.to))
     kind, files = (path.suffix[1:].lower(), place) if path.is_file() else (place, None)
     load = functools.partial(
         datasets.load_dataset, kind, data_files=files, split=split, cache_dir=cache

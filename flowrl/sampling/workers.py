@@ -183,13 +183,15 @@ class WorkerPool:
 
     def _result(self, job: PendingJob) -> JobResult:
         import ray
-        from ray.exceptions import RayActorError
+        from ray.exceptions import RayError, RayTaskError
 
         try:
             result: Any = ray.get(job.reference)
-        except RayActorError as error:
+        except RayTaskError:  # a mistake in the program
+            raise
+        except RayError as error:
             raise MachineFailure(
-                "peer", f"{self._name(job.worker)} died of {job.name}, and of each try again"
+                "peer", f"{self._name(job.worker)} was lost with {job.name}, at every try"
             ) from error
         if isinstance(result, str):
             raise UserError(f"{self._name(job.worker)}: {result}")
@@ -232,11 +234,13 @@ class WorkerPool:
     def _join(self, worker: int, reference: Any) -> None:
         """Let a worker that has loaded take jobs. Raises UserError if none is left that can."""
         import ray
-        from ray.exceptions import RayActorError
+        from ray.exceptions import RayError, RayTaskError
 
         try:
             process, problem = ray.get(reference)
-        except RayActorError as error:
+        except RayTaskError:  # a mistake in the program
+            raise
+        except RayError as error:
             process, problem = "", str(error).strip().partition("\n")[0]
         if not problem:
             self._processes[worker] = [process]

@@ -54,7 +54,8 @@ ABSENT = {
     "ConnectionError", "ConnectionRefusedError", "ConnectError",
 }  # fmt: skip
 ABSENT_WORDS = re.compile(
-    r"cannot run: |not installed|not on this machine|huggingface|cannot be reached"
+    r"cannot run: |not installed|No module named|not on this machine|huggingface|\bgated\b"
+    r"|\boffline\b|cannot be reached|[Cc]onnection refused|ConnectTimeout"
 )
 
 Row = tuple[int, int]  # trial, image

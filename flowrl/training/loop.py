@@ -64,7 +64,7 @@ class Learner:
     optimizer: torch.optim.Optimizer
     runtime: Runtime
     optim: OptimOptions
-    # Largest first log-ratio of an iteration, summed over the latent, in nats; the clip is at 6.5.
+    # Largest first log-ratio of an iteration, summed over the latent, in nats. Clips are 0.5 to 13.
     ratio_tolerance: float = 0.1
     iterations: int  # in which a linear schedule of the learning rate falls to 0
     reward_gradient: Callable[[Rollout], RewardField]  # of the trained reward, at its images

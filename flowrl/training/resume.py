@@ -87,7 +87,7 @@ def decide(config: Config, facts: Facts, *, resume: str | None, accept_changes: 
         return Start(folder=folder, holds_run=holds_run(folder))  # which `claim` refuses
     named = None if resume == LATEST or _same(Path(resume), folder) else Path(resume)
     if named is not None:
-        _check_own(named, folder)
+        _check_of_run(named, folder)
     if not holds_run(folder):
         raise UserError(f"nothing to resume: {folder} holds no run")
     changed = changes(folder, config, facts)
@@ -173,7 +173,7 @@ def _same(path: Path, folder: Path) -> bool:
     return path.resolve() == folder.resolve()
 
 
-def _check_own(path: Path, folder: Path) -> None:
+def _check_of_run(path: Path, folder: Path) -> None:
     """Raise UserError unless `path` is a checkpoint of the run in `folder`."""
     if holds_run(path):
         raise _of_another(path, path, folder)
@@ -214,7 +214,7 @@ def changes(folder: Path, config: Config, facts: Facts) -> Changes:
         ) from error
     changed = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
     facts_before = last["facts"] if last else {}
-    names = [n for n in {**facts, **facts_before} if n in facts_before or n.startswith(GIVEN)]
+    names = [n for n in {**facts, **facts_before} if n in facts_before or n.startswith(PROVIDED)]
     changed |= {
         name: (facts_before.get(name), facts.get(name))
         for name in names
@@ -227,7 +227,7 @@ def changes(folder: Path, config: Config, facts: Facts) -> Changes:
 
 
 DECAY = "optim.schedule over run.iterations"
-GIVEN = "given "  # before the name of what a Python caller gave in place of the recipe's
+PROVIDED = "given "  # before the name of what a Python caller gave in place of the recipe's
 
 
 def learned(changed: Changes) -> Changes:

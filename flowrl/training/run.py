@@ -250,7 +250,7 @@ class Run:
                 self.report.log(step, scores)
                 self.report.sync()
             evaluation.save(self.evaluation_path(step))
-        if self.stop is not None:
+        if self.stop is not None and self.runtime.is_main:
             self._history[step] = self.score(evaluation), self.stop.score(evaluation)
         return evaluation
 

@@ -152,7 +152,7 @@ class DepthPruning(Options):
     size: Count = option(4, "How many steps get no gradient.", BRANCH_GRPO)
     period: Count = option(30, "Iterations between two moves by one step.", BRANCH_GRPO)
     stop: Whole | None = option(
-        None, "First step without gradient at the end; null: until the last step with noise."
+        None, "First step without gradient at the end; null lets them reach the last noisy step."
     )
 
     def steps(self, iteration: int, num_steps: int) -> range:
@@ -178,8 +178,8 @@ class DepthPruning(Options):
             )
         if self.stop is not None and self.stop < self.start:
             raise PlanError(
-                f"{where}.stop is {self.stop}, but depth pruning moves on from step {self.start}: "
-                f"the nearest that works is {self.start}"
+                f"{where}.stop is {self.stop}, but depth pruning moves later from step "
+                f"{self.start}: the nearest that works is {self.start}"
             )
 
 

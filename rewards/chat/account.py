@@ -16,6 +16,7 @@ from .messages import Reply
 
 FILE = "judge.sqlite"
 WAIT_S = 30.0  # for another process that writes
+REPLIES = 4096  # of an account in memory
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, reply TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS numbers (name TEXT PRIMARY KEY, value REAL NOT NULL);
@@ -63,6 +64,9 @@ class Account:
             self._file.execute(
                 "INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, json.dumps(fields))
             )
+            if self.folder is None:  # only the newest stay in memory
+                newest = "(SELECT MAX(rowid) FROM answers)"
+                self._file.execute(f"DELETE FROM answers WHERE rowid <= {newest} - ?", (REPLIES,))
 
     def number(self, name: str) -> float:
         """Return a number, 0 until it is set."""

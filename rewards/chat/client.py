@@ -226,8 +226,8 @@ class _Batch:
                     break
                 turn += 1
                 few_left -= failure.retry == "few"
-                others_left = failure.retry == "few" and (turn - number) % len(clients)
-                if failure.refuses or others_left or failure.retry_after is not None:
+                untried = failure.retry == "few" and (turn - number) % len(clients)
+                if failure.refuses or untried or failure.retry_after is not None:
                     continue  # without that parameter, at another server, or after its rest
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -248,7 +248,7 @@ class _Batch:
             server.open -= 1
         used = answer.get("usage") if isinstance(answer, dict) else None
         tokens = used.get("total_tokens") if isinstance(used, dict) else None
-        if isinstance(tokens, int) and tokens > 0:
+        if isinstance(tokens, int) and 0 < tokens < 1e9:  # more is no count
             chat.account.add("tokens", tokens)
         reply = read_reply(answer, question, chat.thinking)
         reply = replace(reply, text=redacted(reply.text, self.secret))
@@ -339,6 +339,8 @@ def connect(url: str, key: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         headers={"Authorization": f"Bearer {key or 'none'}", "Accept-Encoding": "identity"},
         timeout=httpx.Timeout(None, connect=CONNECT_S),
+        limits=httpx.Limits(max_connections=None),  # `_Batch` has the limit
+        follow_redirects=True,
         # Proxies from the environment answer for servers next door, and wrongly.
         trust_env=not is_loopback(url),
     )
@@ -356,7 +358,8 @@ async def post(client: httpx.AsyncClient, url: str, content: Mapping[str, Any]) 
     except (httpx.RemoteProtocolError, httpx.ReadError) as error:
         raise Failure(f"broke off its answer ({error})", "again") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        words = f"cannot be reached ({error}): is it running, is base_url right?"
+        why = str(error) or type(error).__name__
+        words = f"cannot be reached ({why}): is it running, is base_url right?"
         raise Failure(words, "few") from error
     text = body.decode("utf-8", "replace")
     try:

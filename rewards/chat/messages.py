@@ -140,7 +140,7 @@ def read_reply(answer: Any, question: Question, thinking: bool | None) -> Reply:
             tokens = (choice.get("logprobs") or {}).get("content")
             likeliest = tokens[0]["top_logprobs"] if tokens else ()
             first = tuple((top["token"], math.exp(top["logprob"])) for top in likeliest)
-        except (AttributeError, IndexError, KeyError, TypeError):
+        except (ArithmeticError, AttributeError, LookupError, TypeError):
             raise no_completion(answer) from None
         if not tokens:
             raise Failure(
@@ -237,7 +237,8 @@ def _retry_after(text: str | None) -> float | None:
 def redacted(text: str, secret: str) -> str:
     """Return the text without any `LEAST_SECRET` characters in a row of a secret."""
     starts = range(max(1, len(secret) - LEAST_SECRET + 1)) if secret else ()
-    pieces = [re.escape(secret[start : start + LEAST_SECRET]) for start in starts]
+    pieces = [secret, *(secret[start : start + LEAST_SECRET] for start in starts)]
+    pieces = [re.escape(piece) for piece in pieces if piece]  # the whole one first
     return re.sub("|".join(pieces), "***", text) if pieces else text
 
 

@@ -6,7 +6,7 @@ Packages, devices, and files of weights that are loaded without running any code
 import contextlib
 import importlib
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,14 +139,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             "tensors, saved by torch.save or as .safetensors"
         ) from error
     return state.get("state_dict", state)
-
-
-def first_file(model: str, files: Sequence[str], revision: str | None = None) -> Path:
-    """Return the first of these files that a model has. Raises as `weights_file` for the last."""
-    for file in files[:-1]:
-        with contextlib.suppress(FileNotFoundError):
-            return weights_file(model, file, revision)
-    return weights_file(model, files[-1], revision)
 
 
 def under(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

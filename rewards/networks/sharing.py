@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-KEPT = 256 * 2**20  # bytes of answers that a shared network remembers
+STORED = 256 * 2**20  # bytes of answers that a shared network remembers
 T = TypeVar("T")
 
 
@@ -56,7 +56,7 @@ class Shared:
                 self._answers[key] = answer, size_of(answer)
             self._answers.move_to_end(key)
             answer = self._answers[key][0]
-            while sum(size for _, size in self._answers.values()) > KEPT:
+            while sum(size for _, size in self._answers.values()) > STORED:
                 self._answers.popitem(last=False)
             return answer
 

@@ -71,13 +71,13 @@ def test_beyond_its_capacity_the_oldest_are_forgotten_and_none_without_one():
     cache(records("a", "bb", "ccc"))
     assert [cache.has(r) for r in records("a", "bb", "ccc")] == [False, True, True]
     cache(records("bb", "a"))  # the one that was used last stays
-    assert [text for text, _ in cache.known] == ["bb", "a"]
+    assert [text for text, _ in cache.encoded] == ["bb", "a"]
     endless = TextCache(backbone, capacity=None)
     endless(records(*map(str, range(9))))
-    assert len(endless.known) == 9 and endless.nbytes() == 9 * 16
+    assert len(endless.encoded) == 9 and endless.nbytes() == 9 * 16
     learned = TextCache(Backbone(), capacity=2)  # no more is learned than can be kept
     learned.learn(records("a", "bb", "ccc"))
-    assert len(learned.backbone.asked) == len(learned.known) == 2
+    assert len(learned.backbone.asked) == len(learned.encoded) == 2
 
 
 def test_what_is_on_disk_needs_no_encoder_and_no_place_in_memory(tmp_path):
@@ -90,7 +90,7 @@ def test_what_is_on_disk_needs_no_encoder_and_no_place_in_memory(tmp_path):
     assert len(backbone.asked) == 2
     cache = TextCache(Backbone(), disk=PromptCache(tmp_path, {}), capacity=1)
     cache.learn(records("a", "bb", "ccc"))
-    assert len(cache.known) == 1 and all(cache.has(r) for r in records("a", "bb", "ccc"))
+    assert len(cache.encoded) == 1 and all(cache.has(r) for r in records("a", "bb", "ccc"))
 
 
 def test_an_unknown_prompt_without_encoders_is_told():
@@ -116,7 +116,7 @@ def test_encoders_visit_the_device_once_for_many_batches(monkeypatch):
     assert len(copies) == 1  # nothing to do
     pairs = [(cache, r) for r in records("d", "ee")]
     text._encode(pairs, show=False, all_must_fit=False)
-    assert len(copies) == 2 and len(cache.known) == 5
+    assert len(copies) == 2 and len(cache.encoded) == 5
 
 
 def test_a_damaged_file_is_seen_when_read_to_the_end_and_named_without_encoders(tmp_path):

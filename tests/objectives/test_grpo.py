@@ -200,7 +200,7 @@ def test_noise_weights_are_the_std_over_its_mean_over_steps():
     weight = group_advantages(REWARD).repeat(2) * std / mean
     expected = gradient(-(weight * log_density(toy, rollout, "flow_sde")).mean(), toy)
     torch.testing.assert_close(gradient(loss, toy), expected, rtol=2e-5, atol=1e-6)
-    fans = grpo(step_weight="noise", credit=CreditOptions(edges="fan", scope="leaf"))
+    fans = grpo(step_weight="noise", advantage=CreditOptions(edges="fan", scope="leaf"))
     batch = fans.prepare(collect(Toy(), reward=COMB_REWARD, plan=COMB))
     std = std_of(batch)
     mean = (std[batch.step == 0][0] + std[batch.step == 2][0]) / 2

@@ -67,7 +67,7 @@ for place in ("", f"-{runtime.rank}"):
     build_evaluator(case, backbone.pipeline, learned.specs, given, texts)
     seen[f"texts {len(place)}"] = [
         len(needed),
-        len(texts.get(backbone, 1.0).known),
+        len(texts.get(backbone, 1.0).encoded),
         sum(texts.get(backbone, g).has(prompt) for g, prompt in needed),
         encoders_of(backbone.pipeline) == [],
     ]

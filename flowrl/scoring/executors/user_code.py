@@ -57,8 +57,8 @@ OF_PROCESS: Mapping[str, Setting] = {
     "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
 }
 _reported: set[tuple[str, str]] = set()
-# Calls of rewards in all threads share what they found at first: one that begins while another has
-# changed a setting must not restore that change.
+# Calls of rewards in all threads share one record of the settings, read before the first of them:
+# one that begins while another has changed a setting must not restore that change.
 _calls = threading.Lock()
 _open_calls = 0
 _before_calls: dict[str, Any] = {}
@@ -66,7 +66,7 @@ _before_calls: dict[str, Any] = {}
 
 @contextmanager
 def contained_settings(name: str) -> Iterator[None]:
-    """Restore settings and random generators after code of the reward `name`, in any thread.
+    """Restore settings after code of the reward `name`; in the main thread, generators too.
 
     A changed setting is reported once. In the main thread the generators of Python, NumPy and torch
     get a new seed for the block, drawn from Python's: code that seeds them, or draws from them,
@@ -85,17 +85,20 @@ def contained_settings(name: str) -> Iterator[None]:
         finally:
             changed = _restore(OF_THREAD, before_thread)
             with _calls:
-                changed += _restore(OF_PROCESS, _before_calls)
                 _open_calls -= 1
+                # In the background only after the last call: another may be loading a model,
+                # which changes settings for a while. A call of the main thread never waits.
+                if in_main or not _open_calls:
+                    changed += _restore(OF_PROCESS, _before_calls)
             for setting in changed:
                 if (name, setting) not in _reported:
                     _reported.add((name, setting))
-                    while_others = "" if in_main else (
-                        "; it ran beside training, which saw the change: use executor kind pool"
+                    beside = "" if in_main else (
+                        "; training ran beside it and may have used it: set executor.kind to pool"
                     )  # fmt: skip
                     warnings.warn(
                         f"reward {name!r} changed a setting of the whole process, which was "
-                        f"restored: {setting}{while_others}",
+                        f"restored: {setting}{beside}",
                         stacklevel=2,
                     )
 
