@@ -14,7 +14,7 @@ MEASURED_SECONDS = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class PublishedGPU:
     """A GPU as its maker publishes it."""
 
     memory: int  # bytes
@@ -23,18 +23,18 @@ class Card:
 
 
 # The peaks that data sheets print "with sparsity" are halved.
-CARDS: Mapping[str, Card] = {
-    "GeForce RTX 4070 Ti": Card(12 * 10**9, 80.2e12, "Ada architecture white paper 2.1"),
-    "GeForce RTX 4080": Card(16 * 10**9, 97.5e12, "Ada architecture white paper 2.1"),
-    "GeForce RTX 3090": Card(24 * 10**9, 71e12, "Ampere GA102 white paper 2.0"),
-    "GeForce RTX 4090": Card(24 * 10**9, 165.2e12, "Ada architecture white paper 2.1"),
-    "GeForce RTX 5090": Card(32 * 10**9, 209.5e12, "RTX Blackwell white paper 1.1"),
-    "L40S": Card(48 * 10**9, 362e12, "L40S data sheet"),
-    "A100 80GB": Card(80 * 10**9, 312e12, "A100 data sheet"),
-    "H100 SXM": Card(80 * 10**9, 989e12, "H100 data sheet"),
-    "H200": Card(141 * 10**9, 989e12, "H200 data sheet"),
-    "B200": Card(180 * 10**9, 2250e12, "Blackwell architecture brief"),
-    "Instinct MI300X": Card(192 * 10**9, 1307e12, "MI300X data sheet"),
+CARDS: Mapping[str, PublishedGPU] = {
+    "GeForce RTX 4070 Ti": PublishedGPU(12 * 10**9, 80.2e12, "Ada architecture white paper 2.1"),
+    "GeForce RTX 4080": PublishedGPU(16 * 10**9, 97.5e12, "Ada architecture white paper 2.1"),
+    "GeForce RTX 3090": PublishedGPU(24 * 10**9, 71e12, "Ampere GA102 white paper 2.0"),
+    "GeForce RTX 4090": PublishedGPU(24 * 10**9, 165.2e12, "Ada architecture white paper 2.1"),
+    "GeForce RTX 5090": PublishedGPU(32 * 10**9, 209.5e12, "RTX Blackwell white paper 1.1"),
+    "L40S": PublishedGPU(48 * 10**9, 362e12, "L40S data sheet"),
+    "A100 80GB": PublishedGPU(80 * 10**9, 312e12, "A100 data sheet"),
+    "H100 SXM": PublishedGPU(80 * 10**9, 989e12, "H100 data sheet"),
+    "H200": PublishedGPU(141 * 10**9, 989e12, "H200 data sheet"),
+    "B200": PublishedGPU(180 * 10**9, 2250e12, "Blackwell architecture brief"),
+    "Instinct MI300X": PublishedGPU(192 * 10**9, 1307e12, "MI300X data sheet"),
 }
 # Shares of the peak that whole networks reach in training, at most and at least: an assumption.
 SHARES = (0.5, 0.25)

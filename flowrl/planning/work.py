@@ -62,26 +62,9 @@ class RunWork:
 
 def count_work(config: Config) -> RunWork:
     """Count the work of a whole run."""
-    r, e = config.rollout, config.evaluation
-    needs = config.objective.build(r.kernel).needs
-    scopes = [getattr(inspect_reward(e).reward, "scope", "sample") for e in config.rewards]
-    groups = [e for e, scope in zip(config.rewards, scopes, strict=True) if scope == "group"]
-    whole_trained = any(entry.trained for entry in groups)
-    loads: Counter[IterationWork] = Counter()
-    by_plans: dict[tuple[TreePlan, TreePlan | None], IterationWork] = {}
-    kinds: dict[tuple, IterationKind] = {}
+    e, needs = config.evaluation, config.objective.build(config.rollout.kernel).needs
+    loads, kinds = _iterations(config, needs)
     iterations = config.planned_iterations()
-    for iteration in iterations:
-        plan = r.plan(iteration, config.run.seed)
-        candidates = None if r.explore is None else r.candidates(iteration, config.run.seed)
-        if (plan, candidates) not in by_plans:
-            load = by_plans[plan, candidates] = iteration_work(
-                config, needs, plan, whole_groups=bool(groups), whole_trained=whole_trained,
-                candidates=candidates,
-            )  # fmt: skip
-            kind = IterationKind(plan=plan, candidates=candidates, load=load)
-            kinds.setdefault((load, count(plan), candidates and count(candidates)), kind)
-        loads[by_plans[plan, candidates]] += 1
     total = UpdateWork(previews=_audit_forwards(config))
     for load, times in loads.items():
         times = times * config.run.iterations // len(iterations)  # longer runs go on like this
@@ -95,7 +78,7 @@ def count_work(config: Config) -> RunWork:
         evaluation, between = forwards * sum(e.step_counts), forwards * e.step_counts[0]
     return RunWork(
         needs=needs,
-        kinds=tuple(kinds.values()),
+        kinds=kinds,
         loads=loads,
         first=_iteration_work(config, needs, next(iter(loads))),
         total=total,
@@ -104,6 +87,31 @@ def count_work(config: Config) -> RunWork:
         evaluations=evaluations,
         evaluated_images=images,
     )
+
+
+def _iterations(
+    config: Config, needs: Needs
+) -> tuple[Counter[IterationWork], tuple[IterationKind, ...]]:
+    """Return how many iterations ask for each work, and the kinds of trees, first first."""
+    r = config.rollout
+    scopes = [getattr(inspect_reward(e).reward, "scope", "sample") for e in config.rewards]
+    groups = [e for e, scope in zip(config.rewards, scopes, strict=True) if scope == "group"]
+    whole_trained = any(entry.trained for entry in groups)
+    loads: Counter[IterationWork] = Counter()
+    by_plans: dict[tuple[TreePlan, TreePlan | None], IterationWork] = {}
+    kinds: dict[tuple, IterationKind] = {}
+    for iteration in config.planned_iterations():
+        plan = r.plan(iteration, config.run.seed)
+        candidates = None if r.explore is None else r.candidates(iteration, config.run.seed)
+        if (plan, candidates) not in by_plans:
+            load = by_plans[plan, candidates] = iteration_work(
+                config, needs, plan, whole_groups=bool(groups), whole_trained=whole_trained,
+                candidates=candidates,
+            )  # fmt: skip
+            kind = IterationKind(plan=plan, candidates=candidates, load=load)
+            kinds.setdefault((load, count(plan), candidates and count(candidates)), kind)
+        loads[by_plans[plan, candidates]] += 1
+    return loads, tuple(kinds.values())
 
 
 def doubles(config: Config, guidance: float) -> bool:

@@ -75,8 +75,8 @@ def loads(monkeypatch):
     found, original = [], build_memory.load_pipeline
 
     def load(path, **options):
-        given = options["given"] or {}
-        found.append([name for name, part in given.items() if part is None and ENCODER in name])
+        parts = options["parts"] or {}
+        found.append([name for name, part in parts.items() if part is None and ENCODER in name])
         return original(path, **options)
 
     monkeypatch.setattr(build_memory, "load_pipeline", load)
@@ -177,7 +177,7 @@ def test_prompts_that_do_not_fit_into_memory_are_told(tiny_config, load_tiny, mo
         texts.encode_first(needed, runtime)
     assert "those beyond 2 are encoded on the CPU" in caplog.text
     (cache,) = texts._caches.values()
-    assert len(cache.known) == 2 < len(needed)
+    assert len(cache.encoded) == 2 < len(needed)
     text._make_room([cache], 2**10, 10, True)
     assert cache.capacity is None
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # each process has its own

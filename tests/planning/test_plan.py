@@ -115,17 +115,6 @@ def test_the_plan_is_told_in_full_as_text_and_json(run):
     assert total == sum(found["phases"]["training"].values())
 
 
-@pytest.mark.slow
-def test_memory_is_that_of_the_iterations_that_need_most():
-    wide = ["optim.micro_batch=1", "rollout.num_inference_steps=8", "run.iterations=9",
-            "rollout.tree={kind: flow_grpo}"]  # fmt: skip
-    less = [*wide, "rollout.depth_pruning={start: 3, size: 4, until: 4}"]
-    whole, pruned = (make_plan(load_config("quickstart", words)) for words in (wide, less))
-    assert len(whole.work.kinds) == 1 < len(pruned.work.kinds)
-    held = [[p.parts.get("latents") for p in plan.phases] for plan in (whole, pruned)]
-    assert held[0] == held[1]
-
-
 def test_the_command_tells_what_does_not_work(run):
     changes = [
         "rollout.prompts_per_iteration=8",
@@ -195,7 +184,7 @@ def test_a_checkpoint_of_another_class_is_planned_with_what_to_change(run, check
     assert code == 1 and "optim.micro_batch=1" in out and "memory.base_bits=4" in out
     (row,) = re.findall(r"^transformer +(.*)$", out, re.M)
     weights = max(float(word) for word in row.split())
-    assert weights == pytest.approx(7.75 if "klein" in checkpoint else 40.9, rel=0.01)
+    assert weights == pytest.approx(18.16 if "klein" in checkpoint else 40.9, rel=0.01)
 
 
 def test_hours_are_a_range_for_each_card_that_holds_the_recipe(run):

@@ -83,7 +83,7 @@ def test_work_is_counted_for_audits_moving_trees_guidance_and_shares():
     config = load_config(
         "quickstart-grpo",
         ["rollout.tree={kind: flow_grpo_fast, window: {kind: random, size: 2}}", "run.iterations=9"]
-        + ["rollout.depth_pruning={start: 3, size: 1, until: 4}", "rollout.num_inference_steps=8"],
+        + ["rollout.depth_pruning={start: 3, size: 1}", "rollout.num_inference_steps=8"],
     )
     run = count_work(config)
     assert sum(run.loads.values()) == 9

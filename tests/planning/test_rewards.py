@@ -48,7 +48,7 @@ def test_a_judge_is_asked_once_an_image_where_it_is_asked_at_all(when, expected)
 
 def test_other_judges_ask_as_often_as_they_say():
     twice, pairs, rivals, unknown = planned(
-        judge(args={"rubric": "viescore"}),
+        judge(args={"rubric": "viescore"}, when="both"),
         judge("pairwise"),
         judge("pairwise", args={"rivals": 1, "both_orders": False}, label="few"),
         judge("vlm_questions"),
@@ -63,8 +63,8 @@ def test_other_judges_ask_as_often_as_they_say():
 def test_components_are_one_request_and_a_budget_is_kept_beside_it():
     limited = {"rubric": "viescore", "server": HERE | {"max_requests": 9}}
     whole, part = planned(
-        judge(args=limited),
-        judge(args=limited, component="semantic"),
+        judge(args=limited, when="both"),
+        judge(args=limited, component="semantic", when="both"),
     )
     assert whole.requests == 2 * (IMAGES + EVALUATED) and whole.budget == 9
     assert part.requests == 0
@@ -118,7 +118,9 @@ def test_the_machine_s_memory_holds_the_networks_that_wait_on_the_cpu():
 
 
 def test_the_command_says_what_judges_cost(capsys):
-    asked = planned(judge(args={"server": HERE | {"max_requests": 9}}), judge("vlm_questions"))
+    asked = planned(
+        judge(args={"server": HERE | {"max_requests": 9}}, when="both"), judge("vlm_questions")
+    )
     _show_rewards(asked, 0.5)
     shown = capsys.readouterr().out
     assert "Judges are sent 88 requests at most, which costs 44.00 at 0.5 each" in shown

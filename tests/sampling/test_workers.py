@@ -92,9 +92,9 @@ def test_a_run_with_workers_has_the_weights_of_one_process(config_for, same, cas
 
 
 def test_a_worker_that_is_killed_changes_no_bit(config_for, same, tmp_path):
-    align(config_for("here", None, 4))
+    align(config_for("here", None, 10))
     killer = during_a_run(tmp_path / "ray", lambda worker: worker.send_signal(signal.SIGKILL))
-    align(config_for("ray", {"count": 2}, 4))
+    align(config_for("ray", {"count": 2}, 10))
     killer.join()
     assert same()
     last = read_metrics(tmp_path / "ray")[-1]

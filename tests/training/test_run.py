@@ -29,7 +29,7 @@ from flowrl.web.runs import RunFiles
 # Schedules of the iteration: a window that is drawn, and pruning that ends.
 MOVING = {
     "tree": {"kind": "tree_grpo", "branch": 2, "window": {"kind": "random", "size": 2}},
-    "depth_pruning": {"start": 2, "size": 1, "stop": 2, "until": 3},
+    "depth_pruning": {"start": 2, "size": 1, "stop": 2},
 }
 SMALL = {
     "rollout": {
