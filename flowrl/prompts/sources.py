@@ -43,6 +43,7 @@ def read_rows(source: str | Path, *, split: str = "train") -> Iterator[dict]:
     if match := WITH_COLUMN.fullmatch(name):
         return _file(Path(match[1]), match[2])
     if (file := _of_split(path, split)) is not None:
+        check_regular(path)
         return _file(file)
     if path.is_dir() and (table := path / f"{split}.parquet").is_file():  # verl's folders
         name, path = str(table), table

@@ -91,7 +91,7 @@ class MetricsLog:
                 continue
             if name in self._names or len(self._names) < MOST_NAMES:
                 self._names[name] = None
-                values[name] = None if value is None or abs(value) >= 1e300 else float(value)
+                values[name] = float(value) if value is not None and abs(value) < 1e300 else None
 
     def _thin_out(self) -> None:
         evaluated = {step for step, values in self._rows.items() if any(map(_held_out, values))}

@@ -118,7 +118,7 @@ def test_a_network_is_given_up_with_its_last_holder_and_old_answers_make_room(mo
     place = shared("key", one)
     assert shared("key", two) is place and shared("other", two) is not place
     assert place.load(object) is place.load(object)
-    monkeypatch.setattr("flowrl_rewards.networks.sharing.KEPT", 3000)
+    monkeypatch.setattr("flowrl_rewards.networks.sharing.STORED", 3000)
     runs: list[int] = []
 
     def ask(number: int, of: Shared) -> torch.Tensor:
