@@ -47,20 +47,20 @@ class TrainedRun:
     @property
     def lora(self) -> Path | None:
         """Return the file of the LoRA, None where the run ended before it had one."""
-        return _if_there(self.folder / LORA)
+        return _optional(self.folder / LORA)
 
     @property
     def gallery(self) -> Path | None:
         """Return the page of images, None where nothing was evaluated."""
-        return _if_there(self.folder / "gallery" / "index.html")
+        return _optional(self.folder / "gallery" / "index.html")
 
     @property
     def card(self) -> Path | None:
         """Return the model card."""
-        return _if_there(self.folder / "README.md")
+        return _optional(self.folder / "README.md")
 
 
-def _if_there(path: Path) -> Path | None:
+def _optional(path: Path) -> Path | None:
     return path if path.is_file() else None
 
 
