@@ -22,9 +22,9 @@ class PublishedGPU:
     source: str
 
 
-# The peaks that data sheets print "with sparsity" are halved. Figures agree with secondary tables of
-# November 2026, but for those of the RTX 4070 Ti and 5090, which were not compared; the documents
-# named as sources were not opened.
+# The peaks that data sheets print "with sparsity" are halved. Figures agree with secondary tables
+# of November 2026, but for those of the RTX 4070 Ti and 5090, which were not compared; the
+# documents named as sources were not opened.
 CARDS: Mapping[str, PublishedGPU] = {
     "GeForce RTX 4070 Ti": PublishedGPU(12 * 10**9, 80.2e12, "Ada architecture white paper 2.1"),
     "GeForce RTX 4080": PublishedGPU(16 * 10**9, 97.5e12, "Ada architecture white paper 2.1"),
