@@ -142,6 +142,17 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
+# What a pipeline class is by a word of its name, where flowrl cannot train it.
+REFUSED = {
+    "Kontext|Edit|Img2Img|Inpaint|Fill|Redux|Control|Upscale": "edits images",
+    "Video|LTX|Mochi|CogVideo|Allegro|Latte|AnimateDiff|I2V|Wan|SkyReels": "makes videos",
+    "Cosmos": "has a schedule that is no straight line from noise to image",
+    "Sprint|LCM|LatentConsistency": "samples in a few steps by another rule than a flow",
+    "Audio|Music|AceStep": "makes sound",
+    "StableDiffusionXL|StableDiffusionPipeline|PixArt|Kolors|HunyuanDiT|Kandinsky3": (
+        "removes noise, where flowrl trains pipelines that sample a flow"
+    ),
+}
 
 # How names on the Hub begin, the licence, and its file, as the cards of these repositories say;
 # without a file it is an identifier of the Hub. SANA's card has none and says "NSCL v2-custom".

@@ -89,7 +89,7 @@ class Policy:
                 warnings.filterwarnings("ignore", message=".*without `get_apply_tensor_subclass`")
                 if hasattr(self.network, "add_adapter"):
                     self.network.add_adapter(config, adapter_name=name)  # type: ignore[operator]
-                else:  # OmniGen's and PRX's networks
+                else:  # a network without diffusers' PEFT mixin
                     inject_adapter_in_model(config, self.network, adapter_name=name)
         except ValueError as error:
             kind = type(self.network).__name__

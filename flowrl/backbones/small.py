@@ -373,7 +373,11 @@ def _network(kind: Any, pipeline: str, override: Override) -> Any:
         elif "axes" in name and "dim" in name and parameter.default:
             arguments[name] = ROTARY_AXES[len(parameter.default)]
     network = kind(**{**arguments, **override.network}).eval()
-    # Zeros that training starts from, as of modulation, would hide what is before them.
+    # Of the scale that keeps activations: a class's own, or zeros, would hide most layers behind
+    # gates that are nearly shut.
+    for module in network.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)
     for weights in network.parameters():
         if weights.ndim > 1 and not weights.any():
             torch.nn.init.normal_(weights, std=0.1)

@@ -48,17 +48,6 @@ run:
 """
 
 T = TypeVar("T")
-# What a pipeline class is by a word of its name, where flowrl cannot train it.
-REFUSED = {
-    "Kontext|Edit|Img2Img|Inpaint|Fill|Redux|Control|Upscale": "edits images",
-    "Video|LTX|Mochi|CogVideo|Allegro|Latte|AnimateDiff|I2V|Wan|SkyReels": "makes videos",
-    "Cosmos": "has a schedule that is no straight line from noise to image",
-    "Sprint|LCM|LatentConsistency": "samples in a few steps by another rule than a flow",
-    "Audio|Music|AceStep": "makes sound",
-    "StableDiffusionXL|StableDiffusionPipeline|PixArt|Kolors|HunyuanDiT|Kandinsky3": (
-        "removes noise, where flowrl trains pipelines that sample a flow"
-    ),
-}
 
 
 def init(
@@ -127,6 +116,7 @@ def _bytes(memory: str) -> int:
 
 def class_of(model: str) -> str:
     """Return a pipeline's class by its model_index.json. Raises UserError if it cannot train."""
+    from flowrl.backbones.families import REFUSED
     from flowrl.planning.model_specs import pipeline_class
 
     kind = pipeline_class(model)
@@ -165,10 +155,10 @@ def parent_of(kind: str, memory: int, model: str) -> str:
             f"recipes), set pipeline.path to {model}, and see flowrl plan."
         )
     if not (fitting := [name for name in same if sizes[name] <= memory]):
-        least = min(sizes[name] for name in same)
+        least = min(same, key=lambda name: (sizes[name], name))
         raise UserError(
-            f"No recipe for {model} fits {memory / 1e9:.0f} GB, the smallest is for "
-            f"{least / 1e9:.0f}: take a smaller pipeline, or write a recipe and see flowrl plan."
+            f"No recipe for {model} fits {memory / 1e9:.0f} GB: the smallest, {least}, is for "
+            f"--memory {sizes[least] / 1e9:.0f}GB. A smaller pipeline needs less."
         )
     return max(fitting, key=lambda name: ("-nft-" in name, sizes[name], name))
 

@@ -19,9 +19,10 @@ from flowrl.utils.templates import render
 TAGS = ["text-to-image", "diffusers", "lora", "template:sd-lora", "reinforcement-learning"]
 FOLDER = "card"  # the card's images, beside README.md
 DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-# Python lines that load a LoRA from a folder, by what loads it, see `loader_of`.
+# Python lines that load a LoRA from a folder, by what loads it, see `loader_of`. Without the file's
+# name diffusers asks the Hub for it, and offline refuses.
 LOADERS = {
-    "pipeline": "pipe.load_lora_weights({folder!r})",
+    "pipeline": f"pipe.load_lora_weights({{folder!r}}, weight_name={FILE!r})",
     "network": "pipe.transformer.load_lora_adapter("
     f"{{folder!r}}, prefix=None, weight_name={FILE!r})",
     "flowrl": "load_lora(pipe, {folder!r})",

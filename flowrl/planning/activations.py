@@ -6,6 +6,7 @@ are alive. Of each run of equal blocks two run, and stand for all.
 """
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -345,7 +346,8 @@ def fake_tensors(dtype: torch.dtype) -> Iterator[None]:
     """
     half = dtype != torch.float32
     autocast = torch.autocast("cpu", dtype if half else torch.bfloat16, enabled=half)
-    with FakeTensorMode(allow_non_fake_inputs=True), autocast:
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), autocast:
+        warnings.filterwarnings("ignore", message="Mismatch dtype")  # of norms on CPUs
         yield
 
 

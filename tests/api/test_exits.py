@@ -1,6 +1,9 @@
 """What comes out of a run of any pipeline class: every exit takes it, without the user's code."""
 
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import diffusers
@@ -57,12 +60,14 @@ def image(pipeline: Any, call: dict[str, Any]) -> np.ndarray:
 def test_every_exit_takes_the_run(finished, tmp_path):
     base, folder, config = finished
     assert (folder / FILE).is_file() and (folder / "gallery" / "index.html").is_file()
-    # The card's own code.
+    # The card's own code, offline and in a process of its own too.
     text = (folder / "README.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
     assert names["image"].size == (64, 64)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     # `sample` and the merged pipeline draw the image of the card's pipeline.
     arguments = re.search(r"pipe\(prompt=.*, (num_inference_steps=.*)\)\.images\[0\]", code)
     assert arguments is not None

@@ -143,7 +143,7 @@ def run_folder(folder: Path) -> Path:
         (folder / name).write_bytes(b"x")
     (folder / "README.md").write_text(
         "---\nlicense: mit\n---\npipe = X.from_pretrained('/a/base')\n"
-        "pipe.load_lora_weights('/a/b')\n"
+        "pipe.load_lora_weights('/a/b', weight_name='x')\n"
     )
     return folder
 
@@ -179,8 +179,9 @@ def test_a_finished_run_is_pushed_by_the_command(hub, tmp_path, capsys):
         export_hub(str(folder), repository=None, private=False)
     assert push(folder, open_repository("me/other")) == "https://huggingface.co/me/other"
     assert set(hub.files) == {FILE, "README.md", "card/curve.png"}
-    code = b"pipe = X.from_pretrained('base')\npipe.load_lora_weights('me/other')\n"
-    assert hub.files["README.md"].endswith(code)
+    base, lora = "pipe = X.from_pretrained('base')", "('me/other', weight_name='x')"
+    code = f"{base}\npipe.load_lora_weights{lora}\n"
+    assert hub.files["README.md"].decode().endswith(code)
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path), "--to", "hub"])
     assert "--to hub takes a run's folder" in capsys.readouterr().err

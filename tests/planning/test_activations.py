@@ -79,7 +79,10 @@ def test_peaks_are_those_of_the_memory_tracker(klein, checkpointing):
     assert counted == pytest.approx(tracked_peak(forward, checkpointing), rel=0.1)
 
 
-LARGE = ("sd3.5-medium", "flux.1-dev", "sana-1.6b", "qwen-image", "flux.2-klein-9b", "z-image")
+LARGE = (
+    "sd3.5-medium", "flux.1-dev", "sana-1.6b", "qwen-image", "flux.2-klein-4b", "flux.2-klein-9b",
+    "z-image",
+)  # fmt: skip
 
 
 @pytest.mark.slow
