@@ -163,9 +163,10 @@ def _train(
         learner = build_learner(config, runtime, provided, texts, needed, pool)
     with closing(learner.specs), pool or nullcontext():
         pipeline = learner.policy.backbone.pipeline
-        evaluator = build_evaluator(
-            config, pipeline, learner.specs, provided, texts, runtime=runtime
-        )
+        with phase("load"):
+            evaluator = build_evaluator(
+                config, pipeline, learner.specs, provided, texts, runtime=runtime
+            )
         held_out = evaluator.prompts if evaluator else ()
         with (
             phase("check"),

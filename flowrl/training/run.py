@@ -18,7 +18,7 @@ from torch import Tensor
 from flowrl.backbones.lora_files import FILE, save_lora
 from flowrl.backbones.policy import Policy
 from flowrl.config.sections import RunOptions
-from flowrl.errors import DamagedFile, Interrupted, UserError, as_failure, phase
+from flowrl.errors import DamagedFile, Interrupted, UserError, as_failure, in_phase, phase
 from flowrl.quantization.linear import exact_weights
 from flowrl.training.checkpoint import (
     STATE,
@@ -34,7 +34,7 @@ from flowrl.utils.digests import sealed_digest
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import write_bytes
 from flowrl.utils.progress import Steps
-from flowrl.utils.stopping import StopRequest, when_done
+from flowrl.utils.stopping import StopRequest, signal_source, when_done
 
 LOG = logging.getLogger(__name__)
 GRID_IMAGES = 16
@@ -387,7 +387,8 @@ class Run:
                         self._write_stop("error", complete=False, detail=detail)
                     raise
                 if self._request.name:
-                    self._print(f"Stopped by {self._request.name}. {self._go_on()}")
+                    source = signal_source(self._request.number)
+                    self._print(f"Stopped by {source}. {self._go_on()}")
 
     def _heed(self, request: StopRequest) -> None:
         """Print that a signal came; a terminal that hung up takes no more text."""
@@ -395,7 +396,9 @@ class Run:
             return
         if request.name == "SIGHUP" and self.steps.console.is_terminal:
             self.steps.console.quiet = True
-        text = f"{request.name}: ends after this iteration; a second signal ends at once.\n"
+        work = "evaluation" if in_phase("evaluate") else "iteration"
+        source = signal_source(request.number)
+        text = f"{source}: ends after this {work}; a second one ends at once.\n"
         text = "\n" + text if self.steps.console.is_terminal else text  # below the bar
         with suppress(OSError):
             os.write(2, text.encode())  # whatever this signal has interrupted may be printing

@@ -27,6 +27,11 @@ class StopRequest:
         return time.monotonic() - self._at if self.name else 0.0
 
 
+def signal_source(number: int) -> str:
+    """Return what sent a signal, in a user's words."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
 _requests: list[StopRequest] = []  # of `when_done`, which are not nested in practice
 
 
@@ -72,7 +77,7 @@ def passed_on(to: Callable[[int], None]) -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(number, signal.Signals(number).name)
+    raise Interrupted(number, signal_source(number))
 
 
 @contextmanager

@@ -27,13 +27,14 @@ from flowrl.sampling.rollout import decode
 from flowrl.scoring.scorer import SamplerFailure, Scoring
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.evaluate import Evaluator
+from flowrl.utils.stopping import signal_source
 
 # Where each phase is met, and at which call from the first: in the second iteration where there
 # are several, or at the evaluation after it.
 PLACES = {
     "load": (flowrl.api, "build_learner", 1),
     "check": (flowrl.api, "check_before_training", 1),
-    "encode": (PipelineBackbone, "encode", 1),
+    "encode": (PipelineBackbone, "encode", 3),  # two are of loading
     "rollout": (flowrl.sampling.rollout, "sample_tree", 3),
     "decode": (PipelineBackbone, "decode", 3),
     "score": (Scoring, "_answer", 3),
@@ -138,10 +139,12 @@ def expected(phase: PhaseName, failure: str) -> tuple[int, list[str], int | None
         words = [f"{name} in phase {phase}", remedy, "docs/troubleshooting.md"]
         where = "nothing is saved" if phase in BEFORE else f"step-{WHOLE[phase]:06d}"
         return CODES[failure], [*words, where], None if phase in BEFORE else WHOLE[phase]
+    word = signal_source(INJECTED[failure])
     if phase in BEFORE:
-        words = [f"ended by SIG{failure} in phase {phase}", "nothing is saved"]
-        return CODES[failure], words, None
-    return 0, [f"SIG{failure}: ends after this iteration"], ASKED[phase]
+        return CODES[failure], [f"ended by {word} in phase {phase}", "nothing is saved"], None
+    # The first texts that are encoded after loading are those of the base's evaluation.
+    work = "evaluation" if phase in ("encode", "evaluate") else "iteration"
+    return 0, [f"{word}: ends after this {work}"], ASKED[phase]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ def handlers():
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_a_block_at_once_with_the_shells_code_and_the_phase(number):
-    with pytest.raises(Interrupted, match=f"{number.name} in phase load") as ended:
+    word = "Ctrl-C" if number == signal.SIGINT else number.name
+    with pytest.raises(Interrupted, match=f"{word} in phase load") as ended:
         with at_once(), phase("load"):
             os.kill(os.getpid(), number)
     assert exit_code(ended.value) == 128 + number
