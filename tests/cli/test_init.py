@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from flowrl.backbones.small import small_folder
 from flowrl.cli import app, init, main
 from flowrl.config import load_config
+from flowrl.errors import UserError
 from flowrl.planning.plan import make_plan
 
 
@@ -65,13 +66,21 @@ def test_a_small_folder_of_any_class_is_trained_on_a_cpu(tmp_path, capsys, promp
     assert load_config(file).pipeline.path == str(folder)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["FluxKontextPipeline", "QwenImageEditPipeline", "SanaSprintPipeline", "LTXPipeline",
-     "StableDiffusion3Img2ImgPipeline", "StableDiffusionXLPipeline", "ChromaPipeline"],
-)  # fmt: skip
+UNTRAINABLE = [
+    "FluxKontextPipeline", "QwenImageEditPipeline", "SanaSprintPipeline", "LTXPipeline",
+    "StableDiffusion3Img2ImgPipeline", "StableDiffusionXLPipeline",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNTRAINABLE)
+def test_classes_of_editing_video_and_few_steps_are_refused_whatever_their_size(kind, tmp_path):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind}))
+    with pytest.raises(UserError, match=kind):
+        init.class_of(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", [*UNTRAINABLE, "ChromaPipeline"])
 def test_classes_without_a_recipe_are_refused_by_name(kind, tmp_path, capsys, prompts):
-    """Editing, video and few-step classes, and classes that have no recipe for a GPU."""
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind}))
     file = tmp_path / "mine.yaml"
     code, _, err = run(capsys, str(file), "--model", str(tmp_path), *prompts, "--memory=24GB")

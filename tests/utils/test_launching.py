@@ -84,12 +84,12 @@ def test_a_signal_while_processes_are_started_reaches_those_that_come_after_it(m
 
 def test_ranks_listen_on_loopback_alone_and_end_with_a_killed_launcher():
     rank = """
-import time, torch.distributed as dist
+import os, time, torch.distributed as dist
 from flowrl.utils.launching import end_with_launcher
 end_with_launcher()
 dist.init_process_group("gloo")
 dist.barrier()
-print("ready", flush=True)
+os.write(1, b"ready\\n")  # at once, so that lines of two processes stay whole
 time.sleep(600)
 """
     launch = (
