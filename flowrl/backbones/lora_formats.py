@@ -21,6 +21,7 @@ from flowrl.errors import DamagedFile, UserError
 from flowrl.utils.digests import check_seal, notes_of, seal
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import parse_state, state_bytes
+from flowrl.utils.progress import announced
 from flowrl.utils.untrusted import parse_json, read_bytes, read_json
 
 LOG = logging.getLogger(__name__)
@@ -195,7 +196,8 @@ def _download(source: str, name: str, subfolder: str, revision: str | None) -> P
     if subfolder.endswith(".safetensors"):
         files = [subfolder, Path(subfolder).with_name(PEFT_CONFIG).as_posix()]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+        with announced(f"looking for {name} on the Hub"):
+            return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as error:  # HTTP libraries have errors of their own
         if message := hub_error_message(error, name, revision):
             raise UserError(

@@ -32,7 +32,7 @@ Lora = Annotated[
     str | None,
     typer.Option(
         metavar="RUN|FILE|HUB",
-        help="LoRA to add: a run folder, a file, or OWNER/NAME/SUBFOLDER@REVISION on the Hub.",
+        help="LoRA to add: a run folder, a file, or a name on the Hub (OWNER/NAME).",
     ),
 ]
 Guidance = Annotated[float | None, typer.Option(min=0, help="Guidance; 1 is none.")]
@@ -178,7 +178,11 @@ def say(text: str = "", *, err: bool = False, style: str = "") -> None:
         whole = textwrap.TextWrapper(
             console.width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
         )
-        text = "\n".join(whole.fill(line) for line in text.split("\n"))
+        lines = []
+        for line in text.split("\n"):
+            whole.subsequent_indent = line[: len(line) - len(line.lstrip())]
+            lines.append(whole.fill(line))
+        text = "\n".join(lines)
     printed = Text(text, style)
     printed.highlight_regex("^error:", "bold red")
     console.print(printed, soft_wrap=True)

@@ -79,6 +79,8 @@ def plan(
       flowrl plan my_recipe.yaml --price-per-call 0.002
     """
     from flowrl.config import load_config
+
+    say("planning ...", err=True)  # the imports and the counting below take seconds
     from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
     from flowrl.planning.rewards import reward_work
 
@@ -299,11 +301,12 @@ def _show_time(planned: "Plan", duration: "Duration", price: float | None) -> No
         paid = "" if cost is None else f", cost {cost:.2f}"
         say(
             f"At {duration.rate / 1e12:.3g} * 10^12 a second ({duration.rate_of}): "
-            f"{duration.seconds:.3g} s an iteration, {duration.hours:.3g} hours in all{paid}.\n"
+            f"{_figures(duration.seconds)} s an iteration, {_figures(duration.hours)} hours in "
+            f"all{paid}.\n"
         )
     rows = []
     for card, hours in duration.estimates(planned.peak.total if planned.peak else 0).items():
-        row = {"GPU": card, "hours of the run": " to ".join(f"{h:.2g}" for h in hours)}
+        row = {"GPU": card, "hours of the run": " to ".join(map(_figures, hours))}
         if price is not None:
             row["cost"] = " to ".join(f"{h * duration.gpus * price:,.0f}" for h in hours)
         rows.append(row)
@@ -315,6 +318,11 @@ def _show_time(planned: "Plan", duration: "Duration", price: float | None) -> No
         f"\nAn estimate for {_gpus(duration.gpus)}: networks at 50 to 25 % of the card's published "
         "peak in bf16, without waiting for rewards or servers.\n"
     )
+
+
+def _figures(value: float) -> str:
+    """Write two digits or more, and no exponent of a large number."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _gpus(count: int) -> str:

@@ -10,6 +10,7 @@ from flowrl.config.rewards import HTTPOptions
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import ModelSpec, build_network, spec_for
 from flowrl.scoring.spec import load_reward
+from flowrl.utils.progress import announced
 
 REAL = 2 * 10**9  # bytes of weights from which a pipeline needs a GPU
 
@@ -72,7 +73,8 @@ def check_gpu(config: Config) -> None:
     from flowrl.planning.plan import make_plan  # not needed by runs that pass
 
     hours = ""
-    duration = make_plan(config, measure=True).duration
+    with announced("no GPU here: counting how long the CPU would take"):
+        duration = make_plan(config, measure=True).duration
     if duration is not None and duration.seconds is not None and duration.hours is not None:
         hours = (
             f", where an iteration takes at least {duration.seconds / 3600:,.1f} hours and the run "

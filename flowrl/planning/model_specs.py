@@ -18,6 +18,7 @@ from torch import nn
 from flowrl.backbones.families import family_of
 from flowrl.backbones.loading import TINY, pipeline_path
 from flowrl.errors import UserError
+from flowrl.utils.progress import announced
 
 # What networks call the width of their text embeddings.
 TEXT_WIDTHS = ("joint_attention_dim", "caption_channels")
@@ -236,7 +237,8 @@ def pipeline_class(path: str, revision: str | None = None) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        index = hf_hub_download(path, "model_index.json", revision=revision)
+        with announced(f"looking for {path} on the Hub"):
+            index = hf_hub_download(path, "model_index.json", revision=revision)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise UserError(
             f"{path} is no folder with a model_index.json, and the Hub does not give one "

@@ -273,11 +273,14 @@ def test_pickles_and_cut_files_are_refused(copy):
         open_lora(copy.folder)
 
 
-def test_a_name_on_the_hub_is_its_folder_there_at_a_revision(peft_folder, tmp_path, monkeypatch):
+def test_a_name_on_the_hub_is_its_folder_there_at_a_revision(
+    peft_folder, tmp_path, monkeypatch, capsys
+):
     requests = []
     shutil.copytree(peft_folder[0], tmp_path / "checkpoint-3" / "lora")
 
     def download(name, revision, allow_patterns):
+        assert name in capsys.readouterr().err  # said before: without a network it takes a minute
         requests.append((name, revision))
         assert "checkpoint-3/lora/adapter_config.json" in allow_patterns or name != "me/a-lora"
         return str(tmp_path if name == "me/a-lora" else tmp_path / "nothing")
