@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -186,6 +187,12 @@ def say(text: str = "", *, err: bool = False, style: str = "") -> None:
     printed = Text(text, style)
     printed.highlight_regex("^error:", "bold red")
     console.print(printed, soft_wrap=True)
+
+
+def say_starting() -> None:
+    """Say that a command has begun, whose imports take seconds; of its processes the first one."""
+    if os.environ.get("RANK", "0") == "0":
+        say("starting ...", err=True)
 
 
 def print_error(message: str, hint: str = "") -> None:

@@ -19,6 +19,7 @@ from flowrl.cli._console import (
     print_comparison,
     print_scores,
     print_table,
+    say_starting,
 )
 from flowrl.cli.train import Words, recipe_request
 from flowrl.errors import UserError
@@ -81,6 +82,7 @@ def evaluate(
     config, loras = load_config(request.recipe, [*request.overrides, *deployed]), lora or []
     if output_dir is None and len(loras) > 1:
         raise UserError("Several LoRAs need a folder for images and scores: add -o leaderboard.")
+    say_starting()
     if output_dir is not None:
         from flowrl.evaluation.comparison import compare_loras
         from flowrl.evaluation.leaderboard import ranking, summary, write_leaderboard
@@ -165,6 +167,7 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
 
       flowrl benchmark geneval images/sd3.5
     """
+    say_starting()
     from flowrl.evaluation.drawing import DrawingOptions
 
     drawing = DrawingOptions(

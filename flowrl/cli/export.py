@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowrl.cli._console import LoraAlpha
+from flowrl.cli._console import LoraAlpha, say_starting
 from flowrl.errors import UserError
 
 # The formats that an option is for.
@@ -80,6 +80,7 @@ def export(
             )
     if output is None and to != "hub":
         raise UserError(f"{to} needs a place, as in flowrl export {source} --to {to} -o lora.")
+    say_starting()
     from flowrl.api import export as export_lora
 
     typer.echo(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowrl.cli._console import print_table, say
+from flowrl.cli._console import print_table, say, say_starting
 from flowrl.cli.train import Words, recipe_request
 from flowrl.utils.imports import without_garbage_collection
 
@@ -80,7 +80,7 @@ def plan(
     """
     from flowrl.config import load_config
 
-    say("planning ...", err=True)  # the imports and the counting below take seconds
+    say_starting()
     from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
     from flowrl.planning.rewards import reward_work
 

@@ -17,6 +17,7 @@ from flowrl.cli._console import (
     arguments_of,
     print_scores,
     say,
+    say_starting,
 )
 from flowrl.errors import UserError
 
@@ -132,6 +133,7 @@ def score(
         raise UserError("Both --prompt and --prompts are given, expected one of them.")
     if twice := next((name for name in reward if reward.count(name) > 1), None):
         raise UserError(f"--reward {twice} is given twice, expected once: score them in turn.")
+    say_starting()
     from flowrl.api import score as score_images
 
     if server and args:

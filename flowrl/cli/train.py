@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowrl.cli._console import print_comparison, print_table, say
+from flowrl.cli._console import print_comparison, print_table, say, say_starting
 from flowrl.cli.recipes import complete_recipe
 from flowrl.errors import UserError
 
@@ -130,6 +130,7 @@ def train(
     if print_config:
         typer.echo(config_yaml(config), nl=False)
         return
+    say_starting()
     if dry_run:
         _rehearse(config, resume)
         return
@@ -140,7 +141,6 @@ def train(
         print_table([row | {"folder": folder} for row in encode(config)])
         return
     if os.environ.get("RANK", "0") == "0":
-        say("starting ...", err=True)  # the imports below take seconds
         from flowrl.planning.machine import check_machine
 
         check_machine(config, insist=yes)

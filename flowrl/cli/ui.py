@@ -95,7 +95,7 @@ def serve_page(
         listen(listening)
         address = f"{address_of(host, listening)}/#token={quote(token, safe='')}"
         # Flushed: programs that read this through a pipe wait for it.
-        print(f"{what}: {address}", flush=True)
+        print(f"{what}:\n{address}", flush=True)
         # Ctrl-C is how it ends; uvicorn has closed all by then.
         with suppress(Interrupted), open_page(address) if open_browser else nullcontext():
             make_server(app).run(sockets=[listening])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowrl.cli._console import Lora, say
+from flowrl.cli._console import Lora, say, say_starting
 from flowrl.cli.recipes import complete_recipe
 from flowrl.cli.train import print_what_next, recipe_request
 from flowrl.cli.ui import (
@@ -86,6 +86,7 @@ def vote(  # noqa: PLR0913  # an argument for each option
         say(f"{written} pairs in {export}")
         return
     if train:
+        say_starting()
         from flowrl.voting.learn import train_on_votes
 
         config = _config(words)
@@ -94,6 +95,7 @@ def vote(  # noqa: PLR0913  # an argument for each option
         if open_browser and trained.gallery is not None:
             typer.launch(trained.gallery.resolve().as_uri())
         return
+    say_starting()
     from flowrl.utils.files import locked_folder
     from flowrl.voting.app import Questions, make_app
     from flowrl.voting.ballot import Ballot

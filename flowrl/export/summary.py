@@ -255,7 +255,8 @@ def evaluate_strengths(
     evaluations = {}
     for strength in dict.fromkeys(strengths):
         with RLG(evaluator.backbone.pipeline, strength):
-            evaluations[strength] = evaluator(evaluator.backbone.velocity, runtime, whole=False)
+            titled = replace(evaluator, title=f"evaluating strength {strength:g}")
+            evaluations[strength] = titled(evaluator.backbone.velocity, runtime, whole=False)
     return evaluations
 
 

@@ -71,7 +71,8 @@ def test_it_prints_an_address_whose_token_opens_it_and_ends_with_ctrl_c(make_fol
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
-            base, _, token = child.stdout.readline().split()[-1].partition("#token=")
+            line = next(line for line in child.stdout if "#token=" in line)
+            base, _, token = line.strip().partition("#token=")
             assert len(token) >= 32 and base.startswith("http://127.0.0.1:")
             assert httpx.get(f"{base}api/runs").status_code == 401
             answer = httpx.get(f"{base}api/runs", headers={"Authorization": f"Bearer {token}"})
