@@ -4,6 +4,7 @@ Each function does what the command of its name does, and takes loaded objects w
 useful: `align` a pipeline, prompts and rewards, `collect` and `audit` a pipeline and rewards.
 """
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -88,7 +89,7 @@ from flowrl.trajectory import Rollout
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import locked_folder, unused, write_bytes
 from flowrl.utils.images import png
-from flowrl.utils.progress import Steps, announced
+from flowrl.utils.progress import SafeConsole, Steps, announced
 
 LOG = logging.getLogger(__name__)
 Row = dict[str, Any]  # of a table that a command prints
@@ -263,14 +264,14 @@ def sample(
     stays: the new one takes the next free name.
     """
     loaded, paths = drawing.build(), []
-    for i, prompt in enumerate(prompts):
-        text, negative = (
-            (prompt.text, prompt.negative) if isinstance(prompt, PromptRecord) else (prompt, None)
-        )
-        for k in range(count):
+    with Steps("drawing", len(prompts) * count, console=SafeConsole(stderr=True)) as steps:
+        for (i, prompt), k in itertools.product(enumerate(prompts), range(count)):
+            record = isinstance(prompt, PromptRecord)
+            text, negative = (prompt.text, prompt.negative) if record else (prompt, None)
             path = unused(output_dir / f"{i:03d}-seed{seed + k}.png")
             write_bytes(path, png(loaded.image(text, seed + k, negative)))
             paths.append(path)
+            steps.advance()
     return paths
 
 

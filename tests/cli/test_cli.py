@@ -166,7 +166,7 @@ def test_score_prints_a_missing_score_as_missing(run, built):
     assert code == 0
     assert built[0][0][1:] == (["ocr", "brightness"], None, [None, None], ())
     assert out.splitlines()[-1].split() == ["a.png", "n/a", "0.25"]
-    assert err == "reward 'ocr' does not apply\n"
+    assert err.endswith("reward 'ocr' does not apply\n")
     out = run("score", "a.png", "--reward", "ocr", "--json")[1]
     assert json.loads(out) == {"file": "a.png", "ocr": None, "brightness": 0.25}
 

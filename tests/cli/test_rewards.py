@@ -36,7 +36,7 @@ def check(tmp_path, monkeypatch):
         result = CliRunner().invoke(app, list(words))
         if result.exception and not isinstance(result.exception, UserError | SystemExit):
             raise result.exception
-        return result.exit_code, result.output, str(result.exception or "")
+        return result.exit_code, result.stdout, str(result.exception or "")
 
     return call
 
