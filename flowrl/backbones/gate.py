@@ -168,12 +168,11 @@ def _stop_if_complete(visit: Visit) -> None:
 def _encode(
     plain: Callable[..., Any], visit: Visit, replay: Iterator[Any], device: torch.device
 ) -> Callable[..., Any]:
-    signature = inspect.signature(plain)
-
     @functools.wraps(plain)
     def encode(*args: Any, **kwargs: Any) -> Any:
         if visit.texts is not None:
             return next(replay)
+        signature = inspect.signature(plain)
         call = signature.bind(*args, **kwargs)
         if "device" in signature.parameters:
             call.arguments["device"] = device
