@@ -128,7 +128,7 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="geneval: evaluation_metadata.jsonl, or rows like it."),
+        typer.Option(metavar="FILE", help="geneval: its published metadata, or rows like it."),
     ] = None,
     output_dir: Annotated[
         Path | None,

@@ -442,7 +442,7 @@ class Run:
 
     def _print(self, text: str) -> None:
         if self.steps is not None:
-            self.steps.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.steps.console.print(text, highlight=False, markup=False)
 
 
 def cpu_share() -> float | None:

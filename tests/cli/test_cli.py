@@ -6,7 +6,7 @@ import pytest
 from typer.main import get_command
 
 from flowrl import __version__
-from flowrl.cli import app, main
+from flowrl.cli import COMMANDS, app, main
 from flowrl.config import load_config
 from flowrl.config.yaml12 import load_yaml
 from flowrl.prompts.records import load_prompts
@@ -209,3 +209,10 @@ def test_names_that_no_file_can_have_and_endless_trees_are_refused(run):
         assert len(err) < 300
     code, _, err = run("tree", "branch_grpo", "--steps", "1000000000")
     assert code != 0 and "1000" in err
+
+
+def test_help_cuts_no_word_on_a_screen_of_80_columns(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in COMMANDS:
+        code, out, _ = run(command.__name__.replace("_", "-"), "--help")
+        assert code == 0 and "Usage" in out and "…" not in out, command.__name__
