@@ -69,7 +69,7 @@ def exact_samples(config: Config, learner: Learner, bar: Steps | None) -> ExactS
         sampler.generator.text_cache(request.prompts)
     # Held-out rewards decide nothing here.
     stage = replace(sampler.generator, specs=[spec for spec in learner.specs if spec.trained])
-    scores, seconds = _timed(stage, request, plan, compiled=config.rollout.compile)
+    scores, seconds = _timed(stage, request, plan, compiled=config.pipeline.compile)
     if bar is not None:
         bar.advance({"seconds per image": seconds})
     return ExactSamples(request=request, scores=scores, seconds=seconds)
@@ -94,7 +94,7 @@ def candidate_rows(
             replace(stage, num_inference_steps=steps),
             exact.request,
             plan,
-            compiled=config.rollout.compile,
+            compiled=config.pipeline.compile,
         )
         compared = compare_ranks(config, scores, exact.scores)
         if bar is not None:

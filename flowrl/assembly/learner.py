@@ -24,6 +24,7 @@ from flowrl.assembly.rollout import RolloutParts, build_sampler, check_rollout_m
 from flowrl.assembly.text import GuidedPrompts, TextCaches, prompts_to_encode, stored_prompts
 from flowrl.assembly.work_split import check_split, iteration_work
 from flowrl.backbones.base import Backbone
+from flowrl.backbones.compiling import compile_blocks
 from flowrl.backbones.lora_files import fit_lora
 from flowrl.backbones.lora_formats import LoRA, lora_of_main
 from flowrl.backbones.pipeline import PipelineBackbone
@@ -282,6 +283,8 @@ def build_policy(
     if start is not None:
         start = fit_lora(start, policy.network, type(backbone.pipeline))
         policy.start_from(start.state)
+    if config.pipeline.compile:
+        compile_blocks(policy.network)
     return policy
 
 

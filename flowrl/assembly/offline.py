@@ -19,8 +19,7 @@ from flowrl.sampling.rollout import Sampler
 
 # Options under `rollout` that leave the images as they are.
 INDIFFERENT = {
-    "batch_size", "compile", "depth_pruning", "merge_lora", "store", "training_guidance_scale",
-    "workers",
+    "batch_size", "depth_pruning", "merge_lora", "store", "training_guidance_scale", "workers",
 }  # fmt: skip
 CHECKED = {"allow_overlap"}  # the same, under `prompts`
 # Options under `pipeline` that change them, beside what the metadata hold anyway.

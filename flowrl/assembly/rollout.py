@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from flowrl.assembly.backbone import network_dtype
 from flowrl.backbones.base import Backbone, VelocityField
@@ -19,7 +18,6 @@ from flowrl.objectives.base import Needs
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.quantization.backends import (
     Backend,
-    Plain,
     Resolved,
     capability_of,
     precision_name,
@@ -77,11 +75,10 @@ class RolloutParts:
         return whole and not is_quantised(self.policy.network)
 
     def copied_network(
-        self, layers: Sequence[LayerChoice], backend: Backend, lora: Literal["merge", "side"]
+        self, layers: Sequence[LayerChoice], backend: Backend
     ) -> tuple[Backbone, Callable[[], AbstractContextManager[VelocityField]]]:
         """Return a backbone around a copy of the network, and what prepares it for sampling."""
-        compiled = self.config.rollout.compile
-        model = RolloutModel(self.policy, layers, backend, lora=lora, compile=compiled)
+        model = RolloutModel(self.policy, layers, backend, compile=self.config.pipeline.compile)
         backbone = with_network(self.backbone, model.network)
         network = functools.partial(
             rollout_model_velocity, model, backbone, self.adapter, runtime=self.runtime
@@ -116,9 +113,6 @@ def build_generator(parts: RolloutParts) -> RolloutGenerator:
         policy_velocity, parts.policy, backbone, parts.adapter,
         merged=parts.merged, runtime=parts.runtime,
     )  # fmt: skip
-    if r.compile and parts.pool is None:
-        lora = "merge" if parts.merged else "side"
-        backbone, network = parts.copied_network((), Plain(network_dtype(backbone)), lora)
     make = RolloutGenerator
     if parts.pool is not None:
         make = functools.partial(
@@ -194,7 +188,7 @@ def build_preview_generator(
     assert e is not None
     backbone, network = exact.backbone, exact.network
     if parts.pool is None and (layers or parts.foldable != parts.merged):
-        backbone, network = parts.copied_network(layers, backend, "merge")
+        backbone, network = parts.copied_network(layers, backend)
     trained = [spec for spec in parts.specs if spec.trained]
     if isinstance(exact, RemoteGenerator):
         exact = replace(exact, preview=True)

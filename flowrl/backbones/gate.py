@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 ENCODERS = ("encode_prompt", "generate_prior_tokens")
 NETWORKS = ("transformer", "unet")
@@ -79,6 +80,7 @@ def _opened(pipeline: Any, visit: Visit, device: torch.device) -> Iterator[None]
     patches: list[tuple[Any, str, Callable[..., Any]]] = [
         (scheduler, "set_timesteps", _set_timesteps(scheduler, visit, device)),
         (scheduler, "step", _step(scheduler, visit)),
+        (pipeline, "progress_bar", functools.partial(tqdm, disable=True)),  # a bar a velocity
     ]
     if hasattr(pipeline, "prepare_latents"):
         patches.append((pipeline, "prepare_latents", _prepare_latents(pipeline, visit)))

@@ -171,11 +171,6 @@ class RolloutOptions(Options):
         "Fold the adapter into the weights while sampling, which is faster; auto folds where that "
         "is exact enough for the log-probabilities.",
     )
-    compile: Flag = option(
-        False,
-        "Sample with a compiled copy of the network: faster on a GPU after a first minute or more. "
-        "It needs a second copy of the adapted layers in memory.",
-    )
     explore: ExploreOptions | None = option(
         None,
         "Sample many more candidates first, cheaply, and only the selected ones as above, from the "

@@ -38,6 +38,11 @@ class PipelineOptions(Options):
         "Who computes attention: a back end of diffusers such as native, flash or xformers; null "
         "leaves it to diffusers. Some transformers take native alone.",
     )
+    compile: Flag = option(
+        False,
+        "Compile the transformer's repeated blocks with torch.compile, for sampling and learning: "
+        "faster on a GPU after a first minute or two.",
+    )
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
         "Number format of the frozen weights and the network's arithmetic; adapters, step "

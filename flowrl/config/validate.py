@@ -170,7 +170,7 @@ def check_base_bits(
     wanted = {
         "pipeline.precision": (pipeline.precision, "null"),
         "rollout.merge_lora": (rollout.merge_lora is True, "auto or false"),
-        "rollout.compile": (rollout.compile, "false"),
+        "pipeline.compile": (pipeline.compile, "false"),
         "rollout.explore.precision": (explore and explore.precision != "bf16", "bf16"),
     }
     for option, (conflict, instead) in wanted.items():
@@ -294,7 +294,7 @@ def check_sharding(
     explore = rollout.explore
     for option, value, works in (
         ("rollout.merge_lora", rollout.merge_lora is True, "auto"),
-        ("rollout.compile", rollout.compile, "false"),
+        ("pipeline.compile", pipeline.compile, "false"),
         ("rollout.explore.precision", explore is not None and explore.precision != "bf16", "bf16"),
         ("pipeline.precision", pipeline.precision not in (None, "bf16"), "null"),
         ("memory.base_bits", memory.base_bits is not None, "null"),

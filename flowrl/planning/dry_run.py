@@ -143,7 +143,7 @@ def _shrink_rollout(draft: _Draft, config: Config) -> None:
     draft.lower("optim.updates_per_rollout", PROMPTS)
     draft.put("rollout.prompts_per_iteration", PROMPTS)
     draft.lower("rollout.batch_size", ROWS)
-    draft.put("rollout.compile", False)
+    draft.put("pipeline.compile", False)
     draft.put("rollout.workers", None, "null: this process samples")
     if r.store is not None:
         draft.put("rollout.store", None, "null: the groups are generated")

@@ -337,12 +337,11 @@ class MemoryPlan:
     @property
     def copies(self) -> tuple[NetworkCopy, ...]:
         """Return the networks of rollouts beside the policy's."""
-        p, r, e = self.config.pipeline, self.config.rollout, self.config.rollout.explore
+        p, e = self.config.pipeline, self.config.rollout.explore
         mergeable = p.precision is None and self.config.memory.base_bits is None
-        copies = [NetworkCopy(format="bf16", merge=self.merged)] if r.compile else []
         if e is not None and (e.precision != "bf16" or mergeable != self.merged):
-            copies.append(NetworkCopy(format=e.precision, min_dim=e.min_dim))
-        return tuple(copies)
+            return (NetworkCopy(format=e.precision, min_dim=e.min_dim),)
+        return ()
 
     @property
     def training_copy(self) -> NetworkCopy | None:

@@ -8,7 +8,6 @@ import copy
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flowrl.backbones.compiling import compile_blocks
 from flowrl.backbones.families import layer_rules_of
 from flowrl.backbones.policy import POLICY, Policy, merged_weight
 from flowrl.backbones.quantized_base import check_mergeable
@@ -54,7 +54,7 @@ class RolloutModel:
             Adapted layers without a format hold a merged copy in their own dtype, or with
             lora="side" the path beside the frozen weight; without choices the copy is exact.
             Everything else is the policy's own tensors.
-        compile: by torch.compile, once for each shape of the latents.
+        compile: the repeated blocks, see `compile_blocks`.
 
     Raises:
         UserError: a layer to be packed, or to have a path beside it, is neither linear nor a 1x1
@@ -80,7 +80,7 @@ class RolloutModel:
             parent, _, last = name.rpartition(".")
             setattr(self.network.get_submodule(parent), last, layer)
         if compile:
-            compile_network(self.network)
+            compile_blocks(self.network)
 
     @torch.no_grad()
     def sync(self, adapter: str) -> None:
@@ -201,67 +201,6 @@ def _factors(lora: Any, adapter: str) -> tuple[Tensor, Tensor]:
 def _tensors(network: nn.Module) -> Iterator[Tensor]:
     yield from network.parameters()
     yield from network.buffers()
-
-
-# --- torch.compile -------------------------------------------------------------------------------
-
-
-GRAPHS = 64  # of one class of networks, at least; torch's own limit is 8
-# By the names of torch's older versions too.
-LIMIT = ("recompile_limit", "cache_size_limit")
-FAIL = ("fail_on_recompile_limit_hit", "fail_on_cache_limit_hit")
-ERRORS = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
-
-
-def compile_network(network: nn.Module, backend: str = "inductor") -> nn.Module:
-    """Compile a module in place, at its first call for each input shape (dynamic=False).
-
-    Weights can still be written in place afterwards. backend: of torch.compile; "aot_eager" traces
-    and guards alike but generates no code. Torch's limit of graphs in this process becomes GRAPHS
-    at least, and torch stops there.
-    """
-    _limit_graphs()
-    network.compile(dynamic=False, backend=backend)
-    return network
-
-
-def recompilations() -> int:
-    """Return the number of graphs compiled in this process so far.
-
-    Networks beyond torch's limit of graphs are not counted; they raise, see `within_limit`.
-    """
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
-
-
-@contextmanager
-def within_limit() -> Iterator[None]:
-    """Call compiled networks inside; more graphs than torch's limit are a UserError."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ not in ERRORS:
-            raise
-        raise UserError(
-            "the network was compiled for as many shapes of batches as torch allows: choose a "
-            "rollout.batch_size that all numbers of images are multiples of, or set "
-            "rollout.compile to false"
-        ) from error
-
-
-def _limit_graphs() -> None:
-    """Raise torch's limit of graphs, which all networks of a class share, copies too.
-
-    Beyond it torch computes without compiling and only logs that, unless it is set to fail.
-    """
-    from torch._dynamo import config
-
-    limit = next(name for name in LIMIT if hasattr(config, name))
-    setattr(config, limit, max(GRAPHS, getattr(config, limit)))
-    fail = next((name for name in FAIL if hasattr(config, name)), None)
-    if fail is not None and not config.suppress_errors:  # torch refuses both at once
-        setattr(config, fail, True)
 
 
 # --- a precision on a network, and its record ----------------------------------------------------

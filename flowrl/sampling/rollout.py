@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.base import Backbone, VelocityField
+from flowrl.backbones.compiling import within_limit
 from flowrl.backbones.offload import autoencoder_on_device
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
@@ -20,7 +21,7 @@ from flowrl.functional.batches import ALONE, Batches
 from flowrl.functional.noise import keyed_noise, noise_seed
 from flowrl.functional.sde import StepKernel
 from flowrl.prompts.records import PromptRecord, PromptSampler, reworded
-from flowrl.quantization.rollout_model import RolloutModel, within_limit
+from flowrl.quantization.rollout_model import RolloutModel
 from flowrl.sampling.sampler import Schedule, sample_tree
 from flowrl.scoring.combine import check_invalid, combine, train_weights
 from flowrl.scoring.scorer import SamplerFailure, Scoring
@@ -460,7 +461,7 @@ def policy_velocity(
     """Sample with the policy's network and one adapter, merged into the weights or beside them."""
     # Merged before autocast begins, which would compute the change of the weights in 16 bits.
     network = policy.merged(adapter) if merged else policy.using(adapter)
-    with torch.no_grad(), network, runtime.autocast():
+    with torch.no_grad(), network, runtime.autocast(), within_limit():
         yield backbone.velocity
 
 

@@ -26,10 +26,10 @@ FREE = (
     "run.output_dir", "run.iterations", "run.max_minutes", "run.checkpoint_every",
     "run.keep_checkpoints", "run.sample_every", "run.trackers",
     "run.push_to_hub", "run.hub_model_id", "run.hub_private", "run.threads", "failures",
-    "pipeline.device", "pipeline.decode_batch", "pipeline.attention",
+    "pipeline.device", "pipeline.decode_batch", "pipeline.attention", "pipeline.compile",
     "memory.gradient_checkpointing", "memory.text_encoders", "memory.vae", "memory.prompt_cache",
-    "rollout.batch_size", "rollout.merge_lora", "rollout.compile",
-    "rollout.workers", "optim.micro_batch", "prompts.allow_overlap", "rewards.*.executor",
+    "rollout.batch_size", "rollout.merge_lora", "rollout.workers", "optim.micro_batch",
+    "prompts.allow_overlap", "rewards.*.executor",
     "evaluation.batch_size", "runtime",
     # Requests to a judge and their cost; not its model nor its prompt.
     *(f"rewards.*.args.server.{name}" for name in (

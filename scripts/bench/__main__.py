@@ -214,6 +214,7 @@ def iteration(  # noqa: PLR0913  # an argument for each option
         str | None,
         typer.Option(help="Of frozen weights: fp8, nvfp4 and so on; see pipeline.precision."),
     ] = None,
+    compile: Annotated[bool, typer.Option(help="Compile the repeated blocks.")] = False,
     gradient_checkpointing: Annotated[
         bool, typer.Option(help="Compute activations again in the backward pass.")
     ] = False,
@@ -255,8 +256,8 @@ def iteration(  # noqa: PLR0913  # an argument for each option
     for name in names:
         row = bench_iteration(
             name=name, work=work_of(name, given), pixels=pixels, layers=layers, dtype=dtype,
-            precision=precision, gradient_checkpointing=gradient_checkpointing, repeats=repeats,
-            device=device,
+            precision=precision, compile=compile, gradient_checkpointing=gradient_checkpointing,
+            repeats=repeats, device=device,
         )  # fmt: skip
         if as_json:
             print_table([row], as_json=True)

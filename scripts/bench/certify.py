@@ -30,7 +30,7 @@ from flowrl.planning.model_specs import model_spec
 from flowrl.quantization.backends import capability_of, precision_name, resolve
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
-from scripts.bench.iteration import bench_iteration, work_of
+from scripts.bench.iteration import bench_compile, bench_iteration, work_of
 from scripts.bench.two_stage import PUBLISHED, TINY_MIN_DIM, bench_sizes, parse_counts
 
 Result = dict[str, Any]
@@ -38,6 +38,8 @@ SIZES = ("sd3.5-medium", "sd3.5-large", "flux.1-dev", "sana-1.6b")
 QUICKSTARTS = ("quickstart", "quickstart-flux", "quickstart-sana")
 ITERATIONS = 10  # of each quickstart
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
+# On a GPU: so few images that all sizes are done in minutes, in batches of one shape.
+FEW = {"prompts": 2, "group_size": 4, "steps": 5, "batch": 4, "micro_batch": 4}
 # On a CPU: two blocks of each kind, and as little work as shows that everything runs.
 SMALL = {"prompts": 1, "group_size": 2, "steps": 2, "batch": 2, "micro_batch": 2}
 TEXT_TOKENS = 96  # there, CLIP's 77 among them
@@ -179,7 +181,10 @@ def _seconds(row: Mapping[str, Any]) -> float | None:
 def _iteration(name: str) -> Result:
     """Measure an iteration at real size: its share of bare forwards, its memory by the plan."""
     if torch.cuda.is_available():
-        return bench_iteration(name=name, gradient_checkpointing=True, repeats=2)
+        work = replace(work_of(name, FEW), kl_coef=0.0)  # else bare passes lack the reference's
+        return bench_iteration(
+            name=name, work=work, compile=True, gradient_checkpointing=True, repeats=2
+        )
     work = replace(work_of(name, SMALL), guidance=1.0, kl_coef=0.0)
     return bench_iteration(
         name=name, work=work, pixels=64, layers=2, dtype="fp32", text_tokens=TEXT_TOKENS,
@@ -208,28 +213,13 @@ def _kernels(name: str) -> Result:
 
 
 def _compile() -> Result:
-    """Compare a compiled forward of two SD3.5-Medium blocks with the plain one."""
-    from scripts.bench.random_model import RandomBackbone
-    from scripts.bench.timing import compare_turns, time_turns
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backbone = RandomBackbone(
-        "sd3.5-medium", device=device, dtype=torch.float32, pixels=64, layers=2
-    )
-    text = backbone.encode([""], [""])
-    x = torch.zeros(1, *backbone.latent_shape(), device=device)
-    network = backbone.transformer
-    compiled = torch.compile(network)
-
-    def forward(one: Any) -> torch.Tensor:
-        backbone.transformer = one
-        with torch.no_grad():
-            return backbone.velocity(x, torch.ones((), device=device), text)
-
-    difference = (forward(compiled) - forward(network)).abs().max().item()
-    jobs = {"plain": lambda: forward(network), "compiled": lambda: forward(compiled)}
-    turns = time_turns(jobs, 3, device)
-    return {"difference": difference, **compare_turns(turns["compiled"], turns["plain"])}
+    """Compare compiled forwards and backwards of SD3.5-Medium with plain ones."""
+    if torch.cuda.is_available():
+        return bench_compile(name=SIZES[0], pixels=512, layers=None, dtype="bf16")
+    return bench_compile(
+        name=SIZES[0], pixels=64, layers=2, dtype="fp32", rows=2, text_tokens=TEXT_TOKENS,
+        repeats=1, device="cpu",
+    )  # fmt: skip
 
 
 def _two_stages(name: str) -> Result:

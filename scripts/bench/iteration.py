@@ -5,8 +5,10 @@ what a network of random weights happens to earn.
 """
 
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -18,6 +20,7 @@ from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
+from flowrl.functional.batches import ALONE
 from flowrl.planning.memory import MemoryPlan
 from flowrl.planning.model_specs import ModelSpec, model_spec
 from flowrl.planning.work import count_work, doubles
@@ -32,10 +35,12 @@ from scripts.bench.rollout import sampler, training_passes, with_random_rewards
 from scripts.bench.timing import (
     Phase,
     Timeline,
+    compare_turns,
     device_name,
     middle_mean,
     on_gpu,
     spread,
+    time_turns,
     watched,
 )
 
@@ -90,6 +95,7 @@ def bench_iteration(
     layers: int | None = None,
     dtype: str = "bf16",
     precision: str | None = None,
+    compile: bool = False,
     gradient_checkpointing: bool = False,
     text_tokens: int | None = None,
     repeats: int = 3,
@@ -103,7 +109,7 @@ def bench_iteration(
         name: of a published model.
         pixels: side of an image, None for PIXELS.
         layers: blocks of each kind, None for all.
-        dtype, precision, gradient_checkpointing: the options of these names.
+        dtype, precision, compile, gradient_checkpointing: the options of these names.
         text_tokens: that the transformer attends to, None for the model's own number.
 
     Raises:
@@ -119,7 +125,8 @@ def bench_iteration(
     work, pixels = work or WORK[spec.family], pixels or PIXELS[spec.family]
     pipeline = {
         "path": spec.checkpoint, "dtype": dtype, "precision": precision,
-        "device": device, "decode_batch": work.decode_batch, "height": pixels, "width": pixels,
+        "compile": compile, "device": device, "decode_batch": work.decode_batch,
+        "height": pixels, "width": pixels,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         config = _config(pipeline, work, gradient_checkpointing, folder)
@@ -138,6 +145,7 @@ def bench_iteration(
         "layers": "all" if layers is None else f"{layers} of each kind: says nothing of speed",
         "dtype": dtype,
         "precision": precision or dtype,
+        "compile": compile,
         "pixels": pixels,
         "rank": RANK,
         "images": work.prompts * work.group_size,
@@ -149,6 +157,69 @@ def bench_iteration(
         "operations_per_second": _rate(iterations, memory, velocities),
         **_memory(iterations, planned),
     }
+
+
+def bench_compile(
+    *,
+    name: str,
+    pixels: int,
+    layers: int | None,
+    dtype: str,
+    rows: int = 4,
+    text_tokens: int | None = None,
+    repeats: int = 3,
+    device: str = "auto",
+) -> dict[str, Any]:
+    """Compare forwards and backwards of `rows` rows in compiled blocks with plain ones.
+
+    Returns the seconds of the first call of each, the compiled ones' by the plain ones' of later
+    calls in alternating turns, and by how much of its norm the gradient differs.
+    """
+    spec = model_spec(name)
+    spec = replace(spec, text_tokens=text_tokens or spec.text_tokens)
+    work = replace(
+        WORK[spec.family], prompts=1, group_size=rows, steps=2, batch=rows, micro_batch=rows,
+        guidance=1.0, kl_coef=0.0,
+    )  # fmt: skip
+    pipeline = {
+        "path": spec.checkpoint, "dtype": dtype, "compile": True, "device": device,
+        "decode_batch": work.decode_batch, "height": pixels, "width": pixels,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config(pipeline, work, False, folder)
+        runtime = Runtime(device=device, mixed_precision=PRECISION[dtype])
+        learner = _learner(config, runtime, name, spec, work, layers)
+        with torch.compiler.set_stance("force_eager"):
+            rollout = with_random_rewards(learner.source.collect(0, Timer()))
+        data: Any = learner.objective.prepare(rollout)
+        chunk = next(iter(ALONE.micro_batches(data, rows)))
+        cond = chunk.cond.take(chunk.prompt)
+        gradients: dict[str, torch.Tensor] = {}
+
+        def passes(mode: str) -> None:
+            with torch.compiler.set_stance("force_eager" if mode == "plain" else "default"):
+                with runtime.autocast():
+                    loss = learner.policy.velocity(chunk.x, chunk.sigma, cond).square().mean()
+                loss.backward()
+            gradients[mode] = torch.cat([p.grad.flatten() for p in learner.policy.parameters()])
+            learner.optimizer.zero_grad()
+
+        jobs = {mode: partial(passes, mode) for mode in ("compiled", "plain")}
+        first = {f"first {mode} seconds": seconds(job) for mode, job in jobs.items()}
+        turns = time_turns(jobs, repeats, runtime.device)
+    difference = (gradients["compiled"] - gradients["plain"]).norm() / gradients["plain"].norm()
+    return {
+        "size": name, "pixels": pixels, "rows": rows, "dtype": dtype, **first,
+        "difference": difference.item(),
+        **compare_turns(turns["compiled"], turns["plain"]),
+    }  # fmt: skip
+
+
+def seconds(job: Callable[[], None]) -> float:
+    """Return the seconds of a job by the clock."""
+    began = time.perf_counter()
+    job()
+    return time.perf_counter() - began
 
 
 def _config(

@@ -68,12 +68,23 @@ def bench_rollout(
 
 
 def bench_learner(
-    model: str, device: str, batch: int, rollout: dict[str, Any], **sections: dict[str, Any]
+    model: str,
+    device: str,
+    batch: int,
+    rollout: dict[str, Any],
+    *,
+    compile: bool = False,
+    **sections: dict[str, Any],
 ) -> Learner:
     """Build a learner with these options; at most `batch` rows in any forward."""
     config = parse_config(
         {
-            "pipeline": {"path": model, "device": device, "max_sequence_length": 12},
+            "pipeline": {
+                "path": model,
+                "device": device,
+                "max_sequence_length": 12,
+                "compile": compile,
+            },
             "prompts": {"train": "tiny:geneval:train"},
             "rewards": [{"name": "brightness"}],
             "rollout": {"batch_size": batch, "merge_lora": False} | rollout,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flowrl.assembly.rollout import EXPLORING
+from flowrl.backbones.compiling import compiled_graphs
 from flowrl.backbones.loading import TINY
 from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.text_cache import TextCache
@@ -24,7 +25,7 @@ from flowrl.planning.model_specs import model_spec
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.quantization.backends import Plain, Resolved, capability_of, precision_name, resolve
 from flowrl.quantization.layer_rules import LayerChoice, quantised_share
-from flowrl.quantization.rollout_model import RolloutModel, prepare, recompilations
+from flowrl.quantization.rollout_model import RolloutModel, prepare
 from flowrl.sampling.rollout import (
     RolloutGenerator,
     RolloutRequest,
@@ -186,7 +187,7 @@ class Costs:
     two: float  # both stages
     split: Seconds  # the parts of `two`, which add up
     # Of one full batch, an image: a step of the exact network, of the candidates' and of the
-    # network as it is trained, uncompiled with the adapter beside the weights.
+    # network as it is trained, with the adapter beside the weights.
     exact_step: float
     low_step: float
     peft_step: float
@@ -291,7 +292,7 @@ def measure(
         "exact": lambda: _batch(exact, candidates, plan, finish=True),
         "low": lambda: _batch(low, candidates, preview),
         "peft": lambda: _batch(peft, candidates, plan),
-        "graphs": lambda: graphs.append(recompilations()) or {},
+        "graphs": lambda: graphs.append(compiled_graphs()) or {},
     }
     found = in_turns(jobs, repeats)
     steps = {"preview_steps": low.num_inference_steps, "steps": exact.num_inference_steps}
@@ -308,7 +309,7 @@ def measure(
             low_step=cheap["step"],
             peft_step=trained["step"],
             finish=whole["finish"],
-            graphs=recompilations() - graphs[0],
+            graphs=compiled_graphs() - graphs[0],
             memory=max(peaks, default=None),
         )
         for single, two, whole, cheap, trained in zip(
@@ -447,7 +448,6 @@ def bench_solrl(
         "group_size": counts.keep,
         "num_inference_steps": counts.steps,
         "merge_lora": True,
-        "compile": on_gpu(device) if compile is None else compile,
         "tree": {"kind": "ode"},
         "explore": {
             "candidates": counts.candidates,
@@ -460,7 +460,8 @@ def bench_solrl(
     nft = {"kind": "nft", "noising": {"count": 1}}
     with tempfile.TemporaryDirectory() as folder, name_own_options():
         sections = {"objective": nft, "run": {"output_dir": folder}}
-        learner = bench_learner(model, device, size, rollout, **sections)
+        compile = on_gpu(device) if compile is None else compile
+        learner = bench_learner(model, device, size, rollout, compile=compile, **sections)
         policy, source = learner.policy, sampler(learner)
 
         def learn() -> None:
@@ -470,7 +471,7 @@ def bench_solrl(
         peft = _beside_weights(source.generator, policy, OLD)
         found = summary(measure(source, peft, learn, repeats=repeats))
     what = {"model": model, "precision": precision_name(resolved), "native": resolved.native}
-    return what | {"compiled": rollout["compile"]} | found
+    return what | {"compiled": compile} | found
 
 
 # --- on networks of published sizes with random weights -----------------------------------------

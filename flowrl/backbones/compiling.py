@@ -1,0 +1,74 @@
+"""`torch.compile` of a transformer's repeated blocks, for sampling and learning.
+
+Blocks of one class share their graphs, so that compiling takes the time of a few blocks and not of
+the whole network. There is a graph for each kind of block, shape of a batch, adapter in use, and
+with and without gradients.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from flowrl.errors import UserError
+
+GRAPHS = 64  # of one class of blocks, at least; torch's own limit is 8
+# By the names of torch's older versions too.
+LIMIT = ("recompile_limit", "cache_size_limit")
+FAIL = ("fail_on_recompile_limit_hit", "fail_on_cache_limit_hit")
+ERRORS = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
+
+
+def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
+    """Compile the blocks that a network holds in lists, in place, or all of it where it has none.
+
+    Each is compiled at its first call for each shape (dynamic=False). Weights can still be written
+    in place, and adapters switched. Torch's limit of graphs in this process becomes GRAPHS at
+    least, and torch stops there.
+
+    Args:
+        backend: of torch.compile; "aot_eager" traces and guards alike but generates no code.
+    """
+    _limit_graphs()
+    lists = (child for child in network.children() if isinstance(child, nn.ModuleList))
+    for block in [block for blocks in lists for block in blocks] or [network]:
+        block.compile(dynamic=False, backend=backend)
+
+
+def compiled_graphs() -> int:
+    """Return the number of graphs compiled in this process so far.
+
+    Networks beyond torch's limit of graphs are not counted; they raise, see `within_limit`.
+    """
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+@contextmanager
+def within_limit() -> Iterator[None]:
+    """Call compiled networks inside; more graphs than torch's limit are a UserError."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ not in ERRORS:
+            raise
+        raise UserError(
+            "the network was compiled for as many shapes of batches as torch allows: choose a "
+            "rollout.batch_size and an optim.micro_batch that all numbers of images are multiples "
+            "of, or set pipeline.compile to false"
+        ) from error
+
+
+def _limit_graphs() -> None:
+    """Raise torch's limit of graphs, which all networks of a class share, copies too.
+
+    Beyond it torch computes without compiling and only logs that, unless it is set to fail.
+    """
+    from torch._dynamo import config
+
+    limit = next(name for name in LIMIT if hasattr(config, name))
+    setattr(config, limit, max(GRAPHS, getattr(config, limit)))
+    fail = next((name for name in FAIL if hasattr(config, name)), None)
+    if fail is not None and not config.suppress_errors:  # torch refuses both at once
+        setattr(config, fail, True)
