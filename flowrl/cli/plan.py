@@ -314,9 +314,13 @@ def _show_time(planned: "Plan", duration: "Duration", price: float | None) -> No
         say("No card of the table has that much memory: no hours are estimated.")
         return
     print_table(rows)
+    from flowrl.planning.duration import SHARES
+
+    most, least = SHARES[duration.compiled]
+    blocks = "compiled blocks" if duration.compiled else "twice that with pipeline.compile=true"
     say(
-        f"\nAn estimate for {_gpus(duration.gpus)}: networks at 50 to 25 % of the card's published "
-        "peak in bf16, without waiting for rewards or servers.\n"
+        f"\nAn estimate for {_gpus(duration.gpus)}: networks at {most:.0%} to {least:.0%} of the "
+        f"card's published peak in bf16 ({blocks}), without waiting for rewards or servers.\n"
     )
 
 

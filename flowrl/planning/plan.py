@@ -137,11 +137,13 @@ def _duration(plan: MemoryPlan, work: RunWork, measure: bool) -> Duration:
     ends = min(work.evaluations, 2)
     forwards = ends * work.evaluation + (work.evaluations - ends) * work.between
     evaluations = image * forwards + decoding * work.evaluated_images
-    rate, name = measured_rate(plan.dtype) if measure else certified_rate()
+    compiled = plan.config.pipeline.compile
+    rate, name = measured_rate(plan.dtype) if measure else certified_rate(compiled)
     return Duration(
         iteration=operations(work.first),
         run=operations(work.total) + evaluations,
         gpus=plan.split.gpus,
+        compiled=compiled,
         rate=rate,
         rate_of=name,
     )

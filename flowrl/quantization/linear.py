@@ -16,16 +16,14 @@ PACKED = "packed_"
 
 
 class RolloutLinear(nn.Module):
-    """y = Q(W) x + bias, plus strength B (A x) where the LoRA has a side path. No gradients.
+    """y = Q(W) x + bias. No gradients.
 
-    Everything is a buffer, scales and strength included, so that a compiled or captured graph
-    follows `load` and `load_side`, which overwrite in place.
+    Everything is a buffer, scales included, so that a compiled or captured graph follows `load`,
+    which overwrites in place.
 
     Args:
         weight: (out, in), any float dtype; of a pointwise convolution (out, in, 1, 1).
-        side: the LoRA factors A (r, in), B (out, r) and their strength, in A's dtype as in PEFT.
         pointwise: the layer replaces a 1x1 convolution.
-        shared: hold the given weight itself where the backend only casts it; never overwrite it.
         packed: what the backend has packed already, to share instead of packing again.
 
     Raises:
@@ -38,25 +36,18 @@ class RolloutLinear(nn.Module):
         bias: Tensor | None,
         backend: Backend,
         *,
-        side: tuple[Tensor, Tensor, float] | None = None,
         pointwise: bool = False,
-        shared: bool = False,
         packed: State | None = None,
     ):
         super().__init__()
         self.backend, self.pointwise = backend, pointwise
-        self.shared = shared or packed is not None
+        self.shared = packed is not None
         self.out_features, self.in_features = _matrix(weight, pointwise).shape
         state = self._pack(weight) if packed is None else packed
         for name, value in state.items():
             self._hold(PACKED + name, value if self.shared else value.clone())
         self.names = tuple(state)
         self._hold("bias", None if bias is None else bias.detach())
-        a, b, strength = side or (None, None, None)
-        self._hold("side_a", None if a is None else a.detach().clone())
-        self._hold("side_b", None if b is None else b.detach().clone())
-        scale = None if a is None else torch.tensor(strength, dtype=torch.float32, device=a.device)
-        self._hold("strength", scale)
 
     @torch.no_grad()
     def load(self, weight: Tensor) -> None:
@@ -74,19 +65,6 @@ class RolloutLinear(nn.Module):
             )
         for name, value in self._pack(weight).items():
             self.get_buffer(PACKED + name).copy_(value)
-
-    @torch.no_grad()
-    def load_side(self, a: Tensor, b: Tensor) -> None:
-        """Overwrite the LoRA factors. Raises ValueError for other shapes, or without side path."""
-        if self.side_a is None or self.side_b is None:
-            raise ValueError("this layer has no side path: give `side` when it is made")
-        if a.shape != self.side_a.shape or b.shape != self.side_b.shape:
-            raise ValueError(
-                f"factors of {tuple(a.shape)} and {tuple(b.shape)} do not fit the side path's "
-                f"{tuple(self.side_a.shape)} and {tuple(self.side_b.shape)}"
-            )
-        self.side_a.copy_(a)
-        self.side_b.copy_(b)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in) -> (..., out), or pointwise (B, in, H, W) -> (B, out, H, W), in x's dtype.
@@ -111,15 +89,9 @@ class RolloutLinear(nn.Module):
     def _product(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
         y = self.backend.matmul(rows, self.state(), self.bias)
-        if self.side_a is not None and self.side_b is not None:
-            inner = F.linear(rows.to(self.side_a.dtype), self.side_a)
-            y = (y + F.linear(inner, self.side_b) * self.strength).to(x.dtype)
         return y.reshape(*x.shape[:-1], self.out_features)
 
     bias: Tensor | None
-    side_a: Tensor | None
-    side_b: Tensor | None
-    strength: Tensor
 
     def _hold(self, name: str, value: Tensor | None) -> None:
         self.register_buffer(name, value, persistent=False)

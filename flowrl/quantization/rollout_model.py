@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from flowrl.backbones.quantized_base import check_mergeable
 from flowrl.errors import UserError
 from flowrl.quantization.backends import (
     Backend,
-    Plain,
     Resolved,
     State,
     backend_of,
@@ -51,14 +50,13 @@ class RolloutModel:
 
     Args:
         choices: layers with a format are packed by `backend`, once where no adapter changes them.
-            Adapted layers without a format hold a merged copy in their own dtype, or with
-            lora="side" the path beside the frozen weight; without choices the copy is exact.
-            Everything else is the policy's own tensors.
+            Adapted layers without a format hold a merged copy in their own dtype; without choices
+            the copy is exact. Everything else is the policy's own tensors.
         compile: the repeated blocks, see `compile_blocks`.
 
     Raises:
-        UserError: a layer to be packed, or to have a path beside it, is neither linear nor a 1x1
-            convolution, or one to be merged is trained in low precision itself.
+        UserError: a layer to be packed is neither linear nor a 1x1 convolution, or one to be
+            merged is trained in low precision itself.
     """
 
     def __init__(
@@ -67,10 +65,9 @@ class RolloutModel:
         choices: Sequence[LayerChoice],
         backend: Backend,
         *,
-        lora: Literal["merge", "side"] = "merge",
         compile: bool = False,
     ):
-        self.policy, self.choices, self.lora = policy, tuple(choices), lora
+        self.policy, self.choices = policy, tuple(choices)
         self.network = sharing_copy(policy.network)
         self._adapted: list[_Adapted] = []
         formats = {c.name: backend for c in choices if c.format is not None}
@@ -91,12 +88,11 @@ class RolloutModel:
         for one in self._adapted:
             if adapter not in one.lora.lora_A:
                 raise ValueError(f"the policy has no adapter {adapter!r}: {[*one.lora.lora_A]}")
-            if not isinstance(one.layer, RolloutLinear):
-                one.layer.weight.copy_(merged_weight(one.lora, one.weight, adapter))
-            elif self.lora == "merge":
-                one.layer.load(merged_weight(one.lora, one.weight, adapter))
+            merged = merged_weight(one.lora, one.weight, adapter)
+            if isinstance(one.layer, RolloutLinear):
+                one.layer.load(merged)
             else:
-                one.layer.load_side(*_factors(one.lora, adapter))
+                one.layer.weight.copy_(merged)
 
     def nbytes(self) -> int:
         """Return the size of what this copy holds beside the policy's own tensors."""
@@ -112,21 +108,18 @@ class RolloutModel:
         base = base.get_base_layer() if lora else base
         # Not the parameter: `Policy.merged` swaps what that holds.
         weight = base.weight.detach()
-        check_mergeable(base.weight)  # nor packed, or put beside an adapter of its own
-        merged = merged_weight(lora, weight, POLICY) if lora and self.lora == "merge" else None
-        if backend is None and merged is not None:
+        check_mergeable(base.weight)  # nor packed
+        merged = merged_weight(lora, weight, POLICY) if lora else None
+        if backend is None:
+            assert merged is not None  # a layer is here for its format or for its adapter
             adapted: Any = self.network.get_submodule(name)
             layer = _exact(name, adapted.get_base_layer(), merged)
         else:
             layer = RolloutLinear(
                 weight if merged is None else merged,
                 base.bias,
-                backend or _own_backend(base),
-                side=(*_factors(lora, POLICY), lora.scaling[POLICY])
-                if lora and merged is None
-                else None,
+                backend,
                 pointwise=_is_convolution(name, base),
-                shared=backend is None,
                 packed=_packed_already(base, backend) if merged is None else None,
             )
         if lora is not None:
@@ -151,7 +144,7 @@ def _exact(name: str, layer: Any, weight: Tensor) -> nn.Module:
     if isinstance(layer, SamePrecisionLinear):
         raise UserError(
             f"layer {name} is trained in low precision, with its adapter beside packed weights: "
-            "nothing can be merged into those, have the adapter beside them in rollouts too"
+            "nothing can be merged into those"
         )
     layer.weight = nn.Parameter(weight.to(layer.weight.dtype), requires_grad=False)
     return layer
@@ -164,21 +157,13 @@ def _is_convolution(name: str, layer: nn.Module) -> bool:
     if type(layer) in (nn.Linear, SamePrecisionLinear):
         return False
     raise UserError(
-        f"layer {name} is a {type(layer).__name__}, which can neither be quantised nor have its "
-        "adapter beside it: leave it out of lora.targets, or merge and keep it exact"
+        f"layer {name} is a {type(layer).__name__}, which cannot be quantised: keep it exact"
     )
 
 
-def _own_backend(layer: Any) -> Backend:
-    """Return the backend with which a layer computes in the policy's network."""
-    if isinstance(layer, SamePrecisionLinear):
-        return layer.packed.backend
-    return Plain(layer.weight.dtype)
-
-
-def _packed_already(layer: Any, backend: Backend | None) -> State | None:
+def _packed_already(layer: Any, backend: Backend) -> State | None:
     """Return the packed weight of a layer trained in low precision with the same backend."""
-    if isinstance(layer, SamePrecisionLinear) and backend in (None, layer.packed.backend):
+    if isinstance(layer, SamePrecisionLinear) and backend == layer.packed.backend:
         return layer.packed.state()
     return None
 
@@ -190,12 +175,6 @@ def _adapted_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer) and POLICY in module.lora_A:
             yield name, module
-
-
-def _factors(lora: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """Return A (r, in) and B (out, r), of a 1x1 convolution too."""
-    a, b = lora.lora_A[adapter].weight, lora.lora_B[adapter].weight
-    return a.detach().flatten(1), b.detach().flatten(1)
 
 
 def _tensors(network: nn.Module) -> Iterator[Tensor]:

@@ -232,7 +232,7 @@ def iteration(  # noqa: PLR0913  # an argument for each option
     and rewards are noise. Seconds and shares are means over the middle half of the iterations; on
     a CPU seconds are the processor's own.
 
-    Wants a GPU, of 80 GB for FLUX.1. It has not been run on one yet.
+    Wants a GPU, of 80 GB for FLUX.1.
 
     Examples:
 

@@ -5,7 +5,6 @@ the same parts run on two blocks of each network, which says that they work and 
 """
 
 import functools
-import gc
 import importlib.util
 import json
 import os
@@ -16,8 +15,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -82,23 +83,17 @@ def certify(
             show(f"{name}: not begun, {minutes:g} minutes are over; the same command goes on")
             continue
         began, cpu = time.perf_counter(), _cpu_seconds()
-        done[name] = _tried(parts[name])
+        # A process each: one cannot change its precision, and returns a GPU's memory at its end.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            done[name] = process.submit(_tried, name, recipes).result()
         if "skipped" not in done[name]:
             done[name]["part_seconds"] = round(time.perf_counter() - began, 2)
             done[name]["cpu_seconds"] = round(_cpu_seconds() - cpu, 2)
-        _free_device()
         write_text(
             path, json.dumps({"machine": about, "parts": done}, indent=1, default=str) + "\n"
         )
         show(f"{name}: {_told(done[name])}")
     return path
-
-
-def _free_device() -> None:
-    """Return the GPU's memory that nothing uses: other processes of later parts need it."""
-    if torch.cuda.is_available():
-        gc.collect()  # networks that refer to themselves still hold theirs
-        torch.cuda.empty_cache()
 
 
 def _cpu_seconds() -> float:
@@ -154,9 +149,9 @@ def _sizes(recipes: Sequence[str]) -> list[str]:
     return [name for name in SIZES if name in found or not recipes]
 
 
-def _tried(part: Callable[[], Result]) -> Result:
+def _tried(name: str, recipes: Sequence[str]) -> Result:
     try:
-        return part()
+        return _parts(recipes)[name]()
     except Exception as error:  # a part that fails is a result, too, and the others still run
         return {
             "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

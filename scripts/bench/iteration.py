@@ -209,7 +209,7 @@ def bench_compile(
         turns = time_turns(jobs, repeats, runtime.device)
     difference = (gradients["compiled"] - gradients["plain"]).norm() / gradients["plain"].norm()
     return {
-        "size": name, "pixels": pixels, "rows": rows, "dtype": dtype, **first,
+        "size": name, "pixels": pixels, "batch": rows, "dtype": dtype, **first,
         "difference": difference.item(),
         **compare_turns(turns["compiled"], turns["plain"]),
     }  # fmt: skip

@@ -96,7 +96,7 @@ def test_nothing_is_folded_into_rounded_weights(learner):
         with learner.policy.merged():
             pass
     with pytest.raises(UserError, match="cannot be folded"):
-        RolloutModel(learner.policy, (), Plain(torch.float32), lora="side")
+        RolloutModel(learner.policy, (), Plain(torch.float32))
     after = [layer.base_layer.weight.data.qdata for layer in layers]
     assert before and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -131,7 +131,7 @@ def test_what_makes_no_sense_together_is_told_before_anything_is_loaded(tiny_con
         ({"memory": {"base_bits": 4, "base_library": "torchao"}}, "torchao's 4-bit"),
         ({"pipeline": {"precision": "fp8"}}, "pipeline.precision"),
         ({"rollout": {"merge_lora": True}}, "rollout.merge_lora"),
-        ({"rollout": {"compile": True}}, "rollout.compile"),
+        ({"pipeline": {"compile": True}}, "pipeline.compile"),
         ({"rollout": {"explore": {"num_inference_steps": 3}}}, "explore.precision"),
     ):
         with pytest.raises(UserError, match=name):

@@ -109,7 +109,7 @@ def test_plans_of_peoples_own_that_fail_or_train_nothing_are_one_sentence(tmp_pa
          "prompts.retained", "null"),
         (["run.stop_when_hacking={held_out: quality}"], "evaluation.every", "10"),
         (["runtime.shard=node", "rollout.merge_lora=true"], "rollout.merge_lora", "auto"),
-        (["runtime.shard=node", "rollout.compile=true"], "rollout.compile", "false"),
+        (["runtime.shard=node", "pipeline.compile=true"], "pipeline.compile", "false"),
         (["runtime.shard=node", "rollout.explore={candidates: 20}"],
          "rollout.explore.precision", "bf16"),
         (["runtime.shard=node", "pipeline.precision=fp8"], "pipeline.precision", "null"),

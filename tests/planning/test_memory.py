@@ -141,15 +141,14 @@ def test_in_fp16_a_t5_keeps_what_transformers_keeps_in_fp32():
     assert t5.nbytes(torch.bfloat16) == 2 * t5.parameters
 
 
-def test_offloaded_merged_and_copied_weights_are_held_when_they_are_used():
-    memory = plan(memory={"vae": "offload"}, rollout={"merge_lora": True, "compile": True})
+def test_offloaded_and_merged_weights_are_held_when_they_are_used():
+    memory = plan(memory={"vae": "offload"}, rollout={"merge_lora": True})
     phases = {f.phase: f.parts for f in memory.footprints()}
     held = {phase: of.get("autoencoder", 0) for phase, of in phases.items()}
     assert held.pop("decode") == 2 * memory.spec.autoencoder_params
     assert set(held.values()) == {0}
     assert phases["rollout"]["merged weights"] == memory.adapted_bytes() > 0
     assert "merged weights" not in phases["training"]
-    assert phases["training"]["network copies"] > 0
 
 
 def test_training_in_few_bits_keeps_the_exact_weights_too():

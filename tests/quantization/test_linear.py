@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -21,41 +20,26 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def factors(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    return randn(4, 64, seed=seed + 20), randn(48, 4, seed=seed + 30)
+def layer(backend: Backend, seed: int = 0, **options) -> RolloutLinear:
+    return RolloutLinear(randn(48, 64, seed=seed), randn(48, seed=99), backend, **options)
 
 
-def layer(backend: Backend, seed: int = 0, *, side: bool = False, **options) -> RolloutLinear:
-    path = (*factors(seed), 0.5) if side else None
-    return RolloutLinear(
-        randn(48, 64, seed=seed), randn(48, seed=99), backend, side=path, **options
-    )
-
-
-def test_a_plain_layer_is_the_linear_layer_and_a_side_path_pefts_bit_for_bit():
+def test_a_plain_layer_is_the_linear_layer_bit_for_bit():
     for dtype in (torch.float32, torch.bfloat16):
         weight, bias, x = (t.to(dtype) for t in (randn(48, 64), randn(48), randn(2, 7, 64)))
         for given in (bias, None):
             made = RolloutLinear(weight, given, Plain(dtype))
             assert torch.equal(made(x), F.linear(x, weight, given))
-        model = nn.Sequential(nn.Linear(64, 48)).to(dtype)
-        config = LoraConfig(r=4, lora_alpha=2, target_modules=["0"], init_lora_weights=False)
-        peft = inject_adapter_in_model(config, model)[0]
-        a, b = (part["default"].float().weight for part in (peft.lora_A, peft.lora_B))
-        base = peft.get_base_layer()
-        made = RolloutLinear(base.weight, base.bias, Plain(dtype), side=(a, b, 0.5))
-        assert torch.equal(made(x), model(x))
 
 
 def test_a_pointwise_layer_is_the_1x1_convolution_of_the_same_numbers():
     for backend in RUNNING:
         for layout in [torch.contiguous_format, torch.channels_last]:
             x = randn(2, 64, 3, 5).to(memory_format=layout)
-            flat = layer(backend, side=True)
+            flat = layer(backend)
             convolution = RolloutLinear(
-                randn(48, 64)[:, :, None, None], randn(48, seed=99), backend,
-                side=(*factors(), 0.5), pointwise=True,
-            )  # fmt: skip
+                randn(48, 64)[:, :, None, None], randn(48, seed=99), backend, pointwise=True
+            )
             y = convolution(x)
             assert y.shape == (2, 48, 3, 5) and y.is_contiguous(memory_format=layout)
             assert torch.equal(y, flat(x.movedim(1, -1)).movedim(-1, 1))
@@ -68,7 +52,7 @@ def test_a_pointwise_layer_is_the_1x1_convolution_of_the_same_numbers():
 
 def test_autocast_changes_the_dtype_as_of_a_linear_layer_and_nothing_inside():
     for backend in RUNNING:
-        made, x = layer(backend, side=True), randn(6, 64)
+        made, x = layer(backend), randn(6, 64)
         with torch.autocast("cpu", torch.bfloat16):
             assert nn.Linear(64, 48)(x).dtype == torch.bfloat16
             inside = made(x)
@@ -82,11 +66,10 @@ def addresses(made: nn.Module) -> dict[str, int]:
 
 def test_updates_keep_every_address_and_leave_what_a_new_layer_would_hold():
     for backend in PACKING:
-        made, new = layer(backend, side=True), layer(backend, seed=1, side=True)
+        made, new = layer(backend), layer(backend, seed=1)
         before = addresses(made)
         made.load(randn(48, 64, seed=1))
-        made.load_side(*factors(seed=1))
-        assert addresses(made) == before and len(before) >= 5
+        assert addresses(made) == before and len(before) >= 2
         for name, buffer in made.named_buffers():
             assert torch.equal(buffer, new.get_buffer(name)), name
 
@@ -102,30 +85,23 @@ def test_a_weight_is_packed_from_fp32_not_from_its_rounding():
     assert (made(torch.ones(1, 32)) / was).mean().item() == pytest.approx(1 + 2**-10, rel=1e-6)
 
 
-def test_a_layer_owns_its_weight_unless_it_shares_it_or_is_given_it_packed():
+def test_a_layer_owns_its_weight_unless_it_is_given_it_packed():
     weight = randn(48, 64)
     own = RolloutLinear(weight, None, FP32)
     own.load(randn(48, 64, seed=1))
     assert torch.equal(weight, randn(48, 64))
-    shared = RolloutLinear(weight, None, FP32, side=(*factors(), 0.5), shared=True)
-    assert weight.data_ptr() in addresses(shared).values()
     for backend in PACKING:
         first = layer(backend)
         second = layer(backend, packed=first.state())
         assert all(second.state()[name] is value for name, value in first.state().items())
-        for made in (shared, second):
-            with pytest.raises(ValueError, match="shares its weight"):
-                made.load(randn(48, 64, seed=1))
+        with pytest.raises(ValueError, match="shares its weight"):
+            second.load(randn(48, 64, seed=1))
     assert torch.equal(weight, randn(48, 64))
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"\(48, 65\) does not fit .* \(48, 64\)"):
         layer(FP32).load(randn(48, 65))
-    with pytest.raises(ValueError, match=r"\(5, 64\) and \(48, 5\) do not fit"):
-        layer(FP32, side=True).load_side(randn(5, 64), randn(48, 5))
-    with pytest.raises(ValueError, match="no side path"):
-        layer(FP32).load_side(*factors())
     for shape, pointwise in (((48, 64, 3, 3), True), ((48, 64, 3), True), ((48, 64, 1, 1), False)):
         with pytest.raises(ValueError, match="1x1" if pointwise else "matrix"):
             RolloutLinear(randn(*shape), None, FP32, pointwise=pointwise)
@@ -133,7 +109,7 @@ def test_what_does_not_fit_is_refused():
 
 def test_buffers_keep_their_dtypes_are_not_saved_and_are_copied_by_deepcopy():
     for backend in PACKING:
-        made = layer(backend, side=True)
+        made = layer(backend)
         kept = {name: buffer.clone() for name, buffer in made.named_buffers()}
         made.to(torch.float16).half().bfloat16()
         assert all(torch.equal(b, kept[n]) for n, b in made.named_buffers())
@@ -155,7 +131,6 @@ def check_one_graph(made: RolloutLinear, backend: str, x: torch.Tensor) -> None:
     torch.testing.assert_close(first, made(x), **tolerance)
     for seed in (1, 2):
         made.load(randn(48, 64, seed=seed).to(x.device))
-        made.load_side(*(f.to(x.device) for f in factors(seed)))
         now = compiled(x)
         torch.testing.assert_close(now, made(x), **tolerance)
         assert (now - first).abs().max() > 1
@@ -164,6 +139,6 @@ def check_one_graph(made: RolloutLinear, backend: str, x: torch.Tensor) -> None:
 
 def test_updates_need_no_new_graph():
     for backend in RUNNING:
-        check_one_graph(layer(backend, side=True), "aot_eager", randn(2, 5, 64))
+        check_one_graph(layer(backend), "aot_eager", randn(2, 5, 64))
     with torch.autocast("cpu", torch.bfloat16):
-        check_one_graph(layer(NVFP4Emulated(), side=True), "aot_eager", randn(2, 5, 64))
+        check_one_graph(layer(NVFP4Emulated()), "aot_eager", randn(2, 5, 64))

@@ -8,7 +8,6 @@ from flowrl.backbones import families
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import EMA, OLD, POLICY, Policy
 from flowrl.backbones.text_cache import TextCache
-from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
 from flowrl.quantization.layer_rules import choose_layers
@@ -17,7 +16,6 @@ from flowrl.trajectory import Conditioning
 
 EMULATED = NVFP4Emulated()
 EXACT = Plain(torch.float32)
-WAYS = ["merge", "side"]
 
 
 @pytest.fixture
@@ -72,20 +70,6 @@ def test_an_exact_twin_is_the_merged_policy_bit_for_bit_for_every_adapter(make, 
         assert torch.equal(found[0], found[3])
 
 
-def test_an_exact_twin_with_side_paths_is_the_policy_bit_for_bit(make, inputs):
-    policy = make(keep_old=True)
-    disturb(policy)
-    policy.update_old()
-    disturb(policy, seed=1)
-    args = inputs(policy)
-    model = RolloutModel(policy, (), EXACT, lora="side")
-    for name in (POLICY, OLD):
-        with policy.using(name), torch.no_grad():
-            expected = policy.velocity(*args)
-        model.sync(name)
-        assert torch.equal(velocity(model, *args), expected)
-
-
 def test_what_is_packed_is_the_fp32_merge_not_one_rounded_to_the_networks_dtype(make):
     for backend in [EMULATED, FP8Rowwise()]:
         policy = make("bf16", keep_old=True)
@@ -110,28 +94,23 @@ def test_what_is_packed_is_the_fp32_merge_not_one_rounded_to_the_networks_dtype(
 
 
 def test_only_packed_and_merged_weights_are_the_twins_own(make):
-    for lora in WAYS:
-        policy = make(keep_old=True)
-        quantised = choices_of(policy, min_dim=128)  # the feed-forward, which no adapter is on
-        shared = {t.data_ptr() for t in tensors(policy.network).values()}
-        model = RolloutModel(policy, quantised, EMULATED, lora=lora)
-        own = {n: t for n, t in tensors(model.network).items() if t.data_ptr() not in shared}
-        assert {n.rpartition(".")[0] for n in own} == {
-            *adapted(policy), *(c.name for c in quantised if c.format)
-        }  # fmt: skip
-        packed = sum(2 * c.size + 4 for c in quantised if c.format)  # bf16 and a scale
-        bases = [layer.get_base_layer() for layer in adapted(policy).values()]
-        merged = sum(4 * base.weight.numel() for base in bases)
-        factors = sum(4 * RANK * (b.in_features + b.out_features) + 4 for b in bases)
-        assert model.nbytes() == packed + (merged if lora == "merge" else factors)
+    policy = make(keep_old=True)
+    quantised = choices_of(policy, min_dim=128)  # the feed-forward, which no adapter is on
+    shared = {t.data_ptr() for t in tensors(policy.network).values()}
+    model = RolloutModel(policy, quantised, EMULATED)
+    own = {n: t for n, t in tensors(model.network).items() if t.data_ptr() not in shared}
+    assert {n.rpartition(".")[0] for n in own} == {
+        *adapted(policy), *(c.name for c in quantised if c.format)
+    }  # fmt: skip
+    packed = sum(2 * c.size + 4 for c in quantised if c.format)  # bf16 and a scale
+    bases = [layer.get_base_layer() for layer in adapted(policy).values()]
+    assert model.nbytes() == packed + sum(4 * base.weight.numel() for base in bases)
 
 
 def test_following_the_policy_moves_nothing(make, inputs):
-    for lora, backend in (("merge", EMULATED), ("side", FP8Rowwise()), *((w, EXACT) for w in WAYS)):
+    for backend in (EMULATED, FP8Rowwise(), EXACT):
         policy = make()
-        model = RolloutModel(
-            policy, choices_of(policy) if backend != EXACT else (), backend, lora=lora
-        )
+        model = RolloutModel(policy, choices_of(policy) if backend != EXACT else (), backend)
         before = {name: t.data_ptr() for name, t in tensors(model.network).items()}
         seen = [velocity(model, *inputs(policy))]
         for n in (1, 2):
@@ -139,44 +118,42 @@ def test_following_the_policy_moves_nothing(make, inputs):
             model.sync(POLICY)
             seen.append(velocity(model, *inputs(policy)))
             assert not any(torch.equal(seen[-1], other) for other in seen[:-1])
-            fresh = RolloutModel(policy, model.choices, backend, lora=lora)
+            fresh = RolloutModel(policy, model.choices, backend)
             assert torch.equal(seen[-1], velocity(fresh, *inputs(policy)))
         assert {name: t.data_ptr() for name, t in tensors(model.network).items()} == before
 
 
 def test_the_policy_does_not_notice_its_twin(make, inputs):
-    for lora in WAYS:
-        policy = make(keep_old=True)
-        disturb(policy)
-        before = {k: v.clone() for k, v in policy.network.state_dict().items()}
-        learning = {n for n, p in policy.network.named_parameters() if p.requires_grad}
-        with torch.no_grad():
-            expected = policy.velocity(*inputs(policy))
-        model = RolloutModel(policy, choices_of(policy), EMULATED, lora=lora)
-        model.sync(OLD)
-        velocity(model, *inputs(policy))
-        after = policy.network.state_dict()
-        assert after.keys() == before.keys()
-        assert all(torch.equal(after[k], before[k]) for k in before)
-        assert {n for n, p in policy.network.named_parameters() if p.requires_grad} == learning
-        assert policy.backbone.transformer is policy.network is not model.network
-        with torch.no_grad():
-            assert torch.equal(policy.velocity(*inputs(policy)), expected)
+    policy = make(keep_old=True)
+    disturb(policy)
+    before = {k: v.clone() for k, v in policy.network.state_dict().items()}
+    learning = {n for n, p in policy.network.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        expected = policy.velocity(*inputs(policy))
+    model = RolloutModel(policy, choices_of(policy), EMULATED)
+    model.sync(OLD)
+    velocity(model, *inputs(policy))
+    after = policy.network.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[k], before[k]) for k in before)
+    assert {n for n, p in policy.network.named_parameters() if p.requires_grad} == learning
+    assert policy.backbone.transformer is policy.network is not model.network
+    with torch.no_grad():
+        assert torch.equal(policy.velocity(*inputs(policy)), expected)
 
 
 def test_the_twin_does_not_care_which_adapter_the_policy_uses(make, inputs):
     policy = make(keep_old=True)
     disturb(policy)
     args = inputs(policy)
-    for lora in WAYS:
-        model = RolloutModel(policy, choices_of(policy, min_dim=128), EMULATED, lora=lora)
-        expected = velocity(model, *args)
-        for block in (policy.disabled, lambda: policy.using(OLD), policy.merged):
-            with block():
-                assert torch.equal(velocity(model, *args), expected)
-                model.sync(POLICY)
-                assert torch.equal(velocity(model, *args), expected)
+    model = RolloutModel(policy, choices_of(policy, min_dim=128), EMULATED)
+    expected = velocity(model, *args)
+    for block in (policy.disabled, lambda: policy.using(OLD), policy.merged):
+        with block():
             assert torch.equal(velocity(model, *args), expected)
+            model.sync(POLICY)
+            assert torch.equal(velocity(model, *args), expected)
+        assert torch.equal(velocity(model, *args), expected)
 
 
 def test_merging_under_autocast_is_merging_in_fp32_and_an_unknown_adapter_is_named(make, inputs):
@@ -197,5 +174,3 @@ def test_an_adapter_on_another_kind_of_layer_can_only_be_merged(make, inputs):
     with policy.merged(), torch.no_grad():
         expected = policy.velocity(*inputs(policy))
     assert torch.equal(velocity(RolloutModel(policy, (), EXACT), *inputs(policy)), expected)
-    with pytest.raises(UserError, match="layer pos_embed.proj is a Conv2d"):
-        RolloutModel(policy, (), EXACT, lora="side")

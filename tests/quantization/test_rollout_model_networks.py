@@ -31,7 +31,6 @@ from flowrl.quantization.rollout_model import RolloutModel
 EMULATED = NVFP4Emulated()
 EXACT = Plain(torch.float32)
 SMALL = {"sana": SmallSana, "flux": SmallFlux}
-WAYS = ["merge", "side"]
 
 
 def small(name):
@@ -42,52 +41,47 @@ def small(name):
     return policy, choices, backbone.inputs()
 
 
-def test_exact_twins_of_other_networks_are_their_policies_merged_or_with_side_paths():
+def test_exact_twins_of_other_networks_are_their_policies_merged():
     for policy, choices, inputs in map(small, SMALL):
         with torch.no_grad():
             expected = policy.velocity(*inputs)
             with policy.merged():
                 merged = policy.velocity(*inputs)
         assert torch.equal(velocity(RolloutModel(policy, (), EXACT), *inputs), merged)
-        for way in WAYS:
-            found = velocity(RolloutModel(policy, choices, EXACT, lora=way), *inputs)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        found = velocity(RolloutModel(policy, choices, EXACT), *inputs)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         assert relative(policy.reference(*inputs), expected) > 0.01
 
 
 def test_twins_of_other_networks_are_quantised_and_follow_in_place():
-    for name, lora in (("sana", "merge"), ("flux", "merge"), ("flux", "side"), ("sana", "side")):
+    for name in SMALL:
         policy, choices, inputs = small(name)
-        model = RolloutModel(policy, choices, EMULATED, lora=lora)
+        model = RolloutModel(policy, choices, EMULATED)
         before = {name: t.data_ptr() for name, t in tensors(model.network).items()}
         disturb(policy, seed=1)
         model.sync(POLICY)
         with torch.no_grad():
             error = relative(velocity(model, *inputs), policy.velocity(*inputs))
-        assert 0.01 < error < 0.5, (name, lora)
-        fresh = RolloutModel(policy, choices, EMULATED, lora=lora)
+        assert 0.01 < error < 0.5, name
+        fresh = RolloutModel(policy, choices, EMULATED)
         assert torch.equal(velocity(model, *inputs), velocity(fresh, *inputs))
         assert {name: t.data_ptr() for name, t in tensors(model.network).items()} == before
 
 
-def test_a_bf16_copy_loses_part_of_a_small_update_that_a_side_path_keeps(load_tiny):
+def test_a_bf16_copy_loses_part_of_a_small_update(load_tiny):
     policy = Policy(
         PipelineBackbone(load_tiny("bf16"), max_sequence_length=12), rank=RANK, alpha=ALPHA, seed=0
     )
     disturb(policy, scale=1e-3)
-    merge, side = (RolloutModel(policy, (), Plain(torch.bfloat16), lora=way) for way in WAYS)
+    model = RolloutModel(policy, (), Plain(torch.bfloat16))
     for name, layer in adapted(policy).items():
         weight = layer.get_base_layer().weight
         a, b = (getattr(layer, f"lora_{x}")[POLICY].weight for x in "AB")
         delta = ALPHA / RANK * b @ a
-        merged = merge.network.get_submodule(name).weight
+        merged = model.network.get_submodule(name).weight
         assert weight.dtype == merged.dtype == torch.bfloat16
         assert torch.equal(merged, (weight.float() + delta).bfloat16())
         assert relative(merged.float() - weight.float(), delta) > 0.1
-        beside = side.network.get_submodule(name)
-        assert beside.side_a.dtype == beside.side_b.dtype == torch.float32
-        assert torch.equal(beside.strength * beside.side_b @ beside.side_a, delta)
-        assert beside.packed_weight.data_ptr() == weight.data_ptr()
 
 
 @pytest.fixture
@@ -104,18 +98,9 @@ def trained(load_tiny):
     return policy, choices, (x, torch.tensor(0.7), cond)
 
 
-def test_beside_weights_packed_for_training_the_twin_is_the_policy_and_packs_nothing(trained):
-    policy, choices, inputs = trained
-    with torch.no_grad():
-        expected = policy.velocity(*inputs)
-    adapters = [layer.get_base_layer() for layer in adapted(policy).values()]
-    factors = sum(4 * RANK * (b.in_features + b.out_features) + 4 for b in adapters)
-    for chosen in ((), choices):
-        model = RolloutModel(policy, chosen, EMULATED, lora="side")
-        assert torch.equal(velocity(model, *inputs), expected) and model.nbytes() == factors
-    assert RolloutModel(policy, choices, FP8Rowwise(), lora="side").nbytes() > 2 * factors
+def test_nothing_is_merged_into_weights_packed_for_training(trained):
     with pytest.raises(UserError, match="trained in low precision"):
-        RolloutModel(policy, (), EXACT)
+        RolloutModel(trained[0], (), EXACT)
 
 
 def test_candidates_may_have_another_precision_than_training(trained):

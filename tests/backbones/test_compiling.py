@@ -1,0 +1,132 @@
+"""Compiled blocks follow weights and adapters, and nothing is compiled anew after an iteration."""
+
+import functools
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import config
+
+from flowrl.assembly import learner as assembly
+from flowrl.backbones.compiling import GRAPHS, compile_blocks, compiled_graphs, within_limit
+from flowrl.errors import UserError
+from flowrl.utils.distributed import Runtime
+
+compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="torch.compile needs a C++ compiler on the CPU",
+)
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Network(nn.Module):
+    """Blocks of one width in a list, as transformers have them."""
+
+    def __init__(self, *widths: int):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for width in widths)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+@pytest.fixture
+def limited():
+    torch.compiler.reset()
+    with config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        yield
+    torch.compiler.reset()
+
+
+@torch.no_grad()
+def test_blocks_of_one_kind_share_a_graph_and_follow_weights_written_in_place(limited):
+    network, eager = Network(4, 4, 4), Network(4, 4, 4)
+    compile_blocks(network, backend="aot_eager")
+    start = compiled_graphs()
+    for seed in range(3):
+        for parameter in network.parameters():
+            parameter.copy_(randn(*parameter.shape, seed=seed))
+        eager.load_state_dict(network.state_dict())
+        assert torch.equal(network(randn(3, 4, seed=7)), eager(randn(3, 4, seed=7)))
+        assert compiled_graphs() == start + 1
+    network(randn(5, 4, seed=8))
+    assert compiled_graphs() == start + 2
+
+
+@torch.no_grad()
+def test_more_graphs_than_the_limit_are_an_error_and_not_silently_uncompiled(limited):
+    network = Network(4)
+    compile_blocks(network, backend="eager")
+    config.recompile_limit = 3
+    for rows in (2, 3, 4):
+        network(randn(rows, 4, seed=0))
+    start = compiled_graphs()
+    with pytest.raises(UserError, match=r"rollout\.batch_size"), within_limit():
+        network(randn(5, 4, seed=0))
+    assert compiled_graphs() == start
+    with pytest.raises(ZeroDivisionError), within_limit():  # other errors pass as they are
+        raise ZeroDivisionError
+
+
+def test_a_higher_limit_that_someone_set_is_left(limited):
+    for before, after in ((8, GRAPHS), (GRAPHS + 36, GRAPHS + 36)):
+        config.recompile_limit = before
+        compile_blocks(Network(1), backend="eager")
+        assert config.recompile_limit == after and config.fail_on_recompile_limit_hit
+
+
+# Numbers of images and of rows to learn from that no batch divides.
+RAGGED = {"prompts_per_iteration": 3, "group_size": 3, "num_inference_steps": 4, "batch_size": 7}
+NFT = {"kind": "nft", "noising": {"count": 1}}
+GRPO = {"kind": "grpo", "kl_coef": 0.01}
+
+
+@pytest.mark.parametrize("iterations", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_no_graph_is_compiled_after_the_first_iteration(
+    tiny_config, load_tiny, monkeypatch, iterations
+):
+    # Graphs are the same whatever generates their code.
+    compiled = functools.partial(compile_blocks, backend="aot_eager")
+    monkeypatch.setattr(assembly, "compile_blocks", compiled)
+    for objective, tree in ((NFT, {"kind": "ode"}), (GRPO, {"kind": "flow_grpo"})):
+        torch.compiler.reset()
+        config = tiny_config(
+            pipeline={"compile": True}, objective=objective, optim={"micro_batch": 4},
+            rollout=RAGGED | {"tree": tree},
+        )  # fmt: skip
+        provided = assembly.ProvidedObjects(pipeline=load_tiny())
+        learner = assembly.build_learner(config, Runtime(device="cpu"), provided)
+        start = compiled_graphs()
+        learner.iterate(0)
+        warm = compiled_graphs()
+        assert warm > start
+        for number in range(1, iterations):
+            learner.iterate(number)
+        assert compiled_graphs() == warm
+
+
+@pytest.mark.slow  # minutes of compiling
+@compiler
+def test_gradients_of_compiled_blocks_are_those_of_plain_ones(tiny_config, load_tiny):
+    config = tiny_config(pipeline={"compile": True}, rollout=RAGGED)
+    provided = assembly.ProvidedObjects(pipeline=load_tiny())
+    learner = assembly.build_learner(config, Runtime(device="cpu"), provided)
+    backbone, policy = learner.policy.backbone, learner.policy
+    with torch.no_grad():
+        for number, parameter in enumerate(policy.parameters()):
+            parameter += 0.02 * randn(*parameter.shape, seed=number)
+    cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
+    x = randn(2, *backbone.latent_shape(), seed=0)
+    gradients = []
+    for stance in ("default", "force_eager"):
+        with torch.compiler.set_stance(stance):
+            policy.velocity(x, torch.tensor(0.7), cond).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+        learner.optimizer.zero_grad()
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
