@@ -142,15 +142,21 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transitions:
-    """Denoising steps to learn from: N parents, each seen by the network once, and E edges."""
+    """Denoising steps to learn from: N parents, each seen by the network once, and E edges.
 
-    x: Tensor  # (N, *latent)
+    Latents and means stay where the rollout has them; parts of it hold their numbers, and gather
+    those of a micro-batch alone.
+    """
+
+    latents: Tensor  # (M, *latent), of the rollout's nodes
+    means: Tensor  # (L, *latent), of the rollout's trained edges
+    node: Tensor  # (N,) long, index into the M
     sigma: Tensor  # (N,)
     prompt: Tensor  # (N,) long, index into `cond`
     group: Tensor  # (N,) long, the same numbers on every process
     parent: Tensor  # (E,) long, ascending, index into the N
-    x_next: Tensor  # (E, *latent)
-    mean_old: Tensor  # (E, *latent)
+    child: Tensor  # (E,) long, index into the M
+    edge: Tensor  # (E,) long, index into the L
     sigma_next: Tensor  # (E,)
     g: Tensor  # (E,)
     advantage: Tensor  # (E,)
@@ -162,18 +168,33 @@ class Transitions:
 
     at_once: ClassVar[int] = 0
 
+    @property
+    def x(self) -> Tensor:
+        """(N, *latent)."""
+        return self.latents[self.node]
+
+    @property
+    def x_next(self) -> Tensor:
+        """(E, *latent)."""
+        return self.latents[self.child]
+
+    @property
+    def mean_old(self) -> Tensor:
+        """(E, *latent), of the step by the policy that sampled."""
+        return self.means[self.edge]
+
     def __len__(self) -> int:
         """E, the number of edges: what losses average over."""
         return len(self.parent)
 
     def take(self, rows: Tensor) -> "Transitions":
         """Return parents `rows` (N',) long, ascending, with all their edges."""
-        place = torch.full((len(self.x),), -1, device=rows.device)
+        place = torch.full((len(self.node),), -1, device=rows.device)
         place[rows] = torch.arange(len(rows), device=rows.device)
         parent = place[self.parent]
         edges = parent >= 0
-        per_parent, per_edge = ("x", "sigma", "prompt", "group"), (
-            "x_next", "mean_old", "sigma_next", "g", "advantage", "weight", "step",
+        per_parent, per_edge = ("node", "sigma", "prompt", "group"), (
+            "child", "edge", "sigma_next", "g", "advantage", "weight", "step",
         )  # fmt: skip
         return replace(
             self,
@@ -185,7 +206,7 @@ class Transitions:
     def metrics(self) -> Metrics:
         """Return the cost of one pass over the rows, and the share of edges without advantage."""
         return {
-            "tree/train_forwards": torch.tensor(float(len(self.x))),
+            "tree/train_forwards": torch.tensor(float(len(self.node))),
             "tree/no_advantage": torch.tensor(self.no_advantage),
         }
 
@@ -195,11 +216,11 @@ class Transitions:
 
     def units(self) -> list[int]:
         """Return a forward for each parent, whose edges stay together."""
-        return [1] * len(self.x)
+        return [1] * len(self.node)
 
     def part(self, first: int, last: int) -> "Transitions":
         """Return the parents from `first` to before `last`."""
-        return self.take(torch.arange(first, last, device=self.x.device))
+        return self.take(torch.arange(first, last, device=self.node.device))
 
 
 def transitions(
@@ -230,13 +251,15 @@ def transitions(
     owner, column, child, parent = (t[order] for t in (owner, column, child, parent))
     of, node = unique // nodes % trees, unique % nodes
     return Transitions(
-        x=tree.x[of, node],
+        latents=tree.x.flatten(0, 1),
+        means=tree.mean_old.flatten(0, 1),
+        node=of * nodes + node,
         sigma=tree.sigmas[tree.step[node]],
         prompt=tree.prompt[of],
         group=group[of],
         parent=inverse[order],
-        x_next=tree.x[owner, child],
-        mean_old=tree.mean_old[owner, column],
+        child=owner * nodes + child,
+        edge=owner * len(tree.edge) + column,
         sigma_next=tree.sigmas[tree.step[child]],
         g=tree.g[child],
         advantage=advantage[owner, column],

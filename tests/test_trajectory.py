@@ -73,13 +73,15 @@ def rows(groups: list[int], children: int = 1) -> Transitions:
     parent = torch.arange(n).repeat_interleave(children)
     edges = len(parent)
     return Transitions(
-        x=torch.arange(float(n))[:, None],
+        latents=torch.cat([torch.arange(float(n)), torch.arange(float(edges)) + 100])[:, None],
+        means=torch.arange(float(edges))[:, None] + 200,
+        node=torch.arange(n),
         sigma=torch.ones(n),
         prompt=torch.tensor(groups).long(),
         group=torch.tensor(groups).long(),
         parent=parent,
-        x_next=torch.arange(float(edges))[:, None] + 100,
-        mean_old=torch.arange(float(edges))[:, None] + 200,
+        child=torch.arange(edges) + n,
+        edge=torch.arange(edges),
         sigma_next=torch.zeros(edges),
         g=torch.full((edges,), 0.5),
         advantage=torch.arange(float(edges)) + 300,
@@ -88,6 +90,15 @@ def rows(groups: list[int], children: int = 1) -> Transitions:
         cond=Conditioning(tensors={"a": torch.zeros(max(groups, default=0) + 1, 2)}),
         no_advantage=0.0,
     )
+
+
+def test_parts_hold_no_latents_of_their_own():
+    tree, cond = two_trees(), Conditioning(tensors={"a": torch.zeros(2, 1)})
+    ones = torch.ones(2, 4)
+    batch = transitions(tree, ones, ones.bool(), torch.tensor([6, 7]), cond)
+    for part in (batch, *batch.updates(2), batch.part(1, 3)):
+        assert part.latents.data_ptr() == tree.x.data_ptr()
+        assert part.means.data_ptr() == tree.mean_old.data_ptr()
 
 
 @given(groups=st.lists(st.integers(0, 5), max_size=20), count=st.integers(1, 4))
