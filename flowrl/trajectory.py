@@ -12,6 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from flowrl.utils.devices import send
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditioning:
@@ -24,7 +26,7 @@ class Conditioning:
         return Conditioning(tensors={k: t[rows] for k, t in self.tensors.items()})
 
     def to(self, device: torch.device | str) -> "Conditioning":
-        return Conditioning(tensors={k: t.to(device) for k, t in self.tensors.items()})
+        return Conditioning(tensors={k: send(t, device) for k, t in self.tensors.items()})
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
@@ -55,14 +57,14 @@ class Tree:
     prompt: Tensor  # (R,) long, index into the rollout's prompts
     log_prob: Tensor  # (R, n), log-density of the step into a node, a mean over the latent; 0: ODE
     mean_old: Tensor  # (R, e, *latent) fp32, mean of the step of each trained edge
-    # The shape, the same for every tree.
+    # The shape, the same for every tree, in numbers on the CPU.
     step: Tensor  # (n,) long, index of the node's sigma
     parent: Tensor  # (n,) long, -1 at the root
     move: Tensor  # (n,) long, number of the plan's move that made it
-    g: Tensor  # (n,), noise of the step into it
     leaf: Tensor  # (l,) long, nodes, in the order of the images
     noisy: Tensor  # nodes at the end of stochastic edges
     edge: Tensor  # (e,) long, nodes at the end of trained edges
+    g: Tensor  # (n,), noise of the step into a node
     sigmas: Tensor  # (T+1,)
     forwards: int  # velocities that were computed, of all trees
     rows: int = 0  # of each call of the network that computed them; 0: none was
@@ -73,7 +75,7 @@ class Tree:
 
     def leaves(self) -> Tensor:
         """Return the clean latents, tree by tree. (R * l, *latent)"""
-        return self.x[:, self.leaf].flatten(0, 1)
+        return self.x[:, send(self.leaf, self.x.device)].flatten(0, 1)
 
     def prompt_of_leaves(self) -> Tensor:
         """Return the prompt of each leaf. (R * l,) long"""
@@ -144,8 +146,8 @@ class Rollout:
 class Transitions:
     """Denoising steps to learn from: N parents, each seen by the network once, and E edges.
 
-    Latents and means stay where the rollout has them; parts of it hold their numbers, and gather
-    those of a micro-batch alone.
+    Latents and means stay where the rollout has them; parts of it hold their numbers, on the CPU,
+    and gather those of a micro-batch alone.
     """
 
     latents: Tensor  # (M, *latent), of the rollout's nodes
@@ -171,17 +173,17 @@ class Transitions:
     @property
     def x(self) -> Tensor:
         """(N, *latent)."""
-        return self.latents[self.node]
+        return self.latents[send(self.node, self.latents.device)]
 
     @property
     def x_next(self) -> Tensor:
         """(E, *latent)."""
-        return self.latents[self.child]
+        return self.latents[send(self.child, self.latents.device)]
 
     @property
     def mean_old(self) -> Tensor:
         """(E, *latent), of the step by the policy that sampled."""
-        return self.means[self.edge]
+        return self.means[send(self.edge, self.means.device)]
 
     def __len__(self) -> int:
         """E, the number of edges: what losses average over."""
@@ -189,16 +191,14 @@ class Transitions:
 
     def take(self, rows: Tensor) -> "Transitions":
         """Return parents `rows` (N',) long, ascending, with all their edges."""
-        place = torch.full((len(self.node),), -1, device=rows.device)
-        place[rows] = torch.arange(len(rows), device=rows.device)
+        place = torch.full((len(self.node),), -1)
+        place[rows] = torch.arange(len(rows))
         parent = place[self.parent]
         edges = parent >= 0
-        per_parent, per_edge = ("node", "sigma", "prompt", "group"), (
-            "child", "edge", "sigma_next", "g", "advantage", "weight", "step",
-        )  # fmt: skip
+        per_edge = ("child", "edge", "sigma_next", "g", "advantage", "weight", "step")
         return replace(
             self,
-            **{name: getattr(self, name)[rows] for name in per_parent},
+            **{name: getattr(self, name)[rows] for name in ("node", "sigma", "prompt", "group")},
             **{name: getattr(self, name)[edges] for name in per_edge},
             parent=parent[edges],
         )
@@ -219,8 +219,16 @@ class Transitions:
         return [1] * len(self.node)
 
     def part(self, first: int, last: int) -> "Transitions":
-        """Return the parents from `first` to before `last`."""
-        return self.take(torch.arange(first, last, device=self.node.device))
+        """Return the parents from `first` to before `last`, with numbers where the latents are.
+
+        The number of the step and the group stay on the CPU.
+        """
+        part, device = self.take(torch.arange(first, last)), self.latents.device
+        names = (
+            "node", "sigma", "prompt", "parent", "child", "edge", "sigma_next", "g", "advantage",
+            "weight",
+        )  # fmt: skip
+        return replace(part, **{name: send(getattr(part, name), device) for name in names})
 
 
 def transitions(
@@ -237,11 +245,12 @@ def transitions(
     rollout's size sees the same rows.
 
     Args:
-        advantage, keep: (R, e); keep is bool.
+        advantage, keep: (R, e) on the CPU; keep is bool.
         group: (R,) long.
         weight: (e,), None for ones.
     """
     trees, nodes = tree.x.shape[:2]
+    g, sigmas, prompt = tree.g.cpu(), tree.sigmas.cpu(), tree.prompt.cpu()
     owner, column = keep.nonzero(as_tuple=True)
     child = tree.edge[column]
     parent = tree.parent[child]
@@ -254,16 +263,16 @@ def transitions(
         latents=tree.x.flatten(0, 1),
         means=tree.mean_old.flatten(0, 1),
         node=of * nodes + node,
-        sigma=tree.sigmas[tree.step[node]],
-        prompt=tree.prompt[of],
+        sigma=sigmas[tree.step[node]],
+        prompt=prompt[of],
         group=group[of],
         parent=inverse[order],
         child=owner * nodes + child,
         edge=owner * len(tree.edge) + column,
-        sigma_next=tree.sigmas[tree.step[child]],
-        g=tree.g[child],
+        sigma_next=sigmas[tree.step[child]],
+        g=g[child],
         advantage=advantage[owner, column],
-        weight=(torch.ones_like(tree.g[tree.edge]) if weight is None else weight)[column],
+        weight=(torch.ones_like(g[tree.edge]) if weight is None else weight)[column],
         step=tree.step[parent],
         cond=cond,
         no_advantage=(advantage == 0).double().mean().item() if advantage.numel() else 0.0,

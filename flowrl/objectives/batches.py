@@ -263,8 +263,8 @@ def at_least_fp32(values: Tensor) -> Tensor:
 def _check_chains(tree: Tree) -> None:
     steps = len(tree.sigmas) - 1
     whole = torch.arange(steps + 1)
-    straight = tree.step.cpu().tolist() == whole.tolist()
-    if straight and tree.parent.cpu().tolist() == (whole - 1).tolist() and not len(tree.noisy):
+    straight = tree.step.tolist() == whole.tolist()
+    if straight and tree.parent.tolist() == (whole - 1).tolist() and not len(tree.noisy):
         return
     raise UserError(
         f"this objective goes back along chains of {steps} steps without noise, but the rollout's "

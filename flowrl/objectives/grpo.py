@@ -17,6 +17,7 @@ from flowrl.functional.sde import Step, StepKernel
 from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.tree_credit import tree_credit
 from flowrl.trajectory import Metrics, Rollout, Transitions, Tree, transitions
+from flowrl.utils.devices import send
 
 
 def clipped_surrogate(
@@ -83,16 +84,8 @@ class GRPO:
         advantage, keep = tree_credit(rollout, self.options.advantage)
         if self.options.kl_coef == 0:
             keep = keep & (advantage != 0)
-        device = tree.x.device
         group = rollout.group.view(-1, len(tree.leaf))[rollout.trees, 0]
-        return transitions(
-            tree,
-            advantage.to(device),
-            keep.to(device),
-            group.to(device),
-            rollout.cond,
-            self.weights(tree),
-        )
+        return transitions(tree, advantage, keep, group, rollout.cond, self.weights(tree))
 
     def loss(self, models: Models, batch: Transitions) -> tuple[Tensor, Metrics]:
         cond, sigma, parent = batch.cond.take(batch.prompt), batch.sigma, batch.parent
@@ -122,11 +115,11 @@ class GRPO:
 
     def weights(self, tree: Tree) -> Tensor:
         """Return the weights of the trained edges, with mean 1 over the steps. (e,) fp32"""
-        edge = tree.edge
+        edge, sigmas = tree.edge, tree.sigmas.cpu().double()
         if self.options.step_weight == "none":
-            return torch.ones_like(tree.g[edge])
-        before, move, g = tree.parent[edge], tree.move[edge], tree.g[edge].double()
-        sigma, sigma_next = (tree.sigmas[tree.step[node]].double() for node in (before, edge))
+            return torch.ones(len(edge))
+        before, move, g = tree.parent[edge], tree.move[edge], tree.g.cpu()[edge].double()
+        sigma, sigma_next = (sigmas[tree.step[node]] for node in (before, edge))
         nothing = torch.zeros_like(sigma)[:, None]
         _, std = self.kernel.step(nothing, nothing, sigma, sigma_next, g)
         if self.options.step_weight == "noise":
@@ -156,14 +149,25 @@ class GRPO:
 
 
 def _by_step(step: Tensor, *, log_ratio: Tensor, clipped: Tensor) -> Metrics:
-    """Return the ratios' spread and clip share, over all rows and for each denoising step."""
+    """Return the ratios' spread and clip share, over all rows and for each denoising step.
+
+    step: (E,) long, on the CPU.
+    """
     metrics: Metrics = {
         "policy/ratio_mean": log_ratio.exp().mean(),
         "policy/ratio_std": log_ratio.std(correction=0),
         "policy/clip_share": clipped.mean(),
     }
-    for i in step.unique().tolist():
-        rows = step == i
-        metrics[f"policy/ratio_std/step_{i}"] = log_ratio[rows].std(correction=0)
-        metrics[f"policy/clip_share/step_{i}"] = clipped[rows].mean()
+    steps, place = step.unique(return_inverse=True)
+    rows = send(place, log_ratio.device)
+    counts = send(place.bincount(minlength=len(steps)), log_ratio.device)
+
+    def means(values: Tensor) -> Tensor:
+        return values.new_zeros(len(steps)).index_add(0, rows, values) / counts
+
+    spread = means((log_ratio - means(log_ratio)[rows]).square()).sqrt()
+    shares = means(clipped)
+    for number, i in enumerate(steps.tolist()):
+        metrics[f"policy/ratio_std/step_{i}"] = spread[number]
+        metrics[f"policy/clip_share/step_{i}"] = shares[number]
     return metrics

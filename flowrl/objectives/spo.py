@@ -65,12 +65,11 @@ class SPO:
         several lengths are not mixed. Children without a reward below are no candidates, and where
         the others tie or differ too little there is no pair.
         """
-        tree, device = rollout.tree, rollout.tree.x.device
-        edge = tree.edge.cpu()
+        tree, edge = rollout.tree, rollout.tree.edge
         value = self.values(rollout)[rollout.trees.cpu()][:, edge].flatten()
         valued = (~value.isnan()).nonzero().squeeze(1)
         # A number for the children of one parent by one move, tree by tree.
-        moves = torch.stack((tree.parent.cpu()[edge], tree.move.cpu()[edge]))
+        moves = torch.stack((tree.parent[edge], tree.move[edge]))
         _, family = moves.unique(dim=1, return_inverse=True)
         width = int(family.max()) + 1 if len(family) else 1
         siblings = (torch.arange(len(tree))[:, None] * width + family).flatten()
@@ -80,8 +79,8 @@ class SPO:
         clear = softmax_gap(value[winner], value[loser], self.options.tau) > MIN_GAP
         signal = torch.zeros(len(value))
         signal[winner[clear]], signal[loser[clear]] = 1.0, -1.0
-        signal = signal.view(len(tree), len(edge)).to(device)
-        group = rollout.group.view(-1, len(tree.leaf))[rollout.trees, 0].to(device)
+        signal = signal.view(len(tree), len(edge))
+        group = rollout.group.view(-1, len(tree.leaf))[rollout.trees, 0]
         return transitions(tree, signal, signal != 0, group, rollout.cond)
 
     def values(self, rollout: Rollout) -> Tensor:

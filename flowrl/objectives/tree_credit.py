@@ -23,7 +23,7 @@ def tree_credit(rollout: Rollout, options: CreditOptions) -> tuple[Tensor, Tenso
     since a group may lie on several of them; each process takes the edges of its trees.
     """
     tree = rollout.tree
-    parent, leaf, edge = tree.parent.cpu(), tree.leaf.cpu(), tree.edge.cpu()
+    parent, leaf, edge = tree.parent, tree.leaf, tree.edge
     below = leaves_below(parent, leaf)
     group = rollout.group.view(-1, len(leaf))[:, 0]
     reward, valid = (t.view(-1, len(leaf)) for t in image_reward(rollout, options))
@@ -53,15 +53,15 @@ def node_advantages(
     value: (N, n), NaN where a node has none; group: (N,) long, prompt of each tree.
     """
     tree = rollout.tree
-    parent, leaf, step = tree.parent.cpu(), tree.leaf.cpu(), tree.step.cpu()
+    parent, leaf, step = tree.parent, tree.leaf, tree.step
     is_leaf = torch.zeros(len(parent), dtype=torch.bool)
     is_leaf[leaf] = True
     if options.edges == "fan":
         owner = torch.arange(len(group)) if options.scope == "leaf" else group
-        key, counted = fan_population(owner, tree.move.cpu()[leaf], parent, leaf)
+        key, counted = fan_population(owner, tree.move[leaf], parent, leaf)
     else:
         noisy = torch.zeros(len(parent), dtype=torch.bool)
-        noisy[tree.noisy.cpu()] = True
+        noisy[tree.noisy] = True
         key, counted = population(options.scope, group, parent, step, noisy)
     flat = (mask.expand_as(value).flatten() for mask in (counted, is_leaf))
     return z_scores(value.flatten(), key.flatten(), options, *flat).view_as(value)
@@ -118,7 +118,7 @@ def node_values(rollout: Rollout, reward: Tensor, valid: Tensor, fusion: str) ->
 
     reward, valid: (N, l) of the leaves, on the CPU.
     """
-    parent, leaf = rollout.tree.parent.cpu(), rollout.tree.leaf.cpu()
+    parent, leaf = rollout.tree.parent, rollout.tree.leaf
     if fusion == "local":
         return fuse_local(parent, leaf, reward, valid, rollout.log_prob)
     below = leaves_below(parent, leaf)

@@ -190,7 +190,7 @@ def single_node_trees(x0: Tensor, prompt: Tensor, sigmas: Tensor) -> Tree:
     rows, latent, device = len(x0), x0.shape[1:], x0.device
 
     def index(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
+        return torch.tensor(values, dtype=torch.long)
 
     return Tree(
         x=x0[:, None],

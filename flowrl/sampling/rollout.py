@@ -28,6 +28,7 @@ from flowrl.scoring.scorer import SamplerFailure, Scoring
 from flowrl.scoring.spec import RewardResult, RewardSpec
 from flowrl.trajectory import Conditioning, Explored, Rollout, Tree
 from flowrl.trees.plan import TreePlan, level_widths
+from flowrl.utils.devices import send
 from flowrl.utils.distributed import Postponed, Runtime
 
 if TYPE_CHECKING:
@@ -392,7 +393,7 @@ def sample_request(
         nonlocal last, calls
         if prompt is not last:  # the same rows in most steps: their conditioning is gathered once
             index = ALONE.calls(len(x) // trees * widest, rows)
-            index = [i.clamp(max=len(x) - 1).to(device) for i in index]
+            index = [send(i.clamp(max=len(x) - 1), device) for i in index]
             last, calls = prompt, [(i, cond.take(prompt[i])) for i in index]
         if len(calls) == 1 and len(x) == rows:
             return velocity(x, sigma, calls[0][1])
@@ -401,8 +402,8 @@ def sample_request(
     def noise(path: tuple[int, ...], step: int, role: str) -> Tensor:
         return request.noise(path, step, role, shape)
 
-    x = noise((), 0, "init").to(device, backbone.dtype)
-    tree = sample_tree(field, x, request.prompt.to(device), plan, schedule, noise)
+    x = send(noise((), 0, "init"), device).to(backbone.dtype)
+    tree = sample_tree(field, x, send(request.prompt, device), plan, schedule, noise)
     return replace(tree, rows=rows)
 
 

@@ -11,6 +11,7 @@ from flowrl.functional.noise import COUPLINGS, NEEDS_SHARED
 from flowrl.functional.sde import StepKernel, lift, ode_step
 from flowrl.trajectory import Tree
 from flowrl.trees.plan import Move, Shape, TreePlan, levels, shape_of
+from flowrl.utils.devices import send
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ def _advance(
     if move.noise:
         mean, std = (t.repeat_interleave(move.branch, 0) for t in (mean, std))
         xi = torch.stack([_children_noise(move, path, noise) for path in paths], 1)
-        x_next = mean + lift(std, mean) * xi.flatten(0, 2).to(mean.device)
+        x_next = mean + lift(std, mean) * send(xi.flatten(0, 2), mean.device)
     x_next = x_next.to(parents.dtype)
     density = log_prob(x_next.float(), mean, std) if move.noise else mean.new_zeros(len(mean))
     whole = (trees, width * move.branch)
@@ -152,7 +153,7 @@ def _children_noise(move: Move, path: tuple[int, ...], noise: KeyedNoise) -> Ten
 
 def _tree(nodes: _Nodes, prompt: Tensor, shape: Shape, schedule: Schedule) -> Tree:
     def index(values: tuple[int, ...]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=prompt.device)
+        return torch.tensor(values, dtype=torch.long)
 
     root = nodes.x[0]
     empty = root.new_empty(len(root), 0, *root.shape[2:]).float()

@@ -22,7 +22,7 @@ class RowMeans:
     """Averages metrics over micro-batches of unequal size; names ending in _max are maxima."""
 
     def __init__(self) -> None:
-        self._values: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        self._values: dict[str, list[tuple[Tensor, int]]] = {}
         self._weights: dict[str, float] = {}
 
     def add(self, metrics: Metrics, rows: int, *, weight: float | None = None) -> None:
@@ -38,12 +38,27 @@ class RowMeans:
 
     def result(self) -> dict[str, float]:
         results = {}
+        self._fetch()
         for name, pairs in self._values.items():
-            values = torch.stack([value.cpu().double() for value, _ in pairs])
+            values = torch.stack([value.double() for value, _ in pairs])
             weights = torch.tensor([rows for _, rows in pairs]).double()
             mean = (values * weights).sum() / weights.sum()
             results[name] = (values.max() if name.endswith("_max") else mean).item()
         return results
+
+    def _fetch(self) -> None:
+        """Copy what is still on a device to the CPU, in one copy."""
+        pending: dict[tuple, list[Tensor]] = defaultdict(list)
+        for value, _ in (pair for pairs in self._values.values() for pair in pairs):
+            if value.device != torch.device("cpu"):
+                pending[value.device, value.dtype].append(value)
+        copies = {
+            id(value): copy
+            for values in pending.values()
+            for value, copy in zip(values, torch.stack(values).cpu().unbind(), strict=True)
+        }
+        for name, pairs in self._values.items():
+            self._values[name] = [(copies.get(id(value), value), rows) for value, rows in pairs]
 
 
 def over_processes(
@@ -135,8 +150,8 @@ def _tree_metrics(rollout: Rollout) -> dict[str, float]:
     """Return what the trees cost, and how different their images are by where they parted."""
     tree = rollout.tree
     trees, nodes = tree.x.shape[:2]
-    ancestor = common_ancestor(tree.parent.cpu(), tree.step.cpu(), tree.leaf.cpu())
-    leaves = tree.x[:, tree.leaf].cpu()
+    ancestor = common_ancestor(tree.parent, tree.step, tree.leaf)
+    leaves = tree.leaves().cpu().unflatten(0, (trees, len(tree.leaf)))
     group = rollout.group.cpu().view(-1, len(tree.leaf))[rollout.trees.cpu(), 0]
     distances = pairwise_distance_by_ancestor(leaves, ancestor, group)
     return {

@@ -103,6 +103,7 @@ def with_random_rewards(rollout: Rollout) -> Rollout:
 
 def _forwards(learner: Learner, transitions: Transitions, steps: int) -> None:
     rows = transitions.take((transitions.sigma == transitions.sigma[0]).nonzero().squeeze(1))
+    rows = rows.part(0, len(rows.node))
     cond = rows.cond.take(rows.prompt)
     with torch.no_grad():
         for _ in range(steps):

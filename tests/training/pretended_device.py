@@ -1,0 +1,116 @@
+"""A device that is pretended on the CPU, to count what would make the host wait for a GPU.
+
+Tensors that would be on the GPU are marked, and so is what is computed from them; they say that
+they are on `DEVICE`, which is the CPU under another name. Reading a value, searching for the places
+that are true, and copying between host and device are counted by the line of flowrl that asks.
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+import flowrl
+
+DEVICE = torch.device("cpu", 0)
+PACKAGE = Path(flowrl.__file__).parent
+TORCH = str(Path(torch.__file__).parent)
+# Methods that return what is on the device to the host, or whose result has a size that the host
+# must know.
+READS = {
+    "item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "nonzero",
+    "masked_select", "unique", "argwhere", "equal", "allclose",
+}  # fmt: skip
+INDEXING = {"__getitem__", "__setitem__", "copy_", "__set__", "_is_view", "backward"}
+MARK = "_pretended"
+
+
+def on_device(tensor: Any) -> bool:
+    return hasattr(tensor, MARK)
+
+
+def mark(*tensors: Tensor) -> None:
+    """Put tensors on the pretended device."""
+    for tensor in tensors:
+        setattr(tensor, MARK, True)
+
+
+class Waits(TorchFunctionMode):
+    """Count waits inside the block, by file and line of flowrl."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: Counter[str] = Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = any(map(on_device, tensors))
+        if func == torch.Tensor.device.__get__:
+            return DEVICE if given else func(*args, **kwargs)
+        target = _target(name, args, kwargs)
+        caller = sys._getframe(1).f_code.co_filename
+        if caller.startswith(TORCH):
+            pass  # torch's own way between kernels of one device
+        elif name in READS and given:
+            self._count(name)
+        elif target is not None and tensors and given != (target == DEVICE):
+            if target != DEVICE or not kwargs.get("non_blocking"):
+                self._count(f"{name} {'device' if target == DEVICE else 'host'}")
+        elif target == DEVICE and name in ("tensor", "as_tensor"):
+            self._count(name)
+        elif name in ("__getitem__", "__setitem__") and on_device(args[0]):
+            self._count_index(args[1])
+        elif target is None and given and name not in INDEXING:
+            sizes = [t.ndim for t in tensors if not on_device(t)]
+            assert not any(sizes), f"{name} of tensors on the host and on the device"
+        found = func(*args, **kwargs)
+        place = target == DEVICE if target is not None else given and name != "cpu"
+        if place:
+            mark(*(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)))
+        elif target is not None or name == "cpu":
+            found = _unmarked(found)
+        return found
+
+    def _count_index(self, index: Any) -> None:
+        for part in index if isinstance(index, tuple) else (index,):
+            if isinstance(part, Tensor) and part.ndim:
+                if not on_device(part):
+                    self._count("index from the host")
+                elif part.dtype == torch.bool:
+                    self._count("mask")
+
+    def _count(self, what: str) -> None:
+        frame = sys._getframe(2)
+        while frame is not None and not frame.f_code.co_filename.startswith(str(PACKAGE)):
+            frame = frame.f_back
+        where = "?"
+        if frame is not None:
+            path = Path(frame.f_code.co_filename).relative_to(PACKAGE)
+            where = f"{path}:{frame.f_lineno}"
+        self.lines[f"{where} {what}"] += 1
+
+
+def _target(name: str, args: tuple, kwargs: dict) -> torch.device | None:
+    """Return the device that a call names, of a factory or of `to`."""
+    device = kwargs.get("device")
+    if device is None and name == "to":
+        for value in args[1:2]:
+            if isinstance(value, Tensor):
+                return DEVICE if on_device(value) else torch.device("cpu")
+            device = value if isinstance(value, str | torch.device) else None
+    return None if device is None else torch.device(device)
+
+
+def _unmarked(found: Any) -> Any:
+    """Return tensors without the mark: a copy to the same place is the same object."""
+    if isinstance(found, Tensor) and on_device(found):
+        with torch._C.DisableTorchFunction():
+            return found.view_as(found)
+    return found
