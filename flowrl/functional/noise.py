@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from flowrl.utils.devices import send
+
 
 def noise_seed(
     *,
@@ -46,7 +48,7 @@ def keyed_noise(
     generator = torch.Generator()
     for row, seed in zip(noise, seeds, strict=True):
         row.normal_(generator=generator.manual_seed(seed))
-    return noise.to(device=device, dtype=dtype)
+    return send(noise, device).to(dtype)
 
 
 def keyed_uniform(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -9,13 +9,17 @@ from torch import Tensor
 from flowrl.errors import UserError
 from flowrl.functional.groups import lone, undecided
 from flowrl.trajectory import Conditioning, Metrics, Rollout, Tree
+from flowrl.utils.devices import send
 
 Compared = Literal["image", "group", "update"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """N clean latents with a learning signal, those of a group side by side."""
+    """N clean latents with a learning signal, those of a group side by side.
+
+    Numbers are on the CPU, and in a micro-batch where the latents are, but for `image`.
+    """
 
     x0: Tensor  # (N, *latent), in the dtype of the rollout
     prompt: Tensor  # (N,) long, index into `cond`
@@ -52,19 +56,19 @@ class Endpoints:
         image = (rollout.trees.cpu()[:, None] * leaves + torch.arange(leaves)).flatten()
         rows = keep[image].nonzero().squeeze(1)
         rows = rows[group[image[rows]].argsort(stable=True)]
-        image, device = image[rows], tree.x.device
+        image = image[rows]
         if compared == "group" and int(torch.isin(group, group[image])[keep].sum()) != len(image):
             raise ValueError(
                 "a group lies on several processes, and its images are compared: the objective "
                 "must declare Needs(complete_groups=True)"
             )
         return Endpoints(
-            x0=tree.leaves()[rows.to(device)],
-            prompt=tree.prompt_of_leaves()[rows.to(device)],
-            group=group[image].to(device),
-            image=image.to(device),
-            reward=rollout.reward.cpu()[image].float().to(device),
-            signal=signal.cpu()[image].float().to(device),
+            x0=tree.leaves()[send(rows, tree.x.device)],
+            prompt=tree.prompt_of_leaves().cpu()[rows],
+            group=group[image],
+            image=image,
+            reward=rollout.reward.cpu()[image].float(),
+            signal=signal.cpu()[image].float(),
             sigmas=tree.sigmas,
             cond=rollout.cond,
             forwards=forwards,
@@ -78,8 +82,9 @@ class Endpoints:
 
     def take(self, rows: Tensor) -> "Endpoints":
         """Return the images of `rows` (n,) long."""
-        names = ("x0", "prompt", "group", "image", "reward", "signal")
-        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+        names = ("prompt", "group", "image", "reward", "signal")
+        numbers = {name: getattr(self, name)[rows] for name in names}
+        return replace(self, x0=self.x0[send(rows, self.x0.device)], **numbers)
 
     def metrics(self) -> Metrics:
         shares = {f"endpoints/{why}": torch.tensor(share) for why, share in self.left_out.items()}
@@ -102,13 +107,14 @@ class Endpoints:
         return [count * self.forwards for count in self._sizes()]
 
     def part(self, first: int, last: int) -> "Endpoints":
-        """Return the units from `first` to before `last`."""
-        if self.compared == "update":
-            return self
-        sizes = self._sizes()
-        start = sum(sizes[:first])
-        rows = torch.arange(start, start + sum(sizes[first:last]), device=self.x0.device)
-        return self.take(rows)
+        """Return the units from `first` to before `last`, with numbers where the latents are."""
+        part = self
+        if self.compared != "update":
+            sizes = self._sizes()
+            start = sum(sizes[:first])
+            part = self.take(torch.arange(start, start + sum(sizes[first:last])))
+        numbers = ("prompt", "group", "reward", "signal")
+        return replace(part, **{n: send(getattr(part, n), self.x0.device) for n in numbers})
 
     def _sizes(self) -> list[int]:
         """Return the images of each unit."""

@@ -13,6 +13,7 @@ from flowrl.functional.noise import keyed_noise, keyed_uniform, noise_seed
 from flowrl.functional.sde import lift
 from flowrl.objectives.batches import Endpoints
 from flowrl.trajectory import Conditioning
+from flowrl.utils.devices import send
 
 LEAST_SIGMA = 1e-3  # at sigma 0 there is nothing to learn, and weights and targets are infinite
 
@@ -64,8 +65,9 @@ def noise_images(batch: Endpoints, options: NoisingOptions) -> NoisedImages:
         )
 
     numbers = owners.tolist()
-    u = keyed_uniform([seed(n, 0, "time") for n in numbers], (count,)).to(device)
-    sigma = noise_levels(u, batch.sigmas.float(), options)[row].flatten()
+    u = keyed_uniform([seed(n, 0, "time") for n in numbers], (count,))
+    row = send(row, device)
+    sigma = noise_levels(send(u, device), batch.sigmas.float(), options)[row].flatten()
     seeds = [seed(n, draw, "noise") for n in numbers for draw in range(count)]
     noise = keyed_noise(seeds, latent, device=device)
     noise = noise.view(len(numbers), count, *latent)[row].flatten(0, 1)

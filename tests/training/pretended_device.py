@@ -7,13 +7,13 @@ that are true, and copying between host and device are counted by the line of fl
 
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 import flowrl
 
@@ -50,15 +50,25 @@ class Waits(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        given = any(map(on_device, tensors))
+        tensors = list(_tensors((*args, *kwargs.values())))
+        given, target = any(map(on_device, tensors)), _target(name, args, kwargs)
         if func == torch.Tensor.device.__get__:
             return DEVICE if given else func(*args, **kwargs)
-        target = _target(name, args, kwargs)
-        caller = sys._getframe(1).f_code.co_filename
-        if caller.startswith(TORCH):
-            pass  # torch's own way between kernels of one device
-        elif name in READS and given:
+        # torch's own calls go between kernels of one device.
+        if not sys._getframe(1).f_code.co_filename.startswith(TORCH):
+            self._check(name, args, kwargs, tensors, target)
+        found = func(*args, **kwargs)
+        place = target == DEVICE if target is not None else given and name != "cpu"
+        if place:
+            mark(*_tensors((found,)))
+        elif target is not None or name == "cpu":
+            found = _unmarked(found)
+        return found
+
+    def _check(self, name, args, kwargs, tensors, target) -> None:
+        """Count a call that waits. Raises AssertionError for one that a GPU would refuse."""
+        given = any(map(on_device, tensors))
+        if name in READS and given:
             self._count(name)
         elif target is not None and tensors and given != (target == DEVICE):
             if target != DEVICE or not kwargs.get("non_blocking"):
@@ -70,13 +80,6 @@ class Waits(TorchFunctionMode):
         elif target is None and given and name not in INDEXING:
             sizes = [t.ndim for t in tensors if not on_device(t)]
             assert not any(sizes), f"{name} of tensors on the host and on the device"
-        found = func(*args, **kwargs)
-        place = target == DEVICE if target is not None else given and name != "cpu"
-        if place:
-            mark(*(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)))
-        elif target is not None or name == "cpu":
-            found = _unmarked(found)
-        return found
 
     def _count_index(self, index: Any) -> None:
         for part in index if isinstance(index, tuple) else (index,):
@@ -87,7 +90,7 @@ class Waits(TorchFunctionMode):
                     self._count("mask")
 
     def _count(self, what: str) -> None:
-        frame = sys._getframe(2)
+        frame = sys._getframe(3)
         while frame is not None and not frame.f_code.co_filename.startswith(str(PACKAGE)):
             frame = frame.f_back
         where = "?"
@@ -95,6 +98,14 @@ class Waits(TorchFunctionMode):
             path = Path(frame.f_code.co_filename).relative_to(PACKAGE)
             where = f"{path}:{frame.f_lineno}"
         self.lines[f"{where} {what}"] += 1
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
 
 
 def _target(name: str, args: tuple, kwargs: dict) -> torch.device | None:
