@@ -20,7 +20,7 @@ TWO_STAGES = {
 }
 KINDS = {
     "grpo": GRPO,
-    "nft": NFT,
+    "nft": pytest.param(NFT, marks=pytest.mark.slow),
     "tree": pytest.param(TREE, marks=pytest.mark.slow),
     "two stages": pytest.param(TWO_STAGES, marks=pytest.mark.slow),
 }
@@ -30,7 +30,7 @@ MOST_OF_AN_ITERATION, MOST_OF_A_MICRO_BATCH = 20, 4
 
 @pytest.fixture
 def count(tiny_config, load_tiny):
-    """Return the waits of an iteration, by line of flowrl."""
+    """Return the waits of an iteration after a first one, by line of flowrl."""
 
     def counted(kind, *, steps=4, prompts=2, micro_batch=64):
         rollout = {"num_inference_steps": steps, "prompts_per_iteration": prompts}
@@ -47,8 +47,10 @@ def count(tiny_config, load_tiny):
             learner = build_learner(config, runtime, ProvidedObjects(pipeline=pipeline))
         network = learner.policy.network
         mark(*network.parameters(), *network.buffers())
+        with Waits():
+            learner.iterate(0)  # encodes what later ones have
         with Waits() as waits:
-            learner.iterate(0)
+            learner.iterate(1)
         return waits.lines
 
     return counted
