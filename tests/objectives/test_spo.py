@@ -144,7 +144,7 @@ def test_a_pair_that_was_cut_is_refused():
     for rows in [[0], [0, 2], [0, 3], [1, 2, 3]]:
         batch = spo().prepare(collect(Toy(), plan=SPLIT))
         rows = torch.tensor(rows)
-        names = ("x_next", "mean_old", "sigma_next", "g", "advantage", "weight", "step", "parent")
+        names = ("child", "edge", "sigma_next", "g", "advantage", "weight", "step", "parent")
         cut = replace(batch, **{name: getattr(batch, name)[rows] for name in names})
         with pytest.raises(ValueError, match="cut in two"):
             loss_of(spo(), Toy(), cut, Toy())
