@@ -123,12 +123,9 @@ def bench_iteration(
             "--pixels 64 to see that everything runs, which says nothing of speed"
         )
     work, pixels = work or WORK[spec.family], pixels or PIXELS[spec.family]
-    pipeline = {
-        "path": spec.checkpoint, "dtype": dtype, "precision": precision,
-        "compile": compile, "device": device, "decode_batch": work.decode_batch,
-        "height": pixels, "width": pixels,
-    }  # fmt: skip
+    options = {"dtype": dtype, "precision": precision, "compile": compile}
     with tempfile.TemporaryDirectory() as folder:
+        pipeline = _pipeline(spec, work, pixels, device, **options)
         config = _config(pipeline, work, gradient_checkpointing, folder)
         runtime = Runtime(device=device, mixed_precision=PRECISION[dtype])
         learner = _learner(config, runtime, name, spec, work, layers)
@@ -181,11 +178,8 @@ def bench_compile(
         WORK[spec.family], prompts=1, group_size=rows, steps=2, batch=rows, micro_batch=rows,
         guidance=1.0, kl_coef=0.0,
     )  # fmt: skip
-    pipeline = {
-        "path": spec.checkpoint, "dtype": dtype, "compile": True, "device": device,
-        "decode_batch": work.decode_batch, "height": pixels, "width": pixels,
-    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
+        pipeline = _pipeline(spec, work, pixels, device, dtype=dtype, compile=True)
         config = _config(pipeline, work, False, folder)
         runtime = Runtime(device=device, mixed_precision=PRECISION[dtype])
         learner = _learner(config, runtime, name, spec, work, layers)
@@ -220,6 +214,16 @@ def seconds(job: Callable[[], None]) -> float:
     began = time.perf_counter()
     job()
     return time.perf_counter() - began
+
+
+def _pipeline(
+    spec: ModelSpec, work: MeasuredWork, pixels: int, device: str, **options: Any
+) -> dict[str, Any]:
+    """Return the recipe's section of this name."""
+    return {
+        "path": spec.checkpoint, "device": device, "decode_batch": work.decode_batch,
+        "height": pixels, "width": pixels, **options,
+    }  # fmt: skip
 
 
 def _config(
