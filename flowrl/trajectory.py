@@ -57,13 +57,14 @@ class Tree:
     prompt: Tensor  # (R,) long, index into the rollout's prompts
     log_prob: Tensor  # (R, n), log-density of the step into a node, a mean over the latent; 0: ODE
     mean_old: Tensor  # (R, e, *latent) fp32, mean of the step of each trained edge
-    # The shape, the same for every tree, in numbers on the CPU.
+    # The shape, the same for every tree, on the CPU.
     step: Tensor  # (n,) long, index of the node's sigma
     parent: Tensor  # (n,) long, -1 at the root
     move: Tensor  # (n,) long, number of the plan's move that made it
     leaf: Tensor  # (l,) long, nodes, in the order of the images
     noisy: Tensor  # nodes at the end of stochastic edges
     edge: Tensor  # (e,) long, nodes at the end of trained edges
+    # The same for every tree, on the latents' device.
     g: Tensor  # (n,), noise of the step into a node
     sigmas: Tensor  # (T+1,)
     forwards: int  # velocities that were computed, of all trees
@@ -80,6 +81,11 @@ class Tree:
     def prompt_of_leaves(self) -> Tensor:
         """Return the prompt of each leaf. (R * l,) long"""
         return self.prompt.repeat_interleave(len(self.leaf))
+
+    def to(self, device: torch.device | str) -> "Tree":
+        """Return the tree with its latents on a device; the shape stays on the CPU."""
+        names = ("x", "prompt", "log_prob", "mean_old", "g", "sigmas")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     @staticmethod
     def cat(parts: list["Tree"]) -> "Tree":
@@ -146,8 +152,9 @@ class Rollout:
 class Transitions:
     """Denoising steps to learn from: N parents, each seen by the network once, and E edges.
 
-    Latents and means stay where the rollout has them; parts of it hold their numbers, on the CPU,
-    and gather those of a micro-batch alone.
+    Latents and means stay in the rollout's trees; a batch holds indices into them, on the CPU.
+    `part` sends indices and numbers of a micro-batch to the latents' device, where `x`, `x_next` and
+    `mean_old` are gathered at each access.
     """
 
     latents: Tensor  # (M, *latent), of the rollout's nodes
@@ -219,9 +226,9 @@ class Transitions:
         return [1] * len(self.node)
 
     def part(self, first: int, last: int) -> "Transitions":
-        """Return the parents from `first` to before `last`, with numbers where the latents are.
+        """Return the parents from `first` to before `last`, on the latents' device.
 
-        The number of the step and the group stay on the CPU.
+        `group` and `step` stay on the CPU.
         """
         part, device = self.take(torch.arange(first, last)), self.latents.device
         names = (

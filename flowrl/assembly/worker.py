@@ -42,7 +42,7 @@ from flowrl.config.rollout import WorkerOptions
 from flowrl.errors import UserError, as_failure
 from flowrl.quantization.backends import capability_of, resolve
 from flowrl.sampling.rollout import RolloutGenerator
-from flowrl.sampling.workers import Job, JobResult, WorkerPool, on_device, sample_job
+from flowrl.sampling.workers import Job, JobResult, WorkerPool, sample_job
 from flowrl.scoring.executors.base import to_levels
 from flowrl.utils.distributed import Runtime
 
@@ -110,7 +110,7 @@ class Worker:
         return JobResult(
             worker=self._name,
             result=result,
-            tree=on_device(tree, "cpu") if job.keep else None,
+            tree=tree.to("cpu") if job.keep else None,
             levels=to_levels(images) if job.keep else None,
         )
 

@@ -14,17 +14,17 @@ from flowrl.errors import UserError
 
 GRAPHS = 64  # of one class of blocks, at least; torch's own limit is 8
 # By the names of torch's older versions too.
-LIMIT = ("recompile_limit", "cache_size_limit")
-FAIL = ("fail_on_recompile_limit_hit", "fail_on_cache_limit_hit")
-ERRORS = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
+LIMIT_NAMES = ("recompile_limit", "cache_size_limit")
+FAIL_NAMES = ("fail_on_recompile_limit_hit", "fail_on_cache_limit_hit")
+ERROR_NAMES = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
 
 
 def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
     """Compile the blocks that a network holds in lists, in place, or all of it where it has none.
 
     Each is compiled at its first call for each shape (dynamic=False). Weights can still be written
-    in place, and adapters switched. Torch's limit of graphs in this process becomes GRAPHS at
-    least, and torch stops there.
+    in place, and adapters switched. Raises torch's limit of graphs in this process to at least
+    GRAPHS; beyond it torch raises an error.
 
     Args:
         backend: of torch.compile; "aot_eager" traces and guards alike but generates no code.
@@ -38,7 +38,7 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
 def compiled_graphs() -> int:
     """Return the number of graphs compiled in this process so far.
 
-    Networks beyond torch's limit of graphs are not counted; they raise, see `within_limit`.
+    Graphs beyond torch's limit are not compiled, but raise: see `within_limit`.
     """
     from torch._dynamo.utils import counters
 
@@ -51,12 +51,12 @@ def within_limit() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if type(error).__name__ not in ERRORS:
+        if type(error).__name__ not in ERROR_NAMES:
             raise
         raise UserError(
-            "the network was compiled for as many shapes of batches as torch allows: choose a "
-            "rollout.batch_size and an optim.micro_batch that all numbers of images are multiples "
-            "of, or set pipeline.compile to false"
+            "the network was compiled for as many shapes of batches as torch allows: choose "
+            "rollout.batch_size, optim.micro_batch and evaluation.batch_size such that all numbers "
+            "of images are multiples of them, or set pipeline.compile to false"
         ) from error
 
 
@@ -67,8 +67,10 @@ def _limit_graphs() -> None:
     """
     from torch._dynamo import config
 
-    limit = next(name for name in LIMIT if hasattr(config, name))
+    if hasattr(config, "inline_inbuilt_nn_modules"):
+        config.inline_inbuilt_nn_modules = True  # older versions compile each block by itself
+    limit = next(name for name in LIMIT_NAMES if hasattr(config, name))
     setattr(config, limit, max(GRAPHS, getattr(config, limit)))
-    fail = next((name for name in FAIL if hasattr(config, name)), None)
+    fail = next((name for name in FAIL_NAMES if hasattr(config, name)), None)
     if fail is not None and not config.suppress_errors:  # torch refuses both at once
         setattr(config, fail, True)

@@ -170,7 +170,6 @@ def check_base_bits(
     wanted = {
         "pipeline.precision": (pipeline.precision, "null"),
         "rollout.merge_lora": (rollout.merge_lora is True, "auto or false"),
-        "pipeline.compile": (pipeline.compile, "false"),
         "rollout.explore.precision": (explore and explore.precision != "bf16", "bf16"),
     }
     for option, (conflict, instead) in wanted.items():
@@ -179,6 +178,11 @@ def check_base_bits(
                 f"memory.base_bits is {memory.base_bits}, which leaves no exact weights for "
                 f"{option} to work on: set that to {instead}, or memory.base_bits to null"
             )
+    if pipeline.compile:
+        raise ValueError(
+            f"pipeline.compile is true, which was not tried with memory.base_bits "
+            f"{memory.base_bits}: set pipeline.compile to false"
+        )
 
 
 def check_objective(objective: Objective, rollout: RolloutOptions) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flowrl.utils.devices import send
+
 Velocity = Callable[[Tensor, Tensor, Any], Tensor]  # (x, sigma, conditioning) -> like x
 PADDING = 0.2  # largest share of rows that is made up so that calls are larger and fewer
 
@@ -116,7 +118,7 @@ class Batches:
             elif count == rows and len(calls) == 1 and not recompute:
                 return field(x, sigma, cond)
             call, sigma = recomputed if recompute else _direct, sigma.expand(len(x))
-            index = [part.to(x.device) for part in calls]
+            index = [send(part, x.device) for part in calls]
             return torch.cat([call(field, x[i], sigma[i], cond.take(i)) for i in index])[:count]
 
         return velocity

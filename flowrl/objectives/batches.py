@@ -18,7 +18,7 @@ Compared = Literal["image", "group", "update"]
 class Endpoints:
     """N clean latents with a learning signal, those of a group side by side.
 
-    Numbers are on the CPU, and in a micro-batch where the latents are, but for `image`.
+    Numbers are on the CPU. `part` sends them, except `image`, to the latents' device.
     """
 
     x0: Tensor  # (N, *latent), in the dtype of the rollout
@@ -107,7 +107,7 @@ class Endpoints:
         return [count * self.forwards for count in self._sizes()]
 
     def part(self, first: int, last: int) -> "Endpoints":
-        """Return the units from `first` to before `last`, with numbers where the latents are."""
+        """Return the units from `first` to before `last`, on the latents' device."""
         part = self
         if self.compared != "update":
             sizes = self._sizes()

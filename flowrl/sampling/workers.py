@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,12 +73,6 @@ def sample_job(generator: RolloutGenerator, job: Job) -> tuple[Tree, Tensor, Sco
         )  # fmt: skip
         images = decode(generator.backbone, tree.leaves(), generator.decode_batch)
         return tree, submit_images(scoring, images, job.request, len(tree.leaf)), scoring
-
-
-def on_device(tree: Tree, device: torch.device | str) -> Tree:
-    """Return a tree with all its tensors on a device."""
-    names = [f.name for f in fields(Tree) if f.type is Tensor]
-    return replace(tree, **{name: getattr(tree, name).to(device) for name in names})
 
 
 # --- the pool, in the training process ------------------------------------------------------------
@@ -308,7 +302,7 @@ class RemoteGenerator(RolloutGenerator):
         for request, one in zip(requests, results, strict=True):
             if one.tree is None or one.levels is None:
                 continue
-            tree = on_device(replace(one.tree, prompt=request.prompt), self.backbone.device)
+            tree = replace(one.tree, prompt=request.prompt).to(self.backbone.device)
             images = one.levels.float().div_(255)
             if local:
                 submit_images(scoring, images.split(self.decode_batch), request, len(tree.leaf))

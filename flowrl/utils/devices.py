@@ -5,11 +5,11 @@ from torch import Tensor
 
 
 def send(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to a device without waiting for what the device is doing.
+    """Copy a tensor to a device; to a CUDA device without waiting for what that is doing.
 
-    From pinned memory, which torch keeps until the copy is made; from elsewhere a copy waits.
+    Such a copy is made from pinned memory, which torch keeps until it is done. On other devices a
+    copy that does not wait may read memory that was already given to something else.
     """
-    from_host = tensor.device.type == "cpu"
-    if from_host and torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=from_host)  # to the host it has to wait
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -40,9 +41,9 @@ QUICKSTARTS = ("quickstart", "quickstart-flux", "quickstart-sana")
 ITERATIONS = 10  # of each quickstart
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 # On a GPU: so few images that all sizes are done in minutes, in batches of one shape.
-FEW = {"prompts": 2, "group_size": 4, "steps": 5, "batch": 4, "micro_batch": 4}
+GPU_WORK = {"prompts": 2, "group_size": 4, "steps": 5, "batch": 4, "micro_batch": 4}
 # On a CPU: two blocks of each kind, and as little work as shows that everything runs.
-SMALL = {"prompts": 1, "group_size": 2, "steps": 2, "batch": 2, "micro_batch": 2}
+CPU_WORK = {"prompts": 1, "group_size": 2, "steps": 2, "batch": 2, "micro_batch": 2}
 TEXT_TOKENS = 96  # there, CLIP's 77 among them
 LOW_BITS = ("fp8", "nvfp4")
 TESTS = Path(__file__).parents[2] / "tests"
@@ -85,7 +86,10 @@ def certify(
         began, cpu = time.perf_counter(), _cpu_seconds()
         # A process each: one cannot change its precision, and returns a GPU's memory at its end.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            done[name] = process.submit(_tried, name, recipes).result()
+            try:
+                done[name] = process.submit(_tried, name, recipes).result()
+            except BrokenProcessPool:
+                done[name] = {"error": "the process was killed: too little memory, or a crash"}
         if "skipped" not in done[name]:
             done[name]["part_seconds"] = round(time.perf_counter() - began, 2)
             done[name]["cpu_seconds"] = round(_cpu_seconds() - cpu, 2)
@@ -176,11 +180,12 @@ def _seconds(row: Mapping[str, Any]) -> float | None:
 def _iteration(name: str) -> Result:
     """Measure an iteration at real size: its share of bare forwards, its memory by the plan."""
     if torch.cuda.is_available():
-        work = replace(work_of(name, FEW), kl_coef=0.0)  # else bare passes lack the reference's
+        # Bare passes have no reference.
+        work = replace(work_of(name, GPU_WORK), kl_coef=0.0)
         return bench_iteration(
             name=name, work=work, compile=True, gradient_checkpointing=True, repeats=2
         )
-    work = replace(work_of(name, SMALL), guidance=1.0, kl_coef=0.0)
+    work = replace(work_of(name, CPU_WORK), guidance=1.0, kl_coef=0.0)
     return bench_iteration(
         name=name, work=work, pixels=64, layers=2, dtype="fp32", text_tokens=TEXT_TOKENS,
         repeats=1, device="cpu",

@@ -96,7 +96,7 @@ LABELS = {
     "spread": "the same, middle half of the rounds",
     "predicted": "predicted ratio",
     "q_to_break_even": "q from which two stages pay",
-    "to_uncompiled_peft": "ratio to N with uncompiled PEFT",
+    "to_adapter_beside": "ratio to N with the adapter beside the weights",
     "recompiled": "graphs compiled again",
     "rounds": "rounds",
     "peak_memory_gb": "peak memory, GB",
@@ -236,7 +236,7 @@ class Costs:
             "of_predicted": self.measured / self.predicted,
             "allowed": ALLOWED,
             "q_to_break_even": break_even_gain(**counts, fixed=self.fixed),
-            "to_uncompiled_peft": self.to_peft,
+            "to_adapter_beside": self.to_peft,
             "recompiled": self.graphs,
             "peak_memory_gb": self.memory and self.memory / 1e9,
             "split": [
@@ -318,7 +318,7 @@ def measure(
     ]
 
 
-RATIOS = ("q", "phi", "measured", "predicted", "of_predicted", "to_uncompiled_peft")
+RATIOS = ("q", "phi", "measured", "predicted", "of_predicted", "to_adapter_beside")
 
 
 def summary(rounds: Sequence[Costs]) -> dict[str, Any]:

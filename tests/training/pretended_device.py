@@ -19,6 +19,7 @@ import flowrl
 
 DEVICE = torch.device("cpu", 0)
 PACKAGE = Path(flowrl.__file__).parent
+SEND = str(PACKAGE / "utils" / "devices.py")
 TORCH = str(Path(torch.__file__).parent)
 # Methods that return what is on the device to the host, or whose result has a size that the host
 # must know.
@@ -54,8 +55,9 @@ class Waits(TorchFunctionMode):
         given, target = any(map(on_device, tensors)), _target(name, args, kwargs)
         if func == torch.Tensor.device.__get__:
             return DEVICE if given else func(*args, **kwargs)
-        # torch's own calls go between kernels of one device.
-        if not sys._getframe(1).f_code.co_filename.startswith(TORCH):
+        # torch's own calls go between kernels of one device, and `send` does not wait.
+        caller = sys._getframe(1).f_code.co_filename
+        if not caller.startswith(TORCH) and not (caller == SEND and target == DEVICE):
             self._check(name, args, kwargs, tensors, target)
         found = func(*args, **kwargs)
         place = target == DEVICE if target is not None else given and name != "cpu"
@@ -71,20 +73,21 @@ class Waits(TorchFunctionMode):
         if name in READS and given:
             self._count(name)
         elif target is not None and tensors and given != (target == DEVICE):
-            if target != DEVICE or not kwargs.get("non_blocking"):
-                self._count(f"{name} {'device' if target == DEVICE else 'host'}")
+            self._count(f"{name} {'device' if target == DEVICE else 'host'}")
         elif target == DEVICE and name in ("tensor", "as_tensor"):
             self._count(name)
-        elif name in ("__getitem__", "__setitem__") and on_device(args[0]):
-            self._count_index(args[1])
+        elif name in ("__getitem__", "__setitem__"):
+            self._check_index(args[0], args[1])
         elif target is None and given and name not in INDEXING:
             sizes = [t.ndim for t in tensors if not on_device(t)]
             assert not any(sizes), f"{name} of tensors on the host and on the device"
 
-    def _count_index(self, index: Any) -> None:
+    def _check_index(self, tensor: Tensor, index: Any) -> None:
         for part in index if isinstance(index, tuple) else (index,):
             if isinstance(part, Tensor) and part.ndim:
-                if not on_device(part):
+                if not on_device(tensor):
+                    assert not on_device(part), "a tensor on the host, an index on the device"
+                elif not on_device(part):
                     self._count("index from the host")
                 elif part.dtype == torch.bool:
                     self._count("mask")
