@@ -153,8 +153,8 @@ class Transitions:
     """Denoising steps to learn from: N parents, each seen by the network once, and E edges.
 
     Latents and means stay in the rollout's trees; a batch holds indices into them, on the CPU.
-    `part` sends indices and numbers of a micro-batch to the latents' device, where `x`, `x_next` and
-    `mean_old` are gathered at each access.
+    `part` sends indices and numbers of a micro-batch to the latents' device, where `x`, `x_next`
+    and `mean_old` are gathered at each access.
     """
 
     latents: Tensor  # (M, *latent), of the rollout's nodes

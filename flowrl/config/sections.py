@@ -41,7 +41,8 @@ class PipelineOptions(Options):
     compile: Flag = option(
         False,
         "Compile the transformer's repeated blocks with torch.compile, for this run's sampling, "
-        "learning and evaluations: faster on a GPU after a first minute or two. Needs a C compiler.",
+        "learning and evaluations: faster on a GPU after a first minute or two. It needs a C "
+        "compiler.",
     )
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
