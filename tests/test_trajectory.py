@@ -92,6 +92,14 @@ def rows(groups: list[int], children: int = 1) -> Transitions:
     )
 
 
+def test_a_tree_that_moves_leaves_its_shape_on_the_cpu():
+    moved = two_trees().to("meta")
+    for name in ("x", "prompt", "log_prob", "mean_old", "g", "sigmas"):
+        assert getattr(moved, name).device.type == "meta"
+    for name in ("step", "parent", "move", "leaf", "noisy", "edge"):
+        assert getattr(moved, name).device.type == "cpu"
+
+
 def test_parts_hold_no_latents_of_their_own():
     tree, cond = two_trees(), Conditioning(tensors={"a": torch.zeros(2, 1)})
     ones = torch.ones(2, 4)
