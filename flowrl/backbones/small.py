@@ -377,7 +377,7 @@ def _network(kind: Any, pipeline: str, override: Override) -> Any:
     # gates that are nearly shut.
     for module in network.modules():
         if isinstance(module, torch.nn.Linear):
-            torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            torch.nn.init.normal_(module.weight, std=max(module.in_features, 1) ** -0.5)
     for weights in network.parameters():
         if weights.ndim > 1 and not weights.any():
             torch.nn.init.normal_(weights, std=0.1)

@@ -83,32 +83,35 @@ def test_a_higher_limit_that_someone_set_is_left(limited):
 
 # Numbers of images and of rows to learn from that no batch divides.
 RAGGED = {"prompts_per_iteration": 3, "group_size": 3, "num_inference_steps": 4, "batch_size": 7}
-NFT = {"kind": "nft", "noising": {"count": 1}}
-GRPO = {"kind": "grpo", "kl_coef": 0.01}
+NFT = {"kind": "nft", "noising": {"count": 1}}, {"kind": "ode"}
+GRPO = {"kind": "grpo", "kl_coef": 0.01}, {"kind": "flow_grpo"}
 
 
-@pytest.mark.parametrize("iterations", [2, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("method", "iterations"),
+    [(GRPO, 2), *(pytest.param(method, 50, marks=pytest.mark.slow) for method in (GRPO, NFT))],
+)
 def test_no_graph_is_compiled_after_the_first_iteration(
-    tiny_config, load_tiny, monkeypatch, iterations
+    tiny_config, load_tiny, monkeypatch, method, iterations
 ):
     # Graphs are the same whatever generates their code.
     compiled = functools.partial(compile_blocks, backend="aot_eager")
     monkeypatch.setattr(assembly, "compile_blocks", compiled)
-    for objective, tree in ((NFT, {"kind": "ode"}), (GRPO, {"kind": "flow_grpo"})):
-        torch.compiler.reset()
-        config = tiny_config(
-            pipeline={"compile": True}, objective=objective, optim={"micro_batch": 4},
-            rollout=RAGGED | {"tree": tree},
-        )  # fmt: skip
-        provided = assembly.ProvidedObjects(pipeline=load_tiny())
-        learner = assembly.build_learner(config, Runtime(device="cpu"), provided)
-        start = compiled_graphs()
-        learner.iterate(0)
-        warm = compiled_graphs()
-        assert warm > start
-        for number in range(1, iterations):
-            learner.iterate(number)
-        assert compiled_graphs() == warm
+    torch.compiler.reset()
+    objective, tree = method
+    config = tiny_config(
+        pipeline={"compile": True}, objective=objective, optim={"micro_batch": 4},
+        rollout=RAGGED | {"tree": tree},
+    )  # fmt: skip
+    provided = assembly.ProvidedObjects(pipeline=load_tiny())
+    learner = assembly.build_learner(config, Runtime(device="cpu"), provided)
+    start = compiled_graphs()
+    learner.iterate(0)
+    warm = compiled_graphs()
+    assert warm > start
+    for number in range(1, iterations):
+        learner.iterate(number)
+    assert compiled_graphs() == warm
 
 
 @pytest.mark.slow  # minutes of compiling
