@@ -225,6 +225,9 @@ def small_pipeline(pipeline_class: type, seed: int = 0) -> Any:
 
 def small_folder(pipeline_class: type, folder: Path, seed: int = 0) -> Path:
     """Write a small pipeline of a class to a folder that `from_pretrained` loads."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of each component that is written
     small_pipeline(pipeline_class, seed).save_pretrained(folder)
     return folder
 

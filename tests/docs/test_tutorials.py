@@ -59,7 +59,10 @@ def test_a_tutorial_runs_as_printed(name, tmp_path):
     env = os.environ | {"PATH": f"{flowrl.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     for file, text in files(PAGES[name]).items():
         (tmp_path / file).write_text(text)
-    (tmp_path / "my_prompts.txt").write_text("a cat\na dog\na red bus\n")
+    texts = [
+        f"a {colour} {what}" for colour in ("red", "blue") for what in ("cat", "dog", "bus", "hat")
+    ]
+    (tmp_path / "my_prompts.txt").write_text("\n".join(texts))
     if name == "own-model":
         small_folder(Flux2KleinPipeline, tmp_path / "my-model")
     ran = 0
