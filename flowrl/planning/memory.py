@@ -69,7 +69,7 @@ class NetworkCopy:
     """A copy of the transformer for rollouts, see `flowrl.quantization.rollout_model`."""
 
     format: Literal["nvfp4", "nvfp4-emulated", "fp8", "bf16", "auto"]  # bf16: not quantised
-    merge: bool = True  # the adapter is summed into its weights, else beside them
+    merge: bool = True  # the adapter is summed into its weights; not where these train
     min_dim: int | None = None  # None for the network's own rules
 
 
@@ -401,9 +401,7 @@ class MemoryPlan:
         for name, layer in matrices(self.network):
             if is_adapted(name, self.targets):
                 rows, columns = matrix_shape(layer)
-                if not copy.merge:
-                    size += self.config.lora.rank * (rows + columns) * FP32
-                elif name not in packed:
+                if copy.merge and name not in packed:
                     size += rows * columns * self.dtype.itemsize
         return size
 
