@@ -214,7 +214,7 @@ def test_copies_hold_packed_layers_and_adapted_or_added_weights():
     memory = plan()
     exact, beside = NetworkCopy(format="bf16"), NetworkCopy(format="bf16", merge=False)
     assert memory.copy_bytes(exact) == memory.adapted_bytes() > 0
-    assert memory.copy_bytes(beside) == 4 * memory.adapter
+    assert memory.copy_bytes(beside) == 0  # the factors stay where they train
     cheap = NetworkCopy(format="fp8", min_dim=0)
     packed = packed_layers(memory.network, cheap)
     both = sum(
