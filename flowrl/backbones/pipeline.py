@@ -35,6 +35,7 @@ SHORT, LONG = (
     "a red circle left of two blue squares and below them the word FLOW in yellow letters",
 )
 FINE = 1000  # steps of the table of times
+RGBA = 4  # channels of an image with transparency
 # Largest difference of two velocities that are the same but for rounding, relative to the largest
 # number, by the network's dtype; times are fp32 also for fp64.
 ROUNDING = {
@@ -206,9 +207,16 @@ class PipelineBackbone:
         """Return the pipeline's own noise levels.
 
         Raises:
-            UserError: They are no straight line from noise to image.
+            UserError: They are no straight line from noise to image, or the pipeline samples in
+                another number of steps.
         """
-        return self._schedule(steps)[0].clone()
+        levels = self._schedule(steps)[0].clone()
+        if len(levels) != steps + 1:
+            raise UserError(
+                f"{type(self.pipeline).__name__} samples in {len(levels) - 1} steps, and not in "
+                f"{steps}: set num_inference_steps to that"
+            )
+        return levels
 
     def _schedule(self, steps: int) -> tuple[Tensor, Tensor]:
         """Return noise levels (steps + 1,) and the network's times (steps,), fp32."""
@@ -347,6 +355,8 @@ class PipelineBackbone:
         with in_fp32(self.pipeline.vae) as vae:
             way = LatentMap.measure(self._decoder_input, self.latent_shape(), self.device)
             pixels = images.to(self.device, torch.float32) * 2 - 1
+            if vae.config.get("in_channels") == RGBA:  # opaque
+                pixels = torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1)
             if len(way.shape) == 4:  # of videos: one frame
                 pixels = pixels.unsqueeze(2)
             code = vae.encode(pixels)
@@ -466,11 +476,18 @@ def check_sigmas(sigmas: Any, inverted: bool, name: str) -> Tensor:
 
 
 def images_of(result: Any) -> Tensor:
-    """Return images (B, 3, H, W) of a pipeline's output; of a film the first frame."""
+    """Return images (B, 3, H, W) in [0, 1] of a pipeline's output.
+
+    Of a film it is the first frame; what is transparent shows white.
+    """
     for name in ("images", "image", "frames"):
         if (images := getattr(result, name, None)) is not None:
             break
     else:
         images = result[0]
     images = torch.stack(list(images)) if isinstance(images, list) else images
-    return images[:, 0] if images.ndim == 5 else images
+    images = images[:, 0] if images.ndim == 5 else images
+    if images.shape[1] == RGBA:
+        color, opacity = images[:, :3], images[:, 3:]
+        images = color * opacity + (1 - opacity)
+    return images

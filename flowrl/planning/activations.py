@@ -398,8 +398,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if tensors and not any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
-            with unset_fake_temporarily():  # masks have values
+        fake = any(isinstance(t, FakeTensor) or t.is_meta for t in tensors)
+        whole = kwargs.get("dtype") in (torch.int64, torch.bool)  # of a new tensor
+        if not fake and (tensors or whole):
+            with unset_fake_temporarily():  # masks and indices have values
                 return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if func.overloadpacket in flop_registry:

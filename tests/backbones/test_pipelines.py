@@ -1,13 +1,17 @@
 """The contract of `scripts/pipelines.py`: every class of diffusers behind the one backbone."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
 import pytest
 import torch
+from PIL import Image
 
-from flowrl.backbones.pipeline import PipelineBackbone, check_scheduler, check_sigmas
+from flowrl.backbones.pipeline import PipelineBackbone, check_scheduler, check_sigmas, images_of
+from flowrl.backbones.small import small_pipeline
 from flowrl.errors import UserError
+from flowrl.utils.images import to_tensor
 from scripts.pipelines import CHECKS, Case, pipeline_classes, read_table
 
 PAGE = read_table((Path(__file__).parents[2] / "docs/pipelines.md").read_text())
@@ -57,6 +61,24 @@ def test_schedulers_that_draw_noise_and_schedules_of_no_flow_are_refused():
     for sigmas in (None, torch.tensor([80.0, 1.0, 0.0]), torch.tensor([1.0, 0.5, 0.1])):
         with pytest.raises(UserError, match="Mine"):
             check_sigmas(sigmas, False, "Mine")
+
+
+def test_another_number_of_steps_than_the_pipelines_own_is_refused():
+    pipeline = small_pipeline(diffusers.QwenImage21Pipeline)
+    pipeline.register_to_config(sample_sigmas=[1.0, 0.75, 0.5, 0.25])
+    backbone = PipelineBackbone(pipeline, height=64, width=64)
+    assert len(backbone.sigmas(4)) == 5
+    with pytest.raises(UserError, match="num_inference_steps"):
+        backbone.sigmas(10)
+
+
+def test_transparent_images_are_seen_over_white():
+    pixels = torch.rand(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    levels = (pixels[0].permute(1, 2, 0) * 255).round().byte().numpy()
+    white = Image.new("RGBA", (8, 8), "white")
+    white.alpha_composite(Image.fromarray(levels, "RGBA"))
+    seen = images_of(SimpleNamespace(images=pixels))
+    torch.testing.assert_close(seen, to_tensor([white]), rtol=0, atol=1.5 / 255)
 
 
 def test_a_velocity_that_depends_on_earlier_steps_is_refused(load_tiny):

@@ -48,6 +48,7 @@ PARENTS = [
     ("black-forest-labs/FLUX.2-klein-base-9B", "48", "flux.2-klein-9b-nft-48gb"),
     ("Qwen/Qwen-Image", "48GB", "qwen-image-nft-48gb"),
     ("Tongyi-MAI/Z-Image", "24GiB", "z-image-nft-24gb"),
+    ("Qwen/Qwen-Image-2.1", "24GB", "qwen-image-2.1-nft-24gb"),
     ("krea/Krea-2-Raw", "48GB", "krea-2-nft-48gb"),
 ]
 

@@ -12,13 +12,14 @@ from flowrl.planning.model_specs import MODEL_SPECS, build_network, model_spec, 
 # the files on the Hub.
 BILLIONS = {
     "flux.1-dev": 11.90, "flux.2-klein-4b": 3.88, "flux.2-klein-9b": 9.08, "krea-2": 12.9,
-    "qwen-image": 20.43, "sana-1.5-1.6b": 1.60, "sana-1.5-4.8b": 4.72, "sana-1.6b": 1.60,
-    "sd3.5-large": 8.06, "sd3.5-medium": 2.24, "z-image": 6.15,
+    "qwen-image": 20.43, "qwen-image-2.1": 7.1, "sana-1.5-1.6b": 1.60, "sana-1.5-4.8b": 4.72,
+    "sana-1.6b": 1.60, "sd3.5-large": 8.06, "sd3.5-medium": 2.24, "z-image": 6.15,
 }  # fmt: skip
 # The same of their text encoders, and the factor and channels of a latent.
 TEXTS = {
     "flux.1-dev": [0.123, 4.76], "flux.2-klein-4b": [4.02], "flux.2-klein-9b": [8.19],
-    "krea-2": [4.44], "qwen-image": [8.29], "z-image": [4.02], "sana-1.6b": [2.61],
+    "krea-2": [4.44], "qwen-image": [8.29], "qwen-image-2.1": [8.77], "z-image": [4.02],
+    "sana-1.6b": [2.61],
 }  # fmt: skip
 
 
