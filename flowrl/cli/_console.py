@@ -6,7 +6,7 @@ import math
 import os
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Annotated
 
 import typer
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrl.errors import CheckResult, UserError
-from flowrl.utils.progress import SafeConsole, open_console
+from flowrl.utils.progress import SafeConsole, announced, open_console
 
 MARKS = {
     "ok": ("ok", "green"),
@@ -189,10 +189,9 @@ def say(text: str = "", *, err: bool = False, style: str = "") -> None:
     console.print(printed, soft_wrap=True)
 
 
-def say_starting() -> None:
-    """Say that a command has begun, whose imports take seconds; of its processes the first one."""
-    if os.environ.get("RANK", "0") == "0":
-        say("starting ...", err=True)
+def starting() -> AbstractContextManager[None]:
+    """Show that a command begins, while its imports take seconds; of its processes the first."""
+    return announced("starting", show=os.environ.get("RANK", "0") == "0")
 
 
 def print_error(message: str, hint: str = "") -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli._console import AsJson, Lora, print_table, say, say_starting
+from flowrl.cli._console import AsJson, Lora, print_table, say, starting
 from flowrl.cli.train import Words, recipe_request
 
 
@@ -50,8 +50,8 @@ def audit(
       flowrl audit my_recipe.yaml --lora runs/mine --candidates 48 --prompts 8
     """
     request = recipe_request(words, "flowrl audit tiny-sd3-solrl-geneval")
-    say_starting()
-    from flowrl.api import audit as audit_recipe
+    with starting():
+        from flowrl.api import audit as audit_recipe
 
     rows = audit_recipe(
         request.recipe, request.overrides, prompts=prompts, candidates=candidates,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowrl.cli._console import AsJson, Lora, print_table, say, say_starting
+from flowrl.cli._console import AsJson, Lora, print_table, say, starting
 from flowrl.cli.train import Words
 from flowrl.errors import UserError
 
@@ -71,9 +71,9 @@ def collect(
     # The objective that will learn from the images needs nothing of the rollout yet.
     changes = ["rollout.store=null", "objective={kind: sft}"]
     config = load_config(request.recipe, [*request.overrides, *changes])
-    say_starting()
-    from flowrl.api import collect as collect_groups
-    from flowrl.api import collect_pairs
+    with starting():
+        from flowrl.api import collect as collect_groups
+        from flowrl.api import collect_pairs
 
     if pairs is None:
         rows, left_out = collect_groups(config, output_dir, groups=groups or 1, lora=lora), []

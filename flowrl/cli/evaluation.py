@@ -19,7 +19,7 @@ from flowrl.cli._console import (
     print_comparison,
     print_scores,
     print_table,
-    say_starting,
+    starting,
 )
 from flowrl.cli.train import Words, recipe_request
 from flowrl.errors import UserError
@@ -82,10 +82,10 @@ def evaluate(
     config, loras = load_config(request.recipe, [*request.overrides, *deployed]), lora or []
     if output_dir is None and len(loras) > 1:
         raise UserError("Several LoRAs need a folder for images and scores: add -o leaderboard.")
-    say_starting()
     if output_dir is not None:
-        from flowrl.evaluation.comparison import compare_loras
-        from flowrl.evaluation.leaderboard import ranking, summary, write_leaderboard
+        with starting():
+            from flowrl.evaluation.comparison import compare_loras
+            from flowrl.evaluation.leaderboard import ranking, summary, write_leaderboard
 
         comparison = compare_loras(
             config, loras, output_dir, per_prompt=per_prompt, lora_alpha=lora_alpha
@@ -96,7 +96,8 @@ def evaluate(
         for line in (line for entry in comparison.entries for line in entry.missing):
             typer.echo(line, err=True)
         return
-    from flowrl.api import evaluate as evaluate_pipeline
+    with starting():
+        from flowrl.api import evaluate as evaluate_pipeline
 
     rows = evaluate_pipeline(config, lora=loras[0] if loras else None, lora_alpha=lora_alpha)
     if rows:  # with several processes, only the first has them
@@ -167,8 +168,8 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
 
       flowrl benchmark geneval images/sd3.5
     """
-    say_starting()
-    from flowrl.evaluation.drawing import DrawingOptions
+    with starting():
+        from flowrl.evaluation.drawing import DrawingOptions
 
     drawing = DrawingOptions(
         model=model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowrl.cli._console import LoraAlpha, say_starting
+from flowrl.cli._console import LoraAlpha, starting
 from flowrl.errors import UserError
 
 # The formats that an option is for.
@@ -80,8 +80,8 @@ def export(
             )
     if output is None and to != "hub":
         raise UserError(f"{to} needs a place, as in flowrl export {source} --to {to} -o lora.")
-    say_starting()
-    from flowrl.api import export as export_lora
+    with starting():
+        from flowrl.api import export as export_lora
 
     typer.echo(
         export_lora(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowrl.cli._console import print_table, say, say_starting
+from flowrl.cli._console import print_table, say, starting
 from flowrl.cli.train import Words, recipe_request
 from flowrl.utils.imports import without_garbage_collection
 
@@ -80,9 +80,9 @@ def plan(
     """
     from flowrl.config import load_config
 
-    say_starting()
-    from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
-    from flowrl.planning.rewards import reward_work
+    with starting():
+        from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
+        from flowrl.planning.rewards import reward_work
 
     with without_garbage_collection():
         request = recipe_request(words, "flowrl plan quickstart")

@@ -11,7 +11,7 @@ from flowrl.cli._console import (
     arguments_of,
     print_checks,
     print_table,
-    say_starting,
+    starting,
     stop_unless_fine,
 )
 from flowrl.errors import CheckResult, UserError
@@ -66,10 +66,10 @@ def reward_check(
       flowrl reward-check --all
     """
     chosen = _chosen(names or [], everything=everything, single=bool(args or server))
-    say_starting()
-    from flowrl.config.rewards import HTTPOptions
-    from flowrl.prompts.records import load_prompts
-    from flowrl.scoring.check import check_named
+    with starting():
+        from flowrl.config.rewards import HTTPOptions
+        from flowrl.prompts.records import load_prompts
+        from flowrl.scoring.check import check_named
 
     arguments = arguments_of(chosen, [args] if args is not None else None)
     if token_env is not None and not server:
@@ -174,10 +174,10 @@ def reward_serve(
     """
     arguments = arguments_of(names, args)
     _need([*SERVER_PACKAGES, "pebble"] if workers else SERVER_PACKAGES)
-    say_starting()
-    from flowrl.scoring.server import make_app, warm_up
-    from flowrl.utils.connections import make_server
-    from flowrl.utils.serving import address_of, bind, listen, local_names, read_token
+    with starting():
+        from flowrl.scoring.server import make_app, warm_up
+        from flowrl.utils.connections import make_server
+        from flowrl.utils.serving import address_of, bind, listen, local_names, read_token
 
     token = read_token(host, token_env)
     with bind(host, port) as listening:

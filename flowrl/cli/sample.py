@@ -16,8 +16,7 @@ from flowrl.cli._console import (
     Tokens,
     arguments_of,
     print_scores,
-    say,
-    say_starting,
+    starting,
 )
 from flowrl.errors import UserError
 
@@ -76,9 +75,9 @@ def sample(  # noqa: PLR0913  # an argument for each option
         )
     if rlg is not None and lora is None:
         raise UserError(f"--rlg {rlg:g} is given without --lora: add --lora runs/quickstart.")
-    say(f"loading {model} ...", err=True)
-    from flowrl.api import sample as sample_images
-    from flowrl.evaluation.drawing import DrawingOptions
+    with starting():
+        from flowrl.api import sample as sample_images
+        from flowrl.evaluation.drawing import DrawingOptions
 
     drawing = DrawingOptions(
         model=model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
@@ -133,8 +132,8 @@ def score(
         raise UserError("Both --prompt and --prompts are given, expected one of them.")
     if twice := next((name for name in reward if reward.count(name) > 1), None):
         raise UserError(f"--reward {twice} is given twice, expected once: score them in turn.")
-    say_starting()
-    from flowrl.api import score as score_images
+    with starting():
+        from flowrl.api import score as score_images
 
     if server and args:
         raise UserError("--args are given with --server, which makes the reward: leave them out.")
@@ -187,8 +186,8 @@ def gallery(
         raise UserError("Give either a run folder or --base, as in flowrl gallery runs/quickstart.")
     if base is not None and not (lora and prompts and output_dir):
         raise UserError("With --base, also give --lora, --prompts and --output-dir.")
-    say(f"loading {base or run} ...", err=True)
-    from flowrl.api import gallery as write_gallery
+    with starting():
+        from flowrl.api import gallery as write_gallery
 
     page = write_gallery(
         run, base=base, lora=lora, prompts=prompts, count=count, seed=seed, output_dir=output_dir,

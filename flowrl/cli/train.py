@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowrl.cli._console import print_comparison, print_table, say, say_starting
+from flowrl.cli._console import print_comparison, print_table, say, starting
 from flowrl.cli.recipes import complete_recipe
 from flowrl.errors import UserError
 
@@ -130,27 +130,27 @@ def train(
     if print_config:
         typer.echo(config_yaml(config), nl=False)
         return
-    say_starting()
     if dry_run:
         _rehearse(config, resume)
         return
     if encode_only:
-        from flowrl.api import encode
+        with starting():
+            from flowrl.api import encode
 
         folder = config.memory.prompt_cache
         print_table([row | {"folder": folder} for row in encode(config)])
         return
-    if os.environ.get("RANK", "0") == "0":
+    with starting():
+        from flowrl.api import align, table
         from flowrl.planning.machine import check_machine
+        from flowrl.training.resume import AUTO
+        from flowrl.utils.launching import end_with_launcher
 
+    if os.environ.get("RANK", "0") == "0":
         check_machine(config, insist=yes)
     words = [*(words or []), *["--yes"] * yes]
     if gpus is not None and _started(gpus, config, words, resume, accept_changes):
         return
-    from flowrl.api import align, table
-    from flowrl.training.resume import AUTO
-    from flowrl.utils.launching import end_with_launcher
-
     end_with_launcher()
     trained = align(config, resume=resume or AUTO, accept_changes=accept_changes)
     if trained.comparisons:
@@ -207,8 +207,9 @@ def _rehearse(config: "Config", resume: str | None) -> None:
     """Run a small copy of the recipe in a temporary folder, which is removed."""
     import tempfile
 
-    from flowrl.api import align
-    from flowrl.planning.dry_run import rehearse
+    with starting():
+        from flowrl.api import align
+        from flowrl.planning.dry_run import rehearse
 
     if resume is not None:
         raise UserError("--dry-run rehearses a recipe from its start: leave --resume out.")

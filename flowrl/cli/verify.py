@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flowrl.cli._console import print_checks, say_starting
+from flowrl.cli._console import print_checks, starting
 from flowrl.errors import UserError
 
 WIDTH = 14  # of topics
@@ -27,8 +27,8 @@ def verify(
 
       flowrl verify my_lora.safetensors
     """
-    say_starting()
-    from flowrl.verify import verify as check
+    with starting():
+        from flowrl.verify import verify as check
 
     wrong = []
     for result in check(path):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowrl.cli._console import Lora, say, say_starting
+from flowrl.cli._console import Lora, say, starting
 from flowrl.cli.recipes import complete_recipe
 from flowrl.cli.train import print_what_next, recipe_request
 from flowrl.cli.ui import (
@@ -86,8 +86,8 @@ def vote(  # noqa: PLR0913  # an argument for each option
         say(f"{written} pairs in {export}")
         return
     if train:
-        say_starting()
-        from flowrl.voting.learn import train_on_votes
+        with starting():
+            from flowrl.voting.learn import train_on_votes
 
         config = _config(words)
         trained = train_on_votes(config, folder, lora=lora)
@@ -95,12 +95,12 @@ def vote(  # noqa: PLR0913  # an argument for each option
         if open_browser and trained.gallery is not None:
             typer.launch(trained.gallery.resolve().as_uri())
         return
-    say_starting()
-    from flowrl.utils.files import locked_folder
-    from flowrl.voting.app import Questions, make_app
-    from flowrl.voting.ballot import Ballot
-    from flowrl.voting.candidates import read_candidates
-    from flowrl.voting.learn import draw_candidates
+    with starting():
+        from flowrl.utils.files import locked_folder
+        from flowrl.voting.app import Questions, make_app
+        from flowrl.voting.ballot import Ballot
+        from flowrl.voting.candidates import read_candidates
+        from flowrl.voting.learn import draw_candidates
 
     with locked_folder(folder, "images", "votes"):
         if images is None:

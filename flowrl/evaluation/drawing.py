@@ -26,7 +26,7 @@ from flowrl.training.checkpoint import CONFIG
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import foreign_entries, write_bytes, write_text
 from flowrl.utils.images import is_whole_png, png, to_pil
-from flowrl.utils.progress import Steps
+from flowrl.utils.progress import Steps, announced
 from flowrl.utils.untrusted import read_text
 
 SETTINGS = "drawn.json"  # beside the folders of prompts: how they were drawn
@@ -57,10 +57,11 @@ class DrawingOptions:
         config = load_config(run_file) if run_file and run_file.is_file() else None
         where = Runtime(device=self.device).device
         dtype = "bf16" if where.type == "cuda" else "fp32"
-        pipeline = load_pipeline(self.model, dtype=dtype, device=where, revision=self.revision)
-        call = self._call(pipeline, config)
-        if added is not None:
-            load_lora(pipeline, added)
+        with announced(f"loading {self.model}"):
+            pipeline = load_pipeline(self.model, dtype=dtype, device=where, revision=self.revision)
+            call = self._call(pipeline, config)
+            if added is not None:
+                load_lora(pipeline, added)
         return Drawing(pipeline=pipeline, call=call, lora=added, rlg=self.rlg, options=self)
 
     def _call(self, pipeline: Any, config: Config | None) -> dict[str, Any]:

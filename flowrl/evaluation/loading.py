@@ -19,6 +19,7 @@ from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluator
 from flowrl.utils.distributed import Runtime
+from flowrl.utils.progress import announced
 
 
 def held_out_prompts(config: Config, specs: Sequence[RewardSpec]) -> list[PromptRecord]:
@@ -46,7 +47,8 @@ def load_evaluator(
     prompts: the recipe's, at least one. Raises UserError for a LoRA that does not fit.
     """
     pipeline: Any
-    pipeline, texts = build_evaluated_pipeline(config, runtime, prompts)
+    with announced(f"loading {config.pipeline.path}", show=runtime.is_main):
+        pipeline, texts = build_evaluated_pipeline(config, runtime, prompts)
     fitted = [fit_lora(lora, network_of(pipeline), type(pipeline)) for lora in loras]
     evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects(), texts, runtime)
     assert evaluator is not None  # there are prompts

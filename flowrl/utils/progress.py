@@ -36,7 +36,7 @@ class Steps:
         every: seconds between printed lines where there is no terminal, or another bar is live.
     """
 
-    _live: ClassVar["Steps | None"] = None  # whose bar is on the terminal; there is one at most
+    live: ClassVar[Console | None] = None  # of the bar or clock on the terminal: one at most
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Steps:
         self._every, self._began, self._printed = every, time.monotonic(), float("-inf")
         self._first = 0.0  # when the first step was done, which is slower than the others
         self.after = 0.0  # seconds of work after the last step, as far as is known
-        if Steps._live is not None:
-            self.console, self._bar = Steps._live.console, None
+        if Steps.live is not None:
+            self.console, self._bar = Steps.live, None
         else:
             self._bar = _bar(self.console) if self.console.is_terminal else None
         fields = {"total": total, "completed": start, "left": "", "notes": ""}
@@ -95,34 +95,57 @@ class Steps:
 
     def __enter__(self) -> "Steps":
         if self._bar is not None:
-            Steps._live = self
+            Steps.live = self.console
             self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
-            Steps._live = None
+            Steps.live = None
             self._bar.stop()
 
 
 def open_console(*, stderr: bool = False) -> Console:
     """Return where to print: above a live bar, or else a new console."""
-    return Steps._live.console if Steps._live is not None else SafeConsole(stderr=stderr)
+    return Steps.live if Steps.live is not None else SafeConsole(stderr=stderr)
 
 
 @contextmanager
 def announced(what: str, *, show: bool = True) -> Iterator[None]:
-    """Print that a job without steps begins, and how long it took if that was seconds.
+    """Show that a job without steps runs, and print how long it took if that was seconds.
 
-    show: whether to print at all; processes but the main one do not.
+    A terminal has a clock meanwhile, anything else a line at the beginning.
+
+    Args:
+        show: Whether to show anything; processes but the main one do not.
     """
     console, began = open_console(stderr=True), time.monotonic()
-    if show:
+    if not show:
+        yield
+    elif Steps.live is None and console.is_terminal:
+        with _clock(what, console):
+            yield
+    else:
         console.print(f"{what} ...")
-    yield
+        yield
     spent = time.monotonic() - began
     if show and spent >= 2:
         console.print(f"{what} took {clock(spent)}")
+
+
+@contextmanager
+def _clock(what: str, console: Console) -> Iterator[None]:
+    """Show seconds on the terminal, and leave nothing there."""
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    text = TextColumn("{task.description} ...", markup=False)
+    with Progress(text, TimeElapsedColumn(), console=console, transient=True) as progress:
+        progress.add_task(what)
+        Steps.live = console
+        try:
+            yield
+        finally:
+            Steps.live = None
 
 
 def _note(value: float | None) -> str:
