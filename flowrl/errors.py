@@ -129,6 +129,8 @@ ERRNO: dict[int | None, Cause] = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO), "file"),
     errno.EPIPE: "pipe",
 }
+# Names of torch's errors for more graphs than its limit, in its newer and its older versions.
+RECOMPILED = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
 CODES: dict[Cause, int] = {"pipe": 141, "peer": 75}  # as of SIGPIPE; "try again"; all others 1
 
 
@@ -164,6 +166,12 @@ def as_failure(error: BaseException) -> UserError | None:
         )
     if isinstance(error, ValueError) and "embedded null" in str(error):
         return UserError("there can be no file whose name holds a NUL character: name another")
+    if type(error).__name__ in RECOMPILED:
+        return UserError(
+            "the network was compiled for as many shapes of batches as torch allows: choose "
+            "rollout.batch_size, optim.micro_batch and evaluation.batch_size such that all numbers "
+            "of images are multiples of them, or set pipeline.compile to false"
+        )
     cause = _cause_of(error)
     return None if cause is None else MachineFailure(cause, _detail(error), current_phase())
 

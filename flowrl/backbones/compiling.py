@@ -5,18 +5,12 @@ the whole network. There is a graph for each kind of block, shape of a batch, ad
 with and without gradients.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch import nn
-
-from flowrl.errors import UserError
 
 GRAPHS = 64  # of one class of blocks, at least; torch's own limit is 8
 # By the names of torch's older versions too.
 LIMIT_NAMES = ("recompile_limit", "cache_size_limit")
 FAIL_NAMES = ("fail_on_recompile_limit_hit", "fail_on_cache_limit_hit")
-ERROR_NAMES = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
 
 
 def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
@@ -38,26 +32,11 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
 def compiled_graphs() -> int:
     """Return the number of graphs compiled in this process so far.
 
-    Graphs beyond torch's limit are not compiled, but raise: see `within_limit`.
+    Graphs beyond torch's limit are not compiled, but raise, see `flowrl.errors.as_failure`.
     """
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
-
-
-@contextmanager
-def within_limit() -> Iterator[None]:
-    """Call compiled networks inside; more graphs than torch's limit are a UserError."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ not in ERROR_NAMES:
-            raise
-        raise UserError(
-            "the network was compiled for as many shapes of batches as torch allows: choose "
-            "rollout.batch_size, optim.micro_batch and evaluation.batch_size such that all numbers "
-            "of images are multiples of them, or set pipeline.compile to false"
-        ) from error
 
 
 def _limit_graphs() -> None:

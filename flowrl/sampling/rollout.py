@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.base import Backbone, VelocityField
-from flowrl.backbones.compiling import within_limit
 from flowrl.backbones.offload import autoencoder_on_device
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
@@ -462,7 +461,7 @@ def policy_velocity(
     """Sample with the policy's network and one adapter, merged into the weights or beside them."""
     # Merged before autocast begins, which would compute the change of the weights in 16 bits.
     network = policy.merged(adapter) if merged else policy.using(adapter)
-    with torch.no_grad(), network, runtime.autocast(), within_limit():
+    with torch.no_grad(), network, runtime.autocast():
         yield backbone.velocity
 
 
@@ -475,7 +474,7 @@ def rollout_model_velocity(
     backbone: the one around that copy, see `with_network`.
     """
     model.sync(adapter)
-    with torch.no_grad(), runtime.autocast(), within_limit():
+    with torch.no_grad(), runtime.autocast():
         yield backbone.velocity
 
 

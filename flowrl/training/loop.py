@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 
 from flowrl.backbones.base import VelocityField
-from flowrl.backbones.compiling import within_limit
 from flowrl.backbones.policy import Policy
 from flowrl.config.rollout import OptimOptions
 from flowrl.errors import UserError, phase
@@ -76,7 +75,7 @@ class Learner:
         timer = Timer()
         with phase("rollout"):
             rollout = self.source.collect(iteration, timer)
-        with phase("learn"), within_limit():
+        with phase("learn"):
             with self.policy.sampling_policy_as_old(iteration):
                 metrics = self.learn(rollout, iteration)
             old = self.objective.needs.old

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.backbones.compiling import within_limit
 from flowrl.backbones.lora_files import FILE, save_lora
 from flowrl.backbones.policy import Policy
 from flowrl.config.sections import RunOptions
@@ -238,7 +237,7 @@ class Run:
         # that the LoRA meets elsewhere, whatever it was trained beside.
         network, began = self._policy.network, time.monotonic()
         of = f"the LoRA of iteration {step}" if step else "the base"
-        with phase("evaluate"), exact_weights(network), within_limit():
+        with phase("evaluate"), exact_weights(network):
             evaluator = replace(self.evaluator, title=f"evaluating {of}")
             evaluation = evaluator(evaluator.backbone.velocity, self.runtime, whole=whole)
         if whole and self.steps is not None:
