@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowrl.assembly.backbone import FILE as TRAINING
 from flowrl.assembly.backbone import call_settings
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import TINY
@@ -118,9 +117,7 @@ def write_summary(
 
 def precisions(config: Config, folder: Path, done: int) -> str:
     """Return in which precision the run computed, by its files; "" if only in its dtype."""
-    p, base, texts = config.pipeline.precision, config.memory, []
-    if p is not None:
-        texts.append(f"Rollouts and training: {read_precision(folder, TRAINING) or p}.")
+    base, texts = config.memory, []
     if base.base_bits is not None:
         texts.append(f"Frozen weights: {base.base_bits} bits, by {base.base_library}.")
     if config.rollout.explore is not None:

@@ -70,10 +70,7 @@ def test_the_legend_and_precisions(tiny_config, tmp_path):
     )
     both = legend([row("corrected/ocr"), row("paraphrase/ocr"), row("paraphrase_gap/ocr")], "q")
     assert "corrected/R is" in both and "paraphrase_gap/R" in both
-    # The card tells the precision of training.
     assert precisions(tiny_config(), tmp_path, 1) == ""
-    low = tiny_config(pipeline={"precision": "nvfp4-emulated"})
-    assert precisions(low, tmp_path, 1) == "Rollouts and training: nvfp4-emulated."
     # The card tells what candidates were drawn in.
     config = exploring(tiny_config, precision="nvfp4-emulated")
     assert precisions(config, tmp_path, 9) == "Candidates: 2 steps, nvfp4-emulated."
