@@ -1,6 +1,8 @@
 """Check that this machine can run a recipe, before anything is downloaded or loaded."""
 
 import importlib.util
+import os
+import shutil
 
 import torch
 
@@ -38,7 +40,7 @@ def check_machine(config: Config, *, insist: bool = False) -> None:
 
 
 def check_packages(config: Config) -> None:
-    """Check the packages of trackers, of the frozen weights' bits and of rewards."""
+    """Check packages of trackers, of few-bit weights and of rewards, and the C compiler."""
     library = config.memory.base_library if config.memory.base_bits else None
     wanted = {name: f"run.trackers has {name}" for name in config.run.trackers}
     if library is not None:
@@ -46,6 +48,12 @@ def check_packages(config: Config) -> None:
     for name, why in wanted.items():
         if importlib.util.find_spec(name) is None:
             raise UserError(f"{why}, which is not installed: pip install {name}")
+    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
+    if config.pipeline.compile and not any(map(shutil.which, compilers)):
+        raise UserError(
+            "pipeline.compile needs a C compiler, and there is none: install gcc, or set "
+            "pipeline.compile=false"
+        )
     for entry in config.rewards:
         if ":" not in entry.name and not isinstance(entry.executor, HTTPOptions):
             load_reward(entry.name, entry.args)  # names the package; weights load when first used

@@ -73,3 +73,12 @@ def test_train_refuses_before_it_says_that_it_loads(capsys, tmp_path):
     out, err = capsys.readouterr()
     assert end.value.code == 1 and "loading" not in out + err and "--yes" in err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_c_compiler_is_named_where_blocks_are_compiled(monkeypatch):
+    config = load_config("quickstart", ["pipeline.compile=true"])
+    check_machine(config)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(UserError, match=r"pipeline\.compile"):
+        check_machine(config)
