@@ -11,12 +11,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from flowrl.api import align
+    from flowrl.backbones.guidance import RLG
     from flowrl.backbones.loading import pipeline_path
     from flowrl.backbones.lora_files import load_lora
     from flowrl.config import Config, load_config
     from flowrl.errors import UserError
 
 _HOMES = {
+    "RLG": "flowrl.backbones.guidance",
     "Config": "flowrl.config",
     "UserError": "flowrl.errors",
     "align": "flowrl.api",
@@ -26,7 +28,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "Config", "UserError", "__version__", "align", "load_config", "load_lora", "pipeline_path",
+    "RLG", "Config", "UserError", "__version__", "align", "load_config", "load_lora",
+    "pipeline_path",
 ]  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""Build the pipeline and the backbone around it, with the bits of its frozen weights."""
+"""Build the pipeline and the backbone around it, with the precision of its frozen weights."""
 
 import copy
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,9 +32,21 @@ from flowrl.backbones.sharding import NETWORK, check_shardable, shard_network
 from flowrl.config import Config
 from flowrl.config.sections import LoRAOptions, MemoryOptions, PipelineOptions
 from flowrl.errors import UserError
+from flowrl.quantization.backends import (
+    Backend,
+    NVFP4Emulated,
+    NVFP4Native,
+    PerRow,
+    capability_of,
+    resolve,
+)
+from flowrl.quantization.linear import quantise_base
+from flowrl.quantization.rollout_model import prepare, write_precision
 from flowrl.utils.distributed import Runtime
 
 LOG = logging.getLogger(__name__)
+
+FILE = "training-precision.json"
 
 
 def build_backbone(
@@ -197,6 +210,42 @@ def rounding_key(memory: MemoryOptions) -> dict[str, Any]:
     """
     rounded = {} if memory.base_bits is None else {"base": [memory.base_bits, memory.base_library]}
     return rounded | ({"vae_tiling": True} if memory.vae_tiling else {})
+
+
+def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
+    """Pack the network's frozen weights as `pipeline.precision` says, before adapters are added.
+
+    Raises UserError for a precision that the device or a layer cannot have.
+    """
+    p = config.pipeline
+    if p.precision is None:
+        return
+    resolved = resolve(p.precision, capability_of(runtime.device), where="pipeline")
+    layers, backend = prepare(
+        backbone.transformer,
+        resolved,
+        dtype=network_dtype(backbone),
+        device=runtime.device,
+        min_dim=p.min_dim,
+        convolutions=False,
+        where="pipeline",
+    )
+    if runtime.is_main:
+        write_precision(
+            Path(config.run.output_dir),
+            resolved,
+            layers,
+            dtype=network_dtype(backbone),
+            what="rollouts and training",
+            lora="side",
+            file=FILE,
+        )
+    quantise_base(backbone.transformer, layers, row_by_row(backend))
+
+
+def row_by_row(backend: Backend) -> Backend:
+    """Return the backend with the same numbers for any batch: a rollout's is not a micro-batch."""
+    return PerRow(backend) if isinstance(backend, NVFP4Native | NVFP4Emulated) else backend
 
 
 def network_dtype(backbone: Backbone) -> torch.dtype:

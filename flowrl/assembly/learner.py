@@ -17,6 +17,7 @@ from flowrl.assembly.backbone import (
     call_settings,
     evaluated_pipeline,
     rounding_key,
+    set_precision,
 )
 from flowrl.assembly.offline import build_stored, check_offline
 from flowrl.assembly.rollout import RolloutParts, build_sampler, check_rollout_memory
@@ -96,6 +97,7 @@ def build_learner(
     check_overlap([p for _, p in stored], held_out, allowed=config.prompts.allow_overlap)
     pipeline = _pipeline_after_texts(config, runtime, caches, [*needed, *stored], needs)
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale, runtime=runtime)
+    set_precision(config, backbone, runtime)
     learning = backbone
     if r.training_guidance_scale is not None:
         learning = build_backbone(p, pipeline, guidance=r.training_guidance_scale, runtime=runtime)

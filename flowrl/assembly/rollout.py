@@ -71,7 +71,8 @@ class RolloutParts:
     @property
     def foldable(self) -> bool:
         """Whether an adapter can be folded into the frozen weights, which low-bit ones refuse."""
-        return self.config.runtime.shard is None and not is_quantised(self.policy.network)
+        whole = self.config.pipeline.precision is None and self.config.runtime.shard is None
+        return whole and not is_quantised(self.policy.network)
 
     def copied_network(
         self, layers: Sequence[LayerChoice], backend: Backend

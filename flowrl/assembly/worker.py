@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flowrl import __version__
-from flowrl.assembly.backbone import build_backbone, build_pipeline
+from flowrl.assembly.backbone import build_backbone, build_pipeline, set_precision
 from flowrl.assembly.learner import (
     PRECISION,
     ProvidedObjects,
@@ -170,6 +170,7 @@ def _build_parts(config: Config) -> RolloutParts:
     start = starting_lora(config)
     pipeline = build_pipeline(config, runtime.device, runtime=runtime)
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale)
+    set_precision(config, backbone, runtime)
     needs = config.objective.build(r.kernel).needs
     return RolloutParts(
         config=config,

@@ -63,6 +63,7 @@ class Config(Options):
         plans = self.plans()
         validate.check_plans(plans, self.rollout, self.objective, self.run.seed)
         validate.check_explore(plans, self.rollout)
+        validate.check_precision(self.pipeline, self.rollout)
         validate.check_base_bits(self.memory, self.pipeline, self.rollout)
         validate.check_objective(self.objective, self.rollout)
         validate.check_sharding(self.runtime, self.pipeline, self.memory, self.rollout)

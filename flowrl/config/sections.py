@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from flowrl.config.rollout import DenoisingSteps
+from flowrl.config.rollout import PRECISIONS, SOL_RL, DenoisingSteps, Precision
 from flowrl.utils.fields import (
     Choice,
     Count,
@@ -49,6 +49,21 @@ class PipelineOptions(Options):
         "Number format of the frozen weights and the network's arithmetic; adapters, step "
         "arithmetic and log-probabilities stay fp32.",
         "published recipes use fp16 or bf16, by the pipeline",
+    )
+    precision: Precision | None = option(
+        None,
+        "Number format of the frozen weights' matmuls in rollouts and training, so that both use "
+        "the same policy; adapters stay beside them, and evaluations use "
+        f"the exact weights. One of {PRECISIONS}; null computes in dtype alone. Choose equal "
+        "rollout.batch_size and optim.micro_batch: another kernel's last bit, rounded to few, can "
+        "move the ratio by whole nats.",
+        "Jet-RL, arXiv 2601.14243, with fp8",
+    )
+    min_dim: Whole | None = option(
+        None,
+        "With precision: layers stay exact unless the larger of their two sizes is above this; "
+        "null is the backbone's.",
+        f"1000 to 2432, by the network, in {SOL_RL}",
     )
     device: Literal["auto", "cpu", "cuda", "mps"] = option(
         "auto", "Where to compute; auto takes cuda, then mps, then cpu."

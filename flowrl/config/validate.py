@@ -139,6 +139,22 @@ def check_explore(plans: Plans, rollout: RolloutOptions) -> None:
         )
 
 
+def check_precision(pipeline: PipelineOptions, rollout: RolloutOptions) -> None:
+    """Check that rollouts can be sampled in the precision of training."""
+    if pipeline.precision is None:
+        if pipeline.min_dim is not None:
+            raise ValueError(
+                "pipeline.min_dim chooses layers for pipeline.precision, which is null: set "
+                "precision, or min_dim to null"
+            )
+    elif rollout.merge_lora is True:
+        raise ValueError(
+            f"rollout.merge_lora is true, but with pipeline.precision {pipeline.precision} the "
+            "adapter stays beside the packed weights in training, and rollouts that fold it in "
+            "would be another policy's: set it to auto or false"
+        )
+
+
 def check_base_bits(
     memory: MemoryOptions, pipeline: PipelineOptions, rollout: RolloutOptions
 ) -> None:
@@ -152,6 +168,7 @@ def check_base_bits(
         )
     explore = rollout.explore
     wanted = {
+        "pipeline.precision": (pipeline.precision, "null"),
         "rollout.merge_lora": (rollout.merge_lora is True, "auto or false"),
         "rollout.explore.precision": (explore and explore.precision != "bf16", "bf16"),
     }
@@ -283,6 +300,7 @@ def check_sharding(
         ("rollout.merge_lora", rollout.merge_lora is True, "auto"),
         ("pipeline.compile", pipeline.compile, "false"),
         ("rollout.explore.precision", explore is not None and explore.precision != "bf16", "bf16"),
+        ("pipeline.precision", pipeline.precision not in (None, "bf16"), "null"),
         ("memory.base_bits", memory.base_bits is not None, "null"),
     ):
         if value:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -12,6 +13,7 @@ from PIL import Image
 
 from flowrl.assembly.backbone import call_settings
 from flowrl.backbones.call import call_arguments, default_guidance
+from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
 from flowrl.backbones.lora_formats import LoRA, open_lora
@@ -45,6 +47,7 @@ class DrawingOptions:
     steps: int | None = None
     max_sequence_length: int | None = None
     device: str = "auto"
+    rlg: float | None = None  # strength of the LoRA, see `flowrl.backbones.guidance`
     revision: str | None = None
 
     def build(self) -> "Drawing":
@@ -59,7 +62,7 @@ class DrawingOptions:
             call = self._call(pipeline, config)
             if added is not None:
                 load_lora(pipeline, added)
-        return Drawing(pipeline=pipeline, call=call, lora=added, options=self)
+        return Drawing(pipeline=pipeline, call=call, lora=added, rlg=self.rlg, options=self)
 
     def _call(self, pipeline: Any, config: Config | None) -> dict[str, Any]:
         """Return the arguments of the call: these options, else the run's, else the pipeline's."""
@@ -86,6 +89,7 @@ class Drawing:
     pipeline: Any
     call: dict[str, Any]
     lora: LoRA | None
+    rlg: float | None
     options: DrawingOptions
 
     def image(self, prompt: str, seed: int, negative: str | None = None) -> Image.Image:
@@ -96,11 +100,13 @@ class Drawing:
         if negative is not None and "negative_prompt" in call:
             call["negative_prompt"] = negative
         generator = torch.Generator().manual_seed(seed)
-        return to_pil(images_of(self.pipeline(generator=generator, **call)))[0]
+        with nullcontext() if self.rlg is None else RLG(self.pipeline, self.rlg):
+            result = self.pipeline(generator=generator, **call)
+        return to_pil(images_of(result))[0]
 
     def identity(self) -> dict[str, Any]:
         """Return everything that decides the images of a prompt and a seed, as JSON has it."""
-        names = ("model", "negative", "revision")
+        names = ("model", "negative", "revision", "rlg")
         options = {name: value for name, value in asdict(self.options).items() if name in names}
         call = {k: float(v) if isinstance(v, int) else v for k, v in self.call.items()}
         return options | {

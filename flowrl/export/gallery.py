@@ -1,4 +1,7 @@
-"""The comparison of base and aligned images: one HTML page that needs nothing else, one PNG."""
+"""The comparison of base and aligned images: one HTML page that needs nothing else, one PNG.
+
+The images stand in columns: base and aligned, or base and several strengths of a LoRA.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +21,13 @@ PAIR = ("base", "aligned")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GalleryRow:
-    """Base and aligned image of one prompt and one initial noise, of any sizes."""
+    """Images of one prompt and one initial noise, of any sizes, one a column, the base first."""
 
     prompt: str
     number: int = 0  # of the image among those of its prompt
     note: str = ""  # what tells it from other rows of the same noise
-    images: tuple[Image.Image, Image.Image]
-    scores: dict[str, tuple[Score, Score]]  # by reward, of both; None or NaN where missing
+    images: tuple[Image.Image, ...]
+    scores: dict[str, tuple[Score, ...]]  # by reward, one a column; None or NaN where missing
 
 
 def write_gallery(
@@ -35,6 +38,7 @@ def write_gallery(
     summary: Sequence[EvaluationComparison] = (),
     caption: str = "",
     grid_rows: int = 16,
+    columns: Sequence[str] = PAIR,
 ) -> tuple[Path, Path]:
     """Write `index.html` (every row) and `grid.png` (the first `grid_rows`); return their paths.
 
@@ -43,12 +47,12 @@ def write_gallery(
     if not rows:
         raise ValueError("a gallery needs at least one pair of images, got none")
     html, grid = Path(folder) / "index.html", Path(folder) / "grid.png"
-    page = gallery_page(rows, title=title, summary=summary, caption=caption)
+    page = gallery_page(rows, title=title, summary=summary, caption=caption, columns=columns)
     write_text(html, page)
     shown = rows[:grid_rows]
-    part = f"{len(shown)} of {len(rows)} pairs." if len(shown) < len(rows) else ""
+    part = f"{len(shown)} of {len(rows)} {_unit(columns)}s." if len(shown) < len(rows) else ""
     heading = [title, *(summary_line(row) for row in summary), caption, part]
-    image = gallery_grid(shown, heading=[text for text in heading if text])
+    image = gallery_grid(shown, heading=[text for text in heading if text], columns=columns)
     write_bytes(grid, png(image))
     return html, grid
 
@@ -59,15 +63,19 @@ def gallery_page(
     title: str,
     summary: Sequence[EvaluationComparison] = (),
     caption: str = "",
+    columns: Sequence[str] = PAIR,
 ) -> str:
     """Return the HTML page. The template engine escapes everything that comes from outside."""
     rewards = list(dict.fromkeys(name for row in rows for name in row.scores))
+    changes = [f"{reward}, {column}" for reward in rewards for column in columns[1:]]
     values = {
         "title": title,
         "summary": summary,
         "caption": caption,
-        "rewards": rewards,
-        "rows": [_entry(row, rewards) for row in rows],
+        "columns": columns,
+        "unit": _unit(columns),
+        "changes": rewards if len(columns) == 2 else changes,
+        "rows": [_entry(row, rewards, columns) for row in rows],
     }
     return render("gallery.html.j2", values)
 
@@ -77,8 +85,9 @@ def gallery_grid(
     *,
     heading: Sequence[str] = (),
     across: int = 8,
+    columns: Sequence[str] = PAIR,
 ) -> Image.Image:
-    """Return one image: base above aligned, the pairs side by side, scores below."""
+    """Return one image: a line for each of `columns`, the rows side by side, scores below."""
     stacks = [
         Stack(
             caption=f"{row.prompt} ({row.note})" if row.note else row.prompt,
@@ -87,7 +96,7 @@ def gallery_grid(
         )
         for row in rows
     ]
-    return image_grid(stacks, heading=heading, rows=PAIR, across=across)
+    return image_grid(stacks, heading=heading, rows=columns, across=across)
 
 
 def fair_sample(
@@ -140,10 +149,14 @@ def summary_line(row: EvaluationComparison) -> str:
     )
 
 
-def change_of(scores: tuple[Score, Score]) -> Score:
-    """Return the aligned image's score minus the base's, None where either is missing."""
-    base, aligned = map(finite_or_none, scores)
-    return None if base is None or aligned is None else aligned - base
+def changes(scores: Sequence[Score]) -> list[Score]:
+    """Return each column's score minus the base's, None where either is missing."""
+    base, *columns = map(finite_or_none, scores)
+    return [None if base is None or value is None else value - base for value in columns]
+
+
+def _unit(columns: Sequence[str]) -> str:
+    return "pair" if len(columns) == 2 else "row"
 
 
 def _any(scores: Sequence[Score]) -> bool:
@@ -151,28 +164,32 @@ def _any(scores: Sequence[Score]) -> bool:
     return any(finite_or_none(score) is not None for score in scores)
 
 
-def _note(name: str, scores: tuple[Score, Score]) -> tuple[str, Color]:
-    moved = change_of(scores)
+def _note(name: str, scores: Sequence[Score]) -> tuple[str, Color]:
+    if len(scores) > 2:
+        return " ".join([name, *map(number, scores)]), GREY
+    (moved,) = changes(scores)
     color = GREY if not moved else GREEN if moved > 0 else RED
     return f"{name} {number(scores[0])} → {number(scores[1])} ({signed(moved)})", color
 
 
-def _entry(row: GalleryRow, rewards: Sequence[str]) -> dict[str, Any]:
+def _entry(row: GalleryRow, rewards: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
     """Return what the template shows of a row."""
-    scores = {name: row.scores.get(name, (None, None)) for name in rewards}
+    missing = (None,) * len(columns)
+    scores = {name: row.scores.get(name, missing) for name in rewards}
     return {
         "prompt": row.prompt,
         "number": row.number,
         "note": row.note,
         "images": [
-            {"which": which, "url": data_url(image), "small": max(image.size) <= SMALL}
+            {"which": column, "url": data_url(image), "small": max(image.size) <= SMALL}
             | {"width": image.width, "height": image.height}
-            for which, image in zip(PAIR, row.images, strict=True)
+            for column, image in zip(columns, row.images, strict=True)
         ],
         "scores": [
-            {"name": name, "base": pair[0], "aligned": pair[1], "change": change_of(pair)}
-            for name, pair in scores.items()
-            if _any(pair)
+            {"name": name, "base": values[0]}
+            | {"columns": list(zip(values[1:], changes(values), strict=True))}
+            for name, values in scores.items()
+            if _any(values)
         ],
-        "changes": [change_of(pair) for pair in scores.values()],
+        "changes": [moved for values in scores.values() for moved in changes(values)],
     }

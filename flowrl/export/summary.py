@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flowrl.assembly.backbone import FILE as TRAINING
 from flowrl.assembly.backbone import call_settings
+from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import TINY
 from flowrl.backbones.lora_files import FILE as LORA
 from flowrl.backbones.policy import EMA
@@ -20,16 +22,18 @@ from flowrl.export.model_card import GRID, Card, loader_of, write_card
 from flowrl.quantization.rollout_model import read_precision
 from flowrl.sampling.rank_audit import read_audits
 from flowrl.tiny.world import planted
-from flowrl.training.evaluate import Evaluation, EvaluationComparison, compare
+from flowrl.training.evaluate import Evaluation, EvaluationComparison, Evaluator, compare
 from flowrl.training.loop import Learner
 from flowrl.training.run import Run
 from flowrl.training.tracking import read_metrics
+from flowrl.utils.distributed import Runtime
 from flowrl.utils.images import to_pil
 from flowrl.utils.templates import finite_or_none
 
 LOG = logging.getLogger(__name__)
 NOT_REWARDS = ("reward/std_in_group", "reward/invalid", "reward/missing/", "reward/stand_in")
 TINY_LOADING = "from flowrl import pipeline_path"
+SWEEP_NOTE = "RLG 0 is the base, 1 the LoRA as trained; other strengths are a heuristic."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +118,9 @@ def write_summary(
 
 def precisions(config: Config, folder: Path, done: int) -> str:
     """Return in which precision the run computed, by its files; "" if only in its dtype."""
-    base, texts = config.memory, []
+    p, base, texts = config.pipeline.precision, config.memory, []
+    if p is not None:
+        texts.append(f"Rollouts and training: {read_precision(folder, TRAINING) or p}.")
     if base.base_bits is not None:
         texts.append(f"Frozen weights: {base.base_bits} bits, by {base.base_library}.")
     if config.rollout.explore is not None:
@@ -135,22 +141,24 @@ def _candidate_precisions(config: Config, folder: Path, done: int) -> str:
     return f"{text}."
 
 
-def gallery_rows(base: Evaluation, aligned: Evaluation) -> list[GalleryRow]:
-    """Return the saved images of both evaluations side by side, with their scores.
+def gallery_rows(base: Evaluation, *aligned: Evaluation) -> list[GalleryRow]:
+    """Return the saved images of all evaluations side by side, with their scores.
 
     With several numbers of steps, each image's rows at all of them follow each other.
     """
-    if base.at_steps and aligned.at_steps:
-        at_each = [
-            (replace(base, at_steps=()), replace(aligned, at_steps=())),
-            *zip(base.at_steps, aligned.at_steps, strict=False),
-        ]
+    columns = (base, *aligned)
+    counts = min(len(column.at_steps) for column in columns)
+    if counts:
+        at_each = (
+            [replace(column, at_steps=()) for column in columns],
+            *([column.at_steps[i] for column in columns] for i in range(counts)),
+        )
         rows = [
             [replace(row, note=f"{at[0].steps} steps") for row in gallery_rows(*at)]
             for at in at_each
         ]
         return [row for same_image in zip(*rows, strict=True) for row in same_image]
-    images = [to_pil(evaluation.images.float() / 255) for evaluation in (base, aligned)]
+    images = [to_pil(evaluation.images.float() / 255) for evaluation in columns]
 
     def score(evaluation: Evaluation, row: int, name: str) -> float | None:
         return finite_or_none(float(evaluation.scores[row, evaluation.names.index(name)]))
@@ -159,8 +167,8 @@ def gallery_rows(base: Evaluation, aligned: Evaluation) -> list[GalleryRow]:
         GalleryRow(
             prompt=prompt,
             number=base.draws[row],
-            images=(images[0][row], images[1][row]),
-            scores={n: (score(base, row, n), score(aligned, row, n)) for n in base.names},
+            images=tuple(column[row] for column in images),
+            scores={name: tuple(score(e, row, name) for e in columns) for name in base.names},
         )
         for row, prompt in enumerate(base.prompts)
     ]
@@ -235,3 +243,48 @@ def reward_curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[
         name: [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
         for name in sorted(wanted, key=lambda name: name != "reward/mean")
     }
+
+
+# --- one LoRA at several strengths ---------------------------------------------------------------
+
+
+def evaluate_strengths(
+    evaluator: Evaluator, runtime: Runtime, strengths: Sequence[float]
+) -> dict[float, Evaluation]:
+    """Evaluate the evaluator's pipeline, with its LoRA loaded, at each strength of RLG."""
+    evaluations = {}
+    for strength in dict.fromkeys(strengths):
+        with RLG(evaluator.backbone.pipeline, strength):
+            titled = replace(evaluator, title=f"evaluating strength {strength:g}")
+            evaluations[strength] = titled(evaluator.backbone.velocity, runtime, whole=False)
+    return evaluations
+
+
+def write_sweep(
+    folder: Path, base: Evaluation, at_each: dict[float, Evaluation], *, title: str, caption: str
+) -> Path:
+    """Write the gallery with a column for the base and each strength; return its page."""
+    columns = {f"RLG {strength:g}": evaluation for strength, evaluation in at_each.items()}
+    page, _ = write_gallery(
+        folder,
+        gallery_rows(base, *columns.values()),
+        title=title,
+        summary=sweep_summary(base, columns),
+        caption=f"{caption}. {SWEEP_NOTE}",
+        columns=("base", *columns),
+    )
+    return page
+
+
+def sweep_summary(
+    base: Evaluation, at_each: Mapping[str, Evaluation]
+) -> list[EvaluationComparison]:
+    """Return every reward in every column, by reward. at_each: by the name of the column."""
+    comparisons = {column: compare(base, after) for column, after in at_each.items()}
+    return [
+        replace(row, name=f"{reward}, {column}")
+        for reward in base.names
+        for column, rows in comparisons.items()
+        for row in rows
+        if row.name == reward
+    ]

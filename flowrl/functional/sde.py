@@ -35,6 +35,14 @@ def noise_from_velocity(x: Tensor, v: Tensor, sigma: Tensor) -> Tensor:
     return x + lift(1 - sigma, x) * v
 
 
+def extrapolate(v_ref: Tensor, v: Tensor, strength: float) -> Tensor:
+    """v_ref + strength (v - v_ref): bit for bit v_ref at 0 and v at 1. Same shapes and dtypes.
+
+    Half precision is computed in fp32 and rounded once.
+    """
+    return v_ref.lerp(v, strength)
+
+
 # --- One denoising step as a Gaussian: ODE, Flow-SDE, Dance-SDE, CPS, overshoot, re-noising -----
 
 

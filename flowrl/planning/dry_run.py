@@ -100,6 +100,7 @@ def _as_text(value: Any) -> str:
 
 
 def _shrink_pipeline(draft: _Draft, config: Config, folder: Path) -> None:
+    precision = config.pipeline.precision
     kind = pipeline_class(config.pipeline.path, config.pipeline.revision)
     tiny = family_of(kind).built_in
     if not tiny:
@@ -115,6 +116,10 @@ def _shrink_pipeline(draft: _Draft, config: Config, folder: Path) -> None:
     draft.put("pipeline.dtype", "fp32")
     draft.lower("pipeline.max_sequence_length", TOKENS)
     draft.lower("pipeline.decode_batch", ROWS)
+    if precision not in (None, "bf16"):
+        draft.put("pipeline.precision", "nvfp4-emulated")
+    if precision is not None:
+        draft.put("pipeline.min_dim", 0)  # the layers of a tiny network are all small
     draft.put("memory.base_bits", None)
     if config.memory.prompt_cache is not None:
         draft.put("memory.prompt_cache", str(folder / "prompt-cache"), "a temporary folder")

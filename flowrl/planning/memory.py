@@ -69,6 +69,7 @@ class NetworkCopy:
     """A copy of the transformer for rollouts, see `flowrl.quantization.rollout_model`."""
 
     format: Literal["nvfp4", "nvfp4-emulated", "fp8", "bf16", "auto"]  # bf16: not quantised
+    merge: bool = True  # the adapter is summed into its weights; not where these train
     min_dim: int | None = None  # None for the network's own rules
 
 
@@ -149,13 +150,16 @@ class MemoryPlan:
     def resident(self) -> dict[str, int]:
         """Return what is there in every phase."""
         memory, rewards = self.config.memory, self.config.rewards
+        copies = sum(self.copy_bytes(copy) for copy in self.copies)
+        if (trained := self.training_copy) is not None:
+            copies += sum(packed_layers(self.network, trained).values())
         return {
             "transformer": self.sharded_bytes(),
             "text encoders": self.encoders if memory.text_encoders == "keep" else 0,
             "autoencoder": self.vae["autoencoder"] if memory.vae == "keep" else 0,
             "LoRA adapters": self.adapter * FP32 * self.adapters,
             "optimiser": 2 * self.adapter * FP32,
-            "network copies": sum(self.copy_bytes(copy) for copy in self.copies),
+            "network copies": copies,
             "reward models": rewards_bytes(rewards) - offloaded_bytes(rewards),
             "matmul buffers": CUBLAS + self.widest_bytes(),
         }
@@ -326,16 +330,28 @@ class MemoryPlan:
     @property
     def merged(self) -> bool:
         """Return whether the LoRA is merged into the policy's own network for rollouts."""
-        merge, mergeable = self.config.rollout.merge_lora, self.config.memory.base_bits is None
-        return self.config.pipeline.dtype == "fp32" and mergeable if merge == "auto" else merge
+        p, merge = self.config.pipeline, self.config.rollout.merge_lora
+        mergeable = p.precision is None and self.config.memory.base_bits is None
+        return p.dtype == "fp32" and mergeable if merge == "auto" else merge
 
     @property
     def copies(self) -> tuple[NetworkCopy, ...]:
         """Return the networks of rollouts beside the policy's."""
-        e, mergeable = self.config.rollout.explore, self.config.memory.base_bits is None
+        p, e = self.config.pipeline, self.config.rollout.explore
+        mergeable = p.precision is None and self.config.memory.base_bits is None
         if e is not None and (e.precision != "bf16" or mergeable != self.merged):
             return (NetworkCopy(format=e.precision, min_dim=e.min_dim),)
         return ()
+
+    @property
+    def training_copy(self) -> NetworkCopy | None:
+        """Return the low-bit weights that training multiplies by."""
+        p = self.config.pipeline
+        if p.precision in (None, "bf16"):
+            return None
+        # The larger of what auto may be: bf16 keeps nothing beside the weights.
+        format = "fp8" if p.precision == "auto" else p.precision
+        return NetworkCopy(format=format, merge=False, min_dim=p.min_dim)
 
     def transformer_bytes(self) -> int:
         """Return the frozen weights and buffers, linear layers in `memory.base_bits`."""
@@ -369,10 +385,12 @@ class MemoryPlan:
 
     def widest_bytes(self) -> int:
         """Return the largest layer in `dtype`: few bits are dequantised layer by layer."""
-        if self.config.memory.base_bits is None:
+        trained = self.training_copy
+        if self.config.memory.base_bits is None and trained is None:
             return 0
         largest = max(layer.weight.numel() for layer in linear_layers(self.network))
-        return largest * self.dtype.itemsize
+        # Training in few bits makes its straight-through weight in fp32 and casts it.
+        return largest * (self.dtype.itemsize + (0 if trained is None else FP32))
 
     def copy_bytes(self, copy: NetworkCopy) -> int:
         """Return what a copy holds beside the policy's own tensors."""
@@ -383,7 +401,7 @@ class MemoryPlan:
         for name, layer in matrices(self.network):
             if is_adapted(name, self.targets):
                 rows, columns = matrix_shape(layer)
-                if name not in packed:
+                if copy.merge and name not in packed:
                     size += rows * columns * self.dtype.itemsize
         return size
 

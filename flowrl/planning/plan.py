@@ -171,7 +171,7 @@ def _advice(config: Config, phase: str) -> list[str]:
          "memory.text_encoders=offload (all prompts are encoded first)"),
         (m.vae == "keep", "memory.vae=offload (the autoencoder is moved for every decoding)"),
         (p.dtype == "fp32", "pipeline.dtype=bf16 (half the bytes, rounded)"),
-        (m.base_bits is None,
+        (m.base_bits is None and p.precision is None,
          "memory.base_bits=4 (frozen weights in 4 bits, slightly different images)"),
         (config.runtime.shard is None,
          "runtime.shard=node with --gpus N (the GPUs share one copy of the transformer)"),
@@ -193,7 +193,7 @@ def _notes(config: Config, needs: Needs) -> Iterator[str]:
     if not train.startswith(TINY) and prompt_count(train) is None:
         yield f"{train} cannot be read here: its prompts are counted as all different."
     explore, store = config.rollout.explore, config.rollout.store
-    if explore is not None and explore.precision == "auto":
+    if "auto" in (config.pipeline.precision, explore and explore.precision):
         yield f"precision auto is counted as the larger of {' and '.join(AUTO)}."
     if needs.reward_grad:
         yield "The gradient through the decoder and the reward is not included."

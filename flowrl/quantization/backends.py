@@ -164,6 +164,10 @@ class Backend(Protocol):
         """Pack a weight (out, in) fp32; names, shapes and dtypes depend on its shape alone."""
         ...
 
+    def unpack(self, state: State) -> Tensor:
+        """Return the weight that is really multiplied with, (out, in) fp32."""
+        ...
+
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         """Return x weight^T + bias, (M, out) in x's dtype; x: (M, in), bias: (out,)."""
         ...
@@ -181,6 +185,9 @@ class Plain:
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         return {"weight": weight.to(self.dtype)}
+
+    def unpack(self, state: State) -> Tensor:
+        return state["weight"].float()
 
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         return F.linear(x.to(self.dtype), state["weight"], bias).to(x.dtype)
@@ -201,6 +208,9 @@ class NVFP4Emulated:
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         values, scale = nvfp4.fake_unscaled(weight)
         return {"values": values, "global_scale": scale}
+
+    def unpack(self, state: State) -> Tensor:
+        return state["values"].float() * state["global_scale"]
 
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         values, scale = nvfp4.fake_unscaled(x)
@@ -227,6 +237,13 @@ class NVFP4Native:
                 "is to be a multiple of 16 and in of 32; keep this layer exact"
             )
         return self._quantise(weight)
+
+    def unpack(self, state: State) -> Tensor:
+        codes = e2m1.unpack(state["codes"])
+        rows, columns = codes.shape
+        scale = nvfp4.unswizzle(state["scale"], rows, columns // nvfp4.BLOCK)
+        packed = nvfp4.Quantised(codes=codes, scale=scale, global_scale=state["global_scale"])
+        return nvfp4.dequantise(packed)
 
     def _quantise(self, x: Tensor) -> dict[str, Tensor]:
         quantised = nvfp4.quantise(x)
@@ -265,6 +282,9 @@ class FP8Rowwise:
         codes, scale = fp8.quantise_rowwise(weight)
         return {"codes": codes, "scale": scale.reshape(1, -1)}
 
+    def unpack(self, state: State) -> Tensor:
+        return state["codes"].float() * state["scale"].reshape(-1, 1)
+
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         codes, scale = fp8.quantise_rowwise(x)
         # Only some devices, and some versions of torch, have other results than bf16.
@@ -288,10 +308,43 @@ class FP8Dequantised:
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         return FP8Rowwise().pack(weight)
 
+    def unpack(self, state: State) -> Tensor:
+        return FP8Rowwise().unpack(state)
+
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         codes, scale = fp8.quantise_rowwise(x)
         product = _exact_product(codes, state["codes"]) * scale * state["scale"]
         return _with_bias(product.to(x.dtype), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class PerRow:
+    """Another backend on rows that are divided by their largest magnitude before, and undone after.
+
+    A backend that scales a whole call by its largest magnitude then finds 1 in every call: a row's
+    result does not depend on other rows. It costs one more pass over the activations, and rounds
+    the result once more in x's dtype.
+    """
+
+    backend: Backend
+
+    @property
+    def reference(self) -> Backend | None:
+        reference = self.backend.reference
+        return None if reference is None else PerRow(reference)
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        return self.backend.pack(weight)
+
+    def unpack(self, state: State) -> Tensor:
+        return self.backend.unpack(state)
+
+    def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
+        rows = x.float()
+        # A row of zeros stays one: the smallest normal number divides it.
+        largest = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        product = self.backend.matmul((rows / largest).to(x.dtype), state).float() * largest
+        return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
 def backend_of(resolved: Resolved, *, dtype: torch.dtype) -> Backend:

@@ -1,11 +1,16 @@
-"""Linear layers with packed weights, which sample and do not train."""
+"""Linear layers with packed weights: `RolloutLinear` samples, `SamePrecisionLinear` also trains."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flowrl.errors import UserError
 from flowrl.quantization.backends import Backend, State
+from flowrl.quantization.layer_rules import LayerChoice
 
 PACKED = "packed_"
 
@@ -19,6 +24,7 @@ class RolloutLinear(nn.Module):
     Args:
         weight: (out, in), any float dtype; of a pointwise convolution (out, in, 1, 1).
         pointwise: the layer replaces a 1x1 convolution.
+        packed: what the backend has packed already, to share instead of packing again.
 
     Raises:
         ValueError: a weight of another shape, or one that the backend cannot pack.
@@ -31,13 +37,15 @@ class RolloutLinear(nn.Module):
         backend: Backend,
         *,
         pointwise: bool = False,
+        packed: State | None = None,
     ):
         super().__init__()
         self.backend, self.pointwise = backend, pointwise
+        self.shared = packed is not None
         self.out_features, self.in_features = _matrix(weight, pointwise).shape
-        state = self._pack(weight)
+        state = self._pack(weight) if packed is None else packed
         for name, value in state.items():
-            self._hold(PACKED + name, value.clone())
+            self._hold(PACKED + name, value if self.shared else value.clone())
         self.names = tuple(state)
         self._hold("bias", None if bias is None else bias.detach())
 
@@ -45,8 +53,10 @@ class RolloutLinear(nn.Module):
     def load(self, weight: Tensor) -> None:
         """Overwrite the packed weight by another one; fp32 loses no small update.
 
-        Raises ValueError for another shape.
+        Raises ValueError for another shape, and where the weight is shared.
         """
+        if self.shared:
+            raise ValueError("this layer shares its weight, which is not its own to overwrite")
         shape = tuple(_matrix(weight, self.pointwise).shape)
         if shape != (self.out_features, self.in_features):
             raise ValueError(
@@ -109,3 +119,82 @@ def _matrix(weight: Tensor, pointwise: bool) -> Tensor:
             f"a weight of {tuple(weight.shape)} is not {'1x1' if pointwise else 'a matrix'}"
         )
     return weight.detach().flatten(1)
+
+
+# --- training in the precision of the rollout ---------------------------------------------------
+
+
+class SamePrecisionLinear(nn.Linear):
+    """y = Q(W) Q(x) + bias of a frozen linear layer, and dx = dy Q(W): straight-through.
+
+    weight and bias are those of `linear` itself, exact and without gradients. With `exact` set it
+    is that layer again, bit for bit. The packed weights are in no state dict.
+    """
+
+    def __init__(self, linear: nn.Linear, backend: Backend):
+        bias = linear.bias is not None
+        super().__init__(linear.in_features, linear.out_features, bias, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.packed = RolloutLinear(linear.weight, linear.bias, backend)
+        self.exact = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., in) -> (..., out), under autocast in its dtype."""
+        if self.exact:
+            return F.linear(input, self.weight, self.bias)
+        return _StraightThrough.apply(input, self)  # type: ignore[no-any-return]
+
+    def quantised_weight(self) -> Tensor:
+        """Return Q(W), (out, in) fp32, unpacked anew: nothing is kept for the backward pass."""
+        return self.packed.backend.unpack(self.packed.state())
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: SamePrecisionLinear) -> Tensor:
+        ctx.layer, ctx.dtype = layer, x.dtype
+        return layer.packed(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (dy,) = grads
+        return (dy @ ctx.layer.quantised_weight().to(dy.dtype)).to(ctx.dtype), None
+
+
+def quantise_base(network: nn.Module, choices: Sequence[LayerChoice], backend: Backend) -> None:
+    """Replace the layers that have a format, in place, before adapters are added.
+
+    Packed layers are packed again, from their exact weights. Raises UserError for a layer that is
+    not an ordinary linear layer, such as one with an adapter.
+    """
+    for choice in choices:
+        if choice.format is None:
+            continue
+        layer = network.get_submodule(choice.name)
+        if not isinstance(layer, nn.Linear) or type(layer) not in (nn.Linear, SamePrecisionLinear):
+            raise UserError(
+                f"layer {choice.name} is a {type(layer).__name__}, and only linear layers without "
+                "adapters are trained in low precision: load the pipeline anew, or keep the layer"
+            )
+        network.set_submodule(choice.name, SamePrecisionLinear(layer, backend))
+
+
+@contextmanager
+def exact_weights(network: nn.Module) -> Iterator[None]:
+    """Compute with the network's exact weights inside the block."""
+    layers = [layer for _, layer in same_precision_layers(network)]
+    before = [layer.exact for layer in layers]
+    for layer in layers:
+        layer.exact = True
+    try:
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer.exact = was
+
+
+def same_precision_layers(network: nn.Module) -> Iterator[tuple[str, SamePrecisionLinear]]:
+    """Yield packed layers by name, which includes PEFT's parts."""
+    for name, module in network.named_modules():
+        if isinstance(module, SamePrecisionLinear):
+            yield name, module

@@ -8,7 +8,7 @@ import copy
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from flowrl.errors import UserError
 from flowrl.quantization.backends import (
     Backend,
     Resolved,
+    State,
     backend_of,
     check_kernels,
     precision_name,
@@ -34,7 +35,7 @@ from flowrl.quantization.layer_rules import (
     layer_table,
     quantised_share,
 )
-from flowrl.quantization.linear import RolloutLinear
+from flowrl.quantization.linear import RolloutLinear, SamePrecisionLinear
 from flowrl.utils.files import write_text
 
 LOG = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ class RolloutModel:
         compile: the repeated blocks, see `compile_blocks`.
 
     Raises:
-        UserError: a layer to be packed is neither linear nor a 1x1 convolution.
+        UserError: a layer to be packed is neither linear nor a 1x1 convolution, or one to be
+            merged is trained in low precision itself.
     """
 
     def __init__(
@@ -111,13 +113,14 @@ class RolloutModel:
         if backend is None:
             assert merged is not None  # a layer is here for its format or for its adapter
             adapted: Any = self.network.get_submodule(name)
-            layer = _exact(adapted.get_base_layer(), merged)
+            layer = _exact(name, adapted.get_base_layer(), merged)
         else:
             layer = RolloutLinear(
                 weight if merged is None else merged,
                 base.bias,
                 backend,
                 pointwise=_is_convolution(name, base),
+                packed=_packed_already(base, backend) if merged is None else None,
             )
         if lora is not None:
             self._adapted.append(_Adapted(layer=layer, lora=lora, weight=weight))
@@ -136,8 +139,13 @@ def sharing_copy(network: nn.Module) -> nn.Module:
     return copy.deepcopy(network, {id(tensor): tensor for tensor in _tensors(network)})
 
 
-def _exact(layer: Any, weight: Tensor) -> nn.Module:
+def _exact(name: str, layer: Any, weight: Tensor) -> nn.Module:
     """Give a copied layer a weight of its own."""
+    if isinstance(layer, SamePrecisionLinear):
+        raise UserError(
+            f"layer {name} is trained in low precision, with its adapter beside packed weights: "
+            "nothing can be merged into those"
+        )
     layer.weight = nn.Parameter(weight.to(layer.weight.dtype), requires_grad=False)
     return layer
 
@@ -146,11 +154,18 @@ def _is_convolution(name: str, layer: nn.Module) -> bool:
     """Whether a layer is a 1x1 convolution. Raises UserError when it is not linear either."""
     if is_pointwise(layer):
         return True
-    if type(layer) is nn.Linear:
+    if type(layer) in (nn.Linear, SamePrecisionLinear):
         return False
     raise UserError(
         f"layer {name} is a {type(layer).__name__}, which cannot be quantised: keep it exact"
     )
+
+
+def _packed_already(layer: Any, backend: Backend) -> State | None:
+    """Return the packed weight of a layer trained in low precision with the same backend."""
+    if isinstance(layer, SamePrecisionLinear) and backend == layer.packed.backend:
+        return layer.packed.state()
+    return None
 
 
 def _adapted_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -177,6 +192,7 @@ def prepare(
     dtype: torch.dtype,
     device: torch.device,
     min_dim: int | None,
+    convolutions: bool = True,
     where: str = "",
 ) -> tuple[tuple[LayerChoice, ...], Backend]:
     """Choose the layers that a precision quantises, none for bf16, and their backend.
@@ -184,6 +200,7 @@ def prepare(
     Args:
         dtype: the network's own.
         min_dim, where: see `choose_layers`.
+        convolutions: False keeps 1x1 ones exact: low-bit ones sample, but do not train.
 
     Raises:
         UserError: no layer can be quantised, nothing says which, or a kernel disagrees with its
@@ -193,6 +210,7 @@ def prepare(
     if resolved.format == "bf16":
         return (), backend
     rules = layer_rules_of(network)
+    rules = rules if convolutions else replace(rules, pointwise=False)
     choices = choose_layers(network, rules, resolved.format, min_dim=min_dim, where=where)
     shapes = {choice.shape for choice in choices if choice.format}
     check_kernels(backend, shapes, device, dtype)
@@ -208,8 +226,11 @@ def write_precision(
     choices: Sequence[LayerChoice],
     *,
     dtype: torch.dtype,
+    what: str = "candidates",
+    lora: str = "merge",
+    file: str = FILE,
 ) -> None:
-    """Log the precision of candidates, and write it with all layers to FILE in the folder.
+    """Log the precision of `what`, and write it with all layers to a file of the folder.
 
     Args:
         choices: empty where nothing is quantised.
@@ -219,20 +240,22 @@ def write_precision(
     name = precision_name(resolved) if quantised else f"not quantised ({number})"
     share = quantised_share(choices) if choices else 0.0
     part = f"; {share:.0%} of the weights of its layers" if choices else ""
-    LOG.info("precision of candidates: %s, %s%s", name, resolved.reason, part)
+    LOG.info("precision of %s: %s, %s%s", what, name, resolved.reason, part)
     content = {
+        "what": what,
         "precision": name,
         "dtype": number,
         **asdict(resolved),
         "format": resolved.format if quantised else None,
+        "lora": lora,
         "quantised_share": share,
         "layers": layer_table(choices),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / FILE, json.dumps(content, indent=2) + "\n")
+    write_text(folder / file, json.dumps(content, indent=2) + "\n")
 
 
-def read_precision(folder: Path) -> str | None:
-    """Return the precision of candidates by a folder's file; None where it does not say."""
-    path = folder / FILE
+def read_precision(folder: Path, file: str = FILE) -> str | None:
+    """Return the precision in a folder's file, for people; None where it does not say."""
+    path = folder / file
     return json.loads(path.read_text(encoding="utf-8")).get("precision") if path.exists() else None

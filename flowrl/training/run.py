@@ -19,6 +19,7 @@ from flowrl.backbones.lora_files import FILE, save_lora
 from flowrl.backbones.policy import Policy
 from flowrl.config.sections import RunOptions
 from flowrl.errors import DamagedFile, Interrupted, UserError, as_failure, in_phase, phase
+from flowrl.quantization.linear import exact_weights
 from flowrl.training.checkpoint import (
     STATE,
     Checkpoints,
@@ -232,10 +233,11 @@ class Run:
 
     def _evaluate(self, step: int, *, whole: bool) -> Evaluation:
         assert self.evaluator is not None
-        # Its own backbone: the same network, with the guidance of evaluation.
-        began = time.monotonic()
+        # Its own backbone: the same network, with the guidance of evaluation; and the weights
+        # that the LoRA meets elsewhere, whatever it was trained beside.
+        network, began = self._policy.network, time.monotonic()
         of = f"the LoRA of iteration {step}" if step else "the base"
-        with phase("evaluate"):
+        with phase("evaluate"), exact_weights(network):
             evaluator = replace(self.evaluator, title=f"evaluating {of}")
             evaluation = evaluator(evaluator.backbone.velocity, self.runtime, whole=whole)
         if whole and self.steps is not None:

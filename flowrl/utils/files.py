@@ -28,7 +28,7 @@ _HALF_WRITTEN = re.compile(rf"\.(.+)\.[a-z0-9_]{{8}}{re.escape(TEMPORARY)}")
 FolderKind = Literal["start", "run", "images", "leaderboard", "votes", "dataset"]
 # What a start writes in a folder before its run begins there, removed again if it is refused.
 _START = (
-    ".lock", ".owner.json", "precision.json", "metrics.jsonl",
+    ".lock", ".owner.json", "precision.json", "training-precision.json", "metrics.jsonl",
     "tensorboard", "wandb",
 )  # fmt: skip
 # Every name that flowrl writes at the top of a folder, as patterns. Nothing else in a folder is
@@ -48,7 +48,7 @@ WRITTEN: dict[FolderKind, tuple[str, ...]] = {
         "kinds.csv",
     ),
     "votes": (".lock", "votes.jsonl"),
-    "dataset": (".lock", "store.json", "shards", "precision.json"),
+    "dataset": (".lock", "store.json", "shards", "precision.json", "training-precision.json"),
 }  # fmt: skip
 _TENSOR = "__tensor__"
 _INT_KEYS = "__int_keys__"

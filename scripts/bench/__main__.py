@@ -210,6 +210,10 @@ def iteration(  # noqa: PLR0913  # an argument for each option
         int | None, typer.Option(min=1, help="Most forwards in one backward pass.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    precision: Annotated[
+        str | None,
+        typer.Option(help="Of frozen weights: fp8, nvfp4 and so on; see pipeline.precision."),
+    ] = None,
     compile: Annotated[bool, typer.Option(help="Compile the repeated blocks.")] = False,
     gradient_checkpointing: Annotated[
         bool, typer.Option(help="Compute activations again in the backward pass.")
@@ -252,7 +256,7 @@ def iteration(  # noqa: PLR0913  # an argument for each option
     for name in names:
         row = bench_iteration(
             name=name, work=work_of(name, given), pixels=pixels, layers=layers, dtype=dtype,
-            compile=compile, gradient_checkpointing=gradient_checkpointing,
+            precision=precision, compile=compile, gradient_checkpointing=gradient_checkpointing,
             repeats=repeats, device=device,
         )  # fmt: skip
         if as_json:

@@ -25,6 +25,7 @@ from flowrl.planning.memory import MemoryPlan
 from flowrl.planning.model_specs import ModelSpec, model_spec
 from flowrl.planning.work import count_work, doubles
 from flowrl.prompts.records import PromptRecord
+from flowrl.quantization.backends import capability_of, precision_name, resolve
 from flowrl.sampling.rollout import Sampler, Timer
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Conditioning, Rollout
@@ -93,6 +94,7 @@ def bench_iteration(
     pixels: int | None = None,
     layers: int | None = None,
     dtype: str = "bf16",
+    precision: str | None = None,
     compile: bool = False,
     gradient_checkpointing: bool = False,
     text_tokens: int | None = None,
@@ -107,7 +109,7 @@ def bench_iteration(
         name: of a published model.
         pixels: side of an image, None for PIXELS.
         layers: blocks of each kind, None for all.
-        dtype, compile, gradient_checkpointing: the options of these names.
+        dtype, precision, compile, gradient_checkpointing: the options of these names.
         text_tokens: that the transformer attends to, None for the model's own number.
 
     Raises:
@@ -121,7 +123,7 @@ def bench_iteration(
             "--pixels 64 to see that everything runs, which says nothing of speed"
         )
     work, pixels = work or WORK[spec.family], pixels or PIXELS[spec.family]
-    options = {"dtype": dtype, "compile": compile}
+    options = {"dtype": dtype, "precision": precision, "compile": compile}
     with tempfile.TemporaryDirectory() as folder:
         pipeline = _pipeline(spec, work, pixels, device, **options)
         config = _config(pipeline, work, gradient_checkpointing, folder)
@@ -129,7 +131,7 @@ def bench_iteration(
         learner = _learner(config, runtime, name, spec, work, layers)
         iterations, velocities = measure(learner, repeats)
     shorter = replace(spec, config=shortened(spec.config, layers), text_encoders=())
-    memory = memory_plan(shorter, config)
+    memory = memory_plan(shorter, config, runtime.device)
     planned = plan(memory)
     return {
         "size": name,
@@ -139,6 +141,7 @@ def bench_iteration(
         "diffusers": version("diffusers"),
         "layers": "all" if layers is None else f"{layers} of each kind: says nothing of speed",
         "dtype": dtype,
+        "precision": precision or dtype,
         "compile": compile,
         "pixels": pixels,
         "rank": RANK,
@@ -327,8 +330,12 @@ def _measured(learner: Learner, number: int) -> tuple[Phases, int]:
     return {name: phases.get(name, Phase()) for name in (*PHASES, BARE)}, rollout.tree.forwards
 
 
-def memory_plan(spec: ModelSpec, config: Config) -> MemoryPlan:
-    """Return what `flowrl plan` would plan."""
+def memory_plan(spec: ModelSpec, config: Config, device: torch.device) -> MemoryPlan:
+    """Return what `flowrl plan` would plan for this device."""
+    if config.pipeline.precision is not None:  # "auto" as this GPU has it
+        format = precision_name(resolve(config.pipeline.precision, capability_of(device)))
+        section = config.pipeline.model_copy(update={"precision": format})
+        config = config.model_copy(update={"pipeline": section})
     work = count_work(config)
     kind = work.kinds[0]  # every iteration is of one kind here
     split = split_work(kind.load, 1)

@@ -86,15 +86,23 @@ def sample(tiny_pipeline_path, tmp_path):
     return make
 
 
-def test_samples_and_galleries_follow_the_seed_and_the_lora(run_dir, sample, tmp_path):
+def test_samples_and_galleries_follow_the_seed_the_lora_and_its_strength(run_dir, sample, tmp_path):
     run = str(run_dir)
     base, aligned = sample(), sample(lora=run)
     assert base == sample() and base != aligned and base != sample(seed=1)
-    options = {"prompts": None, "count": 2, "seed": None}
-    page = gallery(run_dir, base=None, lora=None, output_dir=tmp_path / "pairs", **options)
-    shown = re.findall(r'alt="([^:]+): [^"]*"[^>]* src="([^"]+)"', page.read_text())[:2]
-    assert [name for name, _ in shown] == ["base", "aligned"] and shown[0][1] != shown[1][1]
-    assert (tmp_path / "pairs" / "grid.png").is_file()
+    assert sample(lora=run, rlg=0.0) == base and sample(lora=run, rlg=1.0) == aligned
+    assert sample(lora=run, rlg=3.0) not in (base, aligned)
+    options = {"prompts": None, "count": 2, "seed": None, "rlg": [0.0, 1.0, 3.0]}
+    page = gallery(run_dir, base=None, lora=None, output_dir=tmp_path / "sweep", **options)
+    html = page.read_text()
+    columns = ["base", "RLG 0", "RLG 1", "RLG 3"]
+    first = re.findall(r'alt="([^:]+): [^"]*"[^>]* src="([^"]+)"', html)[:4]
+    assert [name for name, _ in first] == columns
+    assert first[0][1] == first[1][1] and len({image for _, image in first}) == 3
+    means = re.findall(r"<td>brightness, ([^<]+)</td><td>([^<]+)</td><td>([^<]+)</td>", html)
+    assert [name for name, *_ in means] == columns[1:]
+    assert means[0][1] == means[0][2] and len({base for _, base, _ in means}) == 1
+    assert (tmp_path / "sweep" / "grid.png").is_file()
 
 
 def test_samples_of_a_run_are_generated_as_it_was_evaluated(run_dir, sample):

@@ -129,6 +129,7 @@ def test_bitsandbytes_is_refused_on_a_cpu_and_on_what_is_loaded_already(monkeypa
 def test_what_makes_no_sense_together_is_told_before_anything_is_loaded(tiny_config):
     for changes, name in (
         ({"memory": {"base_bits": 4, "base_library": "torchao"}}, "torchao's 4-bit"),
+        ({"pipeline": {"precision": "fp8"}}, "pipeline.precision"),
         ({"rollout": {"merge_lora": True}}, "rollout.merge_lora"),
         ({"pipeline": {"compile": True}}, "pipeline.compile"),
         ({"rollout": {"explore": {"num_inference_steps": 3}}}, "explore.precision"),

@@ -152,6 +152,15 @@ def test_sample_passes_prompts_and_settings(run, built, tmp_path):
     assert (options["seed"], options["count"], drawing.lora) == (7, 3, None)
 
 
+def test_sample_passes_on_the_strength_of_a_lora_and_refuses_one_without(run, built):
+    words = ["sample", "tiny-sd3", "a cat", "--rlg", "-0.5"]
+    code, _, err = run(*words)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "--rlg -0.5 is given without --lora" in err and not built
+    assert run(*words, "--lora", "runs/quickstart")[0] == 0
+    assert built[0][0][0].rlg == -0.5
+
+
 def test_score_prints_a_missing_score_as_missing(run, built):
     code, out, err = run("score", "a.png", "--reward", "ocr", "--reward", "brightness")
     assert code == 0

@@ -112,6 +112,7 @@ def test_plans_of_peoples_own_that_fail_or_train_nothing_are_one_sentence(tmp_pa
         (["runtime.shard=node", "pipeline.compile=true"], "pipeline.compile", "false"),
         (["runtime.shard=node", "rollout.explore={candidates: 20}"],
          "rollout.explore.precision", "bf16"),
+        (["runtime.shard=node", "pipeline.precision=fp8"], "pipeline.precision", "null"),
         (["runtime.shard=node", "memory.base_bits=8"], "memory.base_bits", "null"),
         (["prompts.weights={colors: 3}"], "prompts.balance", "tag"),
     ],

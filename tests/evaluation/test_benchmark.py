@@ -193,6 +193,6 @@ def test_images_belong_to_the_tensors_of_a_lora_and_not_to_its_file():
             state={"a.lora_A.weight": torch.full((1, 2), value)},
         )  # fmt: skip
         options = DrawingOptions(model="tiny-sd3", lora=name)
-        return Drawing(pipeline=None, call={}, lora=lora, options=options).identity()
+        return Drawing(pipeline=None, call={}, lora=lora, rlg=None, options=options).identity()
 
     assert identity(1.0, "a") == identity(1.0, "b") != identity(2.0, "a")

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import math
 import re
 from html.parser import HTMLParser
@@ -16,7 +17,7 @@ from PIL import Image
 
 from flowrl.export.gallery import (
     GalleryRow,
-    change_of,
+    changes,
     fair_sample,
     gallery_grid,
     gallery_page,
@@ -79,6 +80,10 @@ def test_text_and_pages_are_safe(tmp_path):
         assert [tag for tag, _ in page.tags] == [tag for tag, _ in plain.tags]
         assert [set(attrs) for _, attrs in page.tags] == [set(attrs) for _, attrs in plain.tags]
         assert page.text.count(text) >= 5  # title, heading, caption, table, prompt, reward
+    # Pages without pairs or with other columns are refused.
+    # A row with other columns than the page is refused.
+    with pytest.raises(ValueError, match="zip"):
+        gallery_page([pair()], title="t", columns=COLUMNS)
     # A gallery without pairs is refused.
     with pytest.raises(ValueError, match="at least one pair"):
         write_gallery(tmp_path, [], title="t")
@@ -113,7 +118,7 @@ def test_the_page_holds_all_images_without_loss_and_nothing_from_outside():
 def test_only_scores_that_are_missing_are_not_available():
     # A missing score is neither zero nor a change.
     for missing in (None, math.nan):
-        assert change_of((missing, 1.0)) is change_of((1.0, missing)) is None
+        assert changes((missing, 1.0)) == changes((1.0, missing)) == [None]
         page = Page(gallery_page([pair(geneval=(missing, 1.0))], title="t"))
         card = next(a for _, a in page.tags if a.get("class") == "card")
         assert card["data-changes"] == "[null]"
@@ -155,18 +160,49 @@ def test_the_files_hold_all_pairs_and_a_grid_of_the_first(tmp_path):
     alone = gallery_grid(pairs[:3])
     with Image.open(grid) as image:
         assert image.width == alone.width and image.height > alone.height
-    # The base stands above the aligned image.
-    colors = [(255, 0, 255), (0, 255, 255)]
-    one = GalleryRow(
-        prompt="p",
-        images=(Image.new("RGB", (64, 64), colors[0]), Image.new("RGB", (64, 64), colors[1])),
-        scores={"ocr": (0, 1)},
-    )
-    _, path = write_gallery(tmp_path, [one] * 3, title="t", grid_rows=2)
+    # A sweeps grid has a row of images for each column.
+    colors = [(255, 0, 255), (0, 255, 255), (255, 255, 0)]
+    images = tuple(Image.new("RGB", (64, 64), color) for color in colors)
+    one = GalleryRow(prompt="p", images=images, scores={"ocr": (0, 1, 0.5)})
+    _, path = write_gallery(tmp_path, [one] * 3, title="t", grid_rows=2, columns=COLUMNS)
     grid = np.asarray(Image.open(path))
     spots = [np.argwhere((grid == color).all(-1)) for color in colors]
-    assert [len(spot) for spot in spots] == [2 * 192 * 192] * 2
-    assert spots[1][:, 0].min() - spots[0][:, 0].min() >= 192
+    assert [len(spot) for spot in spots] == [2 * 192 * 192] * 3
+    tops = [spot[:, 0].min() for spot in spots]
+    assert tops[1] - tops[0] == tops[2] - tops[1] >= 192
+
+
+# --- several columns ---------------------------------------------------------------------------
+
+COLUMNS = ("base", "RLG 0.5", "RLG 2")
+
+
+def sweep(number: int = 0, **scores: Any) -> GalleryRow:
+    images = tuple(noise(3 * number + i) for i in range(3))
+    return GalleryRow(prompt="a red circle", number=number, images=images, scores=scores)
+
+
+def test_a_sweep_shows_and_orders_every_column():
+    rows = [sweep(i) for i in range(2)]
+    page = Page(gallery_page(rows, title="t", columns=COLUMNS))
+    images = [a for t, a in page.tags if t == "img"]
+    shown = [a["alt"] for a in images if a.get("src")]
+    assert shown == [f"{column}: a red circle" for column in COLUMNS] * 2
+    assert sum(not a.get("src") for a in images) == 3  # the viewer's
+    data = [base64.b64decode(a["src"].split(",")[1]) for a in images if a.get("src")]
+    originals = [image for row in rows for image in row.images]
+    for content, original in zip(data, originals, strict=True):
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), np.asarray(original))
+    # A sweep can be ordered by each reward at each strength.
+    page = Page(
+        gallery_page([sweep(ocr=(0.5, 0.25, None), geneval=(0, 0, 1))], title="t", columns=COLUMNS)
+    )
+    card = next(a for _, a in page.tags if a.get("class") == "card")
+    assert json.loads(card["data-changes"]) == [-0.25, None, 0, 1]
+    names = ["ocr, RLG 0.5", "ocr, RLG 2", "geneval, RLG 0.5", "geneval, RLG 2"]
+    assert [page.text.index(name) for name in names] == sorted(map(page.text.index, names))
+    assert "ocr 0.500 → 0.250 -0.250 → n/a n/a" in page.text
+    assert "geneval 0.000 → 0.000 0.000 → 1.000 +1.000" in page.text
 
 
 def evaluation(scores: list[float], kept: int) -> Evaluation:

@@ -3,19 +3,26 @@
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 
+from flowrl.assembly.learner import ProvidedObjects, build_evaluator
 from flowrl.config.methods import method_name
 from flowrl.export.gallery import write_gallery
 from flowrl.export.summary import (
+    evaluate_strengths,
     gallery_rows,
     legend,
     precisions,
     reward_curves,
+    sweep_summary,
+    write_sweep,
 )
 from flowrl.functional.contrasts import Contrast
 from flowrl.sampling.rank_audit import FILE
+from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation, EvaluationComparison, compare
+from flowrl.utils.distributed import Runtime
 from flowrl.utils.journal import seal_line
 
 
@@ -63,7 +70,10 @@ def test_the_legend_and_precisions(tiny_config, tmp_path):
     )
     both = legend([row("corrected/ocr"), row("paraphrase/ocr"), row("paraphrase_gap/ocr")], "q")
     assert "corrected/R is" in both and "paraphrase_gap/R" in both
+    # The card tells the precision of training.
     assert precisions(tiny_config(), tmp_path, 1) == ""
+    low = tiny_config(pipeline={"precision": "nvfp4-emulated"})
+    assert precisions(low, tmp_path, 1) == "Rollouts and training: nvfp4-emulated."
     # The card tells what candidates were drawn in.
     config = exploring(tiny_config, precision="nvfp4-emulated")
     assert precisions(config, tmp_path, 9) == "Candidates: 2 steps, nvfp4-emulated."
@@ -101,14 +111,15 @@ def evaluation(*scores: list[float], names=("a", "b"), shade: int = 0) -> Evalua
     )
 
 
-def test_a_row_has_one_prompt_and_its_images_and_scores():
+def test_a_row_has_one_prompt_and_its_image_and_scores_at_each_strength():
     base = evaluation([0.0, math.nan], [1.0, 5.0])
     weak = evaluation([6.0, 0.5], [7.0, 0.25], names=("b", "a"), shade=10)
-    one, two = gallery_rows(base, weak)
+    strong = evaluation([2.0, 8.0], [3.0, 9.0], shade=20)
+    one, two = gallery_rows(base, weak, strong)
     assert (one.prompt, one.number, two.prompt, two.number) == ("one", 0, "two", 1)
-    assert [image.getpixel((0, 0)) for image in two.images] == [(n,) * 3 for n in (1, 11)]
-    assert one.scores == {"a": (0, 0.5), "b": (None, 6)}
-    assert two.scores == {"a": (1, 0.25), "b": (5, 7)}
+    assert [image.getpixel((0, 0)) for image in two.images] == [(n,) * 3 for n in (1, 11, 21)]
+    assert one.scores == {"a": (0, 0.5, 2), "b": (None, 6, 8)}
+    assert two.scores == {"a": (1, 0.25, 3), "b": (5, 7, 9)}
 
 
 def test_every_number_of_steps_has_a_row_of_its_own_beside_that_of_the_same_noise(tmp_path):
@@ -135,3 +146,54 @@ def test_every_number_of_steps_has_a_row_of_its_own_beside_that_of_the_same_nois
     assert "28_steps/R is R at 28 denoising steps." in legend(summary, None)
     # Without both there is nothing to show side by side.
     assert [row.note for row in gallery_rows(base, replace(aligned, at_steps=()))] == ["", ""]
+
+
+def test_the_summary_has_each_rewards_mean_at_each_strength():
+    base = evaluation([0.0, math.nan], [1.0, 5.0])
+    others = {
+        "RLG 2": evaluation([2.0, 8.0], [3.0, 9.0]),
+        "RLG 1": evaluation([1.0, 0.0], [1.0, 6.0]),
+    }
+    rows = sweep_summary(base, others)
+    found = [(row.name, row.before, row.after, row.change.mean) for row in rows]
+    assert found == [
+        ("a, RLG 2", 0.5, 2.5, 2.0),
+        ("a, RLG 1", 0.5, 1.0, 0.5),
+        ("b, RLG 2", 5.0, 9.0, 4.0),  # over the image that has both
+        ("b, RLG 1", 5.0, 6.0, 1.0),
+    ]
+
+
+@pytest.fixture(scope="module")
+def drawn(tiny_config, load_tiny):
+    """Evaluations of the base, of its LoRA without RLG, and at four strengths."""
+    from peft import LoraConfig
+
+    specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
+    evaluation = {"prompts": "tiny:colors:test", "num_images": 3, "num_inference_steps": 2}
+    config = tiny_config(evaluation=evaluation)
+    evaluator, runtime = (
+        build_evaluator(config, load_tiny(), specs, ProvidedObjects()),
+        Runtime(device="cpu"),
+    )
+    assert evaluator is not None
+    evaluator = replace(evaluator, keep=3)
+    base = evaluator(evaluator.backbone.velocity, runtime)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        evaluator.backbone.pipeline.transformer.add_adapter(
+            LoraConfig(r=2, target_modules=["attn.to_q"], init_lora_weights=False)
+        )
+    aligned = evaluator(evaluator.backbone.velocity, runtime)
+    return base, aligned, evaluate_strengths(evaluator, runtime, [2.0, 0.0, 1.0, 2.0, -1.0])
+
+
+def test_strengths_keep_their_order_and_0_and_1_are_base_and_lora(drawn, tmp_path):
+    assert list(drawn[2]) == [2.0, 0.0, 1.0, -1.0]
+    # 0 and 1 are the evaluations of base and lora.
+    base, aligned, at_each = drawn
+    for mine, theirs in ((at_each[0.0], base), (at_each[1.0], aligned)):
+        assert torch.equal(mine.images, theirs.images)
+        assert torch.equal(mine.scores, theirs.scores)
+    assert len({tuple(e.scores.flatten().tolist()) for e in at_each.values()}) == 4
+    assert write_sweep(tmp_path, base, at_each, title="t", caption="c").is_file()

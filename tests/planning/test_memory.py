@@ -151,6 +151,13 @@ def test_offloaded_and_merged_weights_are_held_when_they_are_used():
     assert "merged weights" not in phases["training"]
 
 
+def test_training_in_few_bits_keeps_the_exact_weights_too():
+    few = parts("training", pipeline={"precision": "fp8", "min_dim": 0})
+    exact = parts("training")
+    assert few["transformer"] == exact["transformer"] and few["network copies"] > 0
+    assert few["matmul buffers"] > exact["matmul buffers"]
+
+
 def test_sides_that_make_no_whole_patches_are_an_error():
     with pytest.raises(UserError, match="60"):
         plan(pipeline={"width": 60}).footprints()
@@ -205,7 +212,9 @@ def test_few_bits_have_codes_and_scales_in_linear_layers_alone():
 
 def test_copies_hold_packed_layers_and_adapted_or_added_weights():
     memory = plan()
-    assert memory.copy_bytes(NetworkCopy(format="bf16")) == memory.adapted_bytes() > 0
+    exact, beside = NetworkCopy(format="bf16"), NetworkCopy(format="bf16", merge=False)
+    assert memory.copy_bytes(exact) == memory.adapted_bytes() > 0
+    assert memory.copy_bytes(beside) == 0  # the factors stay where they train
     cheap = NetworkCopy(format="fp8", min_dim=0)
     packed = packed_layers(memory.network, cheap)
     both = sum(
@@ -215,11 +224,12 @@ def test_copies_hold_packed_layers_and_adapted_or_added_weights():
     )
     merged = memory.adapted_bytes() - 2 * both
     assert memory.copy_bytes(cheap) == sum(packed.values()) + merged
-    fp8, bf16, auto = (
-        memory.copy_bytes(NetworkCopy(format=format, min_dim=0))
-        for format in ("fp8", "bf16", "auto")
-    )
-    assert auto == max(fp8, bf16) > 0
+    for merge in (True, False):
+        fp8, bf16, auto = (
+            memory.copy_bytes(NetworkCopy(format=format, merge=merge, min_dim=0))
+            for format in ("fp8", "bf16", "auto")
+        )
+        assert auto == max(fp8, bf16) > 0
 
 
 def test_a_lora_of_sd35_large_has_its_closed_form():

@@ -10,22 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.quantization.backends import Backend, NVFP4Emulated, NVFP4Native, State
-from flowrl.quantization.formats.nvfp4 import Quantised
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 RECIPE = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
 LAYOUT = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
-
-
-def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Codes of any shape -> their values"""
-    return torch.cat([E2M1, -E2M1]).to(dtype)[codes.long()]
-
-
-def dequantise(q: Quantised) -> Tensor:
-    """q (s g), in this order: (..., K) fp32"""
-    total = (q.scale.float() * q.global_scale).unsqueeze(-1)
-    return (decode(q.codes).unflatten(-1, (-1, 16)) * total).flatten(-2)
 
 
 def values(packed: Tensor, low_first: bool = True) -> Tensor:
@@ -76,6 +64,9 @@ class SoftwareNVFP4:
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         return NVFP4Native().pack(weight)
+
+    def unpack(self, state: State) -> Tensor:
+        return NVFP4Native().unpack(state)
 
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         left = self._read(NVFP4Native().pack(_padded(x)), of_weight=False)

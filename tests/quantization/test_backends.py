@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from software_nvfp4 import dequantise, scaled_mm
+from software_nvfp4 import scaled_mm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flowrl.quantization.backends import (
@@ -16,6 +16,7 @@ from flowrl.quantization.backends import (
     FP8Rowwise,
     NVFP4Emulated,
     NVFP4Native,
+    PerRow,
     Plain,
     backend_of,
     resolve,
@@ -38,7 +39,7 @@ def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
 def nvfp4_product(x: torch.Tensor, weight: torch.Tensor):
     """Of the dequantised operands, in float64."""
     parts = (nvfp4.quantise(t) for t in (x, weight))
-    left, right = (dequantise(q).double() for q in parts)
+    left, right = (nvfp4.dequantise(q).double() for q in parts)
     return left @ right.t()
 
 
@@ -106,6 +107,17 @@ def test_the_bias_is_added_and_a_zero_input_gives_it_alone():
             assert torch.equal(backend.matmul(torch.zeros_like(x), state, bias), bias.expand(5, -1))
             zero = backend.pack(torch.zeros(32, 64))
             assert torch.equal(backend.matmul(x, zero, bias), bias.expand(5, -1))
+
+
+def test_unpacking_gives_what_the_backend_multiplies_with():
+    for backend in [*QUANTISED, PerRow(NVFP4Emulated()), Plain(torch.float32)]:
+        state = backend.pack(randn(48, 64, seed=4))
+        # Rows of the identity are exact in every format.
+        product = backend.matmul(torch.eye(64), state).T
+        torch.testing.assert_close(backend.unpack(state), product, rtol=1e-6, atol=0)
+    weight = randn(160, 96, seed=5)  # more rows than a tile of scales, fewer columns than two
+    native = NVFP4Native()
+    assert torch.equal(native.unpack(native.pack(weight)), nvfp4.dequantise(nvfp4.quantise(weight)))
 
 
 def test_a_kernel_that_follows_the_layout_gives_the_emulations_numbers(monkeypatch):

@@ -85,9 +85,17 @@ def test_a_weight_is_packed_from_fp32_not_from_its_rounding():
     assert (made(torch.ones(1, 32)) / was).mean().item() == pytest.approx(1 + 2**-10, rel=1e-6)
 
 
-def test_a_layer_owns_its_weight():
+def test_a_layer_owns_its_weight_unless_it_is_given_it_packed():
     weight = randn(48, 64)
-    RolloutLinear(weight, None, FP32).load(randn(48, 64, seed=1))
+    own = RolloutLinear(weight, None, FP32)
+    own.load(randn(48, 64, seed=1))
+    assert torch.equal(weight, randn(48, 64))
+    for backend in PACKING:
+        first = layer(backend)
+        second = layer(backend, packed=first.state())
+        assert all(second.state()[name] is value for name, value in first.state().items())
+        with pytest.raises(ValueError, match="shares its weight"):
+            second.load(randn(48, 64, seed=1))
     assert torch.equal(weight, randn(48, 64))
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from software_nvfp4 import decode, dequantise
 
 from flowrl.quantization.formats import e2m1, nvfp4
 
@@ -31,11 +30,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    return dequantise(nvfp4.quantise(x))
+    return nvfp4.dequantise(nvfp4.quantise(x))
 
 
 def unscaled(q: nvfp4.Quantised) -> torch.Tensor:
-    return (blocks(decode(q.codes)) * q.scale.float().unsqueeze(-1)).flatten(-2).bfloat16()
+    return (blocks(e2m1.decode(q.codes)) * q.scale.float().unsqueeze(-1)).flatten(-2).bfloat16()
 
 
 def blocks(x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +77,7 @@ def test_the_tensor_of_torchao_is_equal_bit_for_bit():
         q = nvfp4.quantise(x)
         assert q.global_scale == g and torch.equal(bits(q.scale), bits(theirs.scale))
         assert torch.equal(e2m1.pack(q.codes), theirs.qdata.view(torch.uint8))
-        assert torch.equal(bits(dequantise(q)), bits(theirs.dequantize(torch.float32)))
+        assert torch.equal(bits(nvfp4.dequantise(q)), bits(theirs.dequantize(torch.float32)))
 
 
 def test_the_fake_numbers_are_those_of_the_codes_bit_for_bit_also_in_chunks():
@@ -88,7 +87,7 @@ def test_the_fake_numbers_are_those_of_the_codes_bit_for_bit_also_in_chunks():
         before = x.clone()
         q = nvfp4.quantise(x)
         product, g = nvfp4.fake_unscaled(x)
-        assert dequantise(q).isfinite().all()
+        assert nvfp4.dequantise(q).isfinite().all()
         assert torch.equal(bits(product), bits(unscaled(q))) and g == q.global_scale
         assert torch.equal(bits(x), bits(before))
 
@@ -119,7 +118,7 @@ def test_the_error_is_at_most_half_the_local_step_times_the_scales_outside_clipp
     inside = (total > 0) & (blocks(x).double().abs() <= 6 * total)
     y = (blocks(x).double() / total).abs()
     step = torch.where(y < 2, 0.5, torch.where(y < 4, 1.0, 2.0))
-    error = (blocks(dequantise(q).double() - x)).abs()
+    error = (blocks(nvfp4.dequantise(q).double() - x)).abs()
     bound = total * (step / 2 + y * 2**-21)  # float32 rounds s g, x / (s g) and q (s g)
     assert inside.float().mean() > 0.4
     assert (error <= bound)[inside].all()
@@ -129,14 +128,14 @@ def test_the_product_of_a_code_and_a_scale_is_exact_in_bfloat16():
     codes = torch.arange(16, dtype=torch.uint8).expand(127, 16)
     scale = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).unsqueeze(1)
     q = nvfp4.Quantised(codes=codes, scale=scale, global_scale=torch.tensor(1.0))
-    exact = decode(codes, torch.float64) * scale.double()
+    exact = e2m1.decode(codes, torch.float64) * scale.double()
     assert torch.equal(unscaled(q).double(), exact)
 
 
 def test_a_second_time_even_finds_the_same_scales_above_the_smallest_ones():
     q = nvfp4.quantise(normal(64, 96))
     assert q.scale.float().min() > 2**-6
-    again = nvfp4.quantise(dequantise(q))
+    again = nvfp4.quantise(nvfp4.dequantise(q))
     assert torch.equal(again.codes & 7, q.codes & 7)
     assert torch.equal(again.scale.float(), q.scale.float())
 
@@ -153,9 +152,9 @@ def test_tensors_of_any_size_stay_finite():
         x = normal(16, 32).clamp(-1, 1) * size
         q = nvfp4.quantise(x)
         assert q.scale.float().isfinite().all() and q.global_scale.isfinite()
-        assert dequantise(q).isfinite().all()
+        assert nvfp4.dequantise(q).isfinite().all()
         rounding = 1 / 16 if size < 2e-27 else 0  # of a block scale, where g is the smallest
-        assert dequantise(q).abs().max() <= x.abs().max() * (1 + rounding + 1e-6), size
+        assert nvfp4.dequantise(q).abs().max() <= x.abs().max() * (1 + rounding + 1e-6), size
 
 
 def test_one_bad_number_makes_all_nan():

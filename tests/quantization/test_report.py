@@ -21,10 +21,11 @@ def choices():
 
 
 def test_the_file_says_what_it_is_about_and_since_when(choices, tmp_path):
-    write_precision(tmp_path, EMULATED, choices, dtype=torch.float16)
+    write_precision(tmp_path, EMULATED, choices, dtype=torch.float16, lora="side")
     found = json.loads((tmp_path / "precision.json").read_text())
-    assert found["dtype"] == "float16"
+    assert (found["what"], found["dtype"]) == ("candidates", "float16")
     assert (found["precision"], found["format"]) == ("nvfp4-emulated", "nvfp4")
+    assert found["lora"] == "side"
     assert len(found["layers"]) == 2 and found["quantised_share"] == 0.5
     assert read_precision(tmp_path) == "nvfp4-emulated"
-    assert read_precision(tmp_path / "other") is None
+    assert read_precision(tmp_path, "other.json") is None

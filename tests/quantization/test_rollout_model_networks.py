@@ -1,5 +1,6 @@
-"""Twins of SANA and FLUX."""
+"""Twins of SANA, FLUX and of a network that is itself trained in low precision."""
 
+import pytest
 import torch
 from policies import (
     ALPHA,
@@ -13,11 +14,18 @@ from policies import (
     velocity,
 )
 
-from flowrl.backbones.families import layer_rules_of
+from flowrl.backbones import families
+from flowrl.backbones.families import LayerRules, layer_rules_of
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import POLICY, Policy
-from flowrl.quantization.backends import NVFP4Emulated, Plain
+from flowrl.errors import UserError
+from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
 from flowrl.quantization.layer_rules import choose_layers
+from flowrl.quantization.linear import (
+    SamePrecisionLinear,
+    exact_weights,
+    quantise_base,
+)
 from flowrl.quantization.rollout_model import RolloutModel
 
 EMULATED = NVFP4Emulated()
@@ -74,3 +82,37 @@ def test_a_bf16_copy_loses_part_of_a_small_update(load_tiny):
         assert weight.dtype == merged.dtype == torch.bfloat16
         assert torch.equal(merged, (weight.float() + delta).bfloat16())
         assert relative(merged.float() - weight.float(), delta) > 0.1
+
+
+@pytest.fixture
+def trained(load_tiny):
+    """A policy on a base packed in NVFP4, attention and feed-forward."""
+    backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
+    choices = choose_layers(backbone.transformer, families.SD3.layer_rules, "nvfp4", min_dim=0)
+    quantise_base(backbone.transformer, choices, EMULATED)
+    policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
+    disturb(policy)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, *backbone.latent_shape(), generator=generator)
+    cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
+    return policy, choices, (x, torch.tensor(0.7), cond)
+
+
+def test_nothing_is_merged_into_weights_packed_for_training(trained):
+    with pytest.raises(UserError, match="trained in low precision"):
+        RolloutModel(trained[0], (), EXACT)
+
+
+def test_candidates_may_have_another_precision_than_training(trained):
+    policy, choices, inputs = trained
+    with torch.no_grad():
+        expected = policy.velocity(*inputs)
+    rules = LayerRules(keep=(), min_dim=0)
+    everything = choose_layers(policy.network, rules, "fp8")
+    assert {c.name for c in choices if c.format} < {c.name for c in everything if c.format}
+    model = RolloutModel(policy, everything, FP8Rowwise())
+    assert not any(isinstance(m, SamePrecisionLinear) for m in model.network.modules())
+    # Packed from the exact weights: nearer to the policy with these than to the policy itself.
+    with exact_weights(policy.network), torch.no_grad():
+        nearer = policy.velocity(*inputs)
+    assert relative(velocity(model, *inputs), nearer) < 0.1 < relative(expected, nearer)

@@ -1,4 +1,4 @@
-"""The layout of block scales that cuBLAS reads: every offset, and that of torchao."""
+"""The layout of block scales that cuBLAS reads: a bijection, undone, and that of torchao."""
 
 import warnings
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.quantization.formats.nvfp4 import swizzle
+from flowrl.quantization.formats.nvfp4 import swizzle, unswizzle
 
 rows, columns = st.integers(1, 300), st.integers(1, 23)
 
@@ -31,6 +31,21 @@ def test_every_scale_is_at_its_offset_and_the_padding_is_zero(height, width):
     assert not flat.any()
 
 
+@given(rows, columns)
+def test_unswizzling_undoes_it_whatever_the_padding(height, width):
+    scale = numbered(height, width, 127).view(torch.float8_e4m3fn)
+    flat = swizzle(scale)
+    assert flat.dtype == scale.dtype and flat.numel() % 512 == 0
+    back = unswizzle(flat, height, width)
+    assert back.dtype == scale.dtype
+    assert torch.equal(back.view(torch.uint8), scale.view(torch.uint8))
+
+
+def test_scales_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match="129 x 4"):
+        unswizzle(swizzle(torch.zeros(128, 4, dtype=torch.uint8)), 129, 4)
+
+
 def test_the_layout_is_that_of_torchao():
     for shape in [(128, 4), (1, 1), (200, 6), (384, 9)]:
         with warnings.catch_warnings():
@@ -39,3 +54,4 @@ def test_the_layout_is_that_of_torchao():
             utils = pytest.importorskip("torchao.prototype.mx_formats.utils", reason=reason)
         scale = numbered(*shape, 251)
         assert torch.equal(swizzle(scale), utils.to_blocked(scale))
+        assert torch.equal(unswizzle(utils.to_blocked(scale), *shape), scale)

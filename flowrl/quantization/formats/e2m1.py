@@ -36,6 +36,14 @@ def encode(x: Tensor) -> Tensor:
     return magnitude.to(torch.uint8) | (negative.to(torch.uint8) << 3)
 
 
+def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the values of codes, exact in every float type of 8 bits and more."""
+    magnitude = (codes & 7).to(dtype)
+    size = magnitude.clamp(max=4) / 2 + (magnitude.clamp(4, 6) - 4)
+    size = size + (magnitude.clamp(min=6) - 6) * 2
+    return torch.where(codes > 7, -size, size)
+
+
 def pack(codes: Tensor) -> Tensor:
     """Pack two codes into a byte, the first in the low four bits: (..., K) -> (..., K/2) uint8.
 
@@ -44,3 +52,8 @@ def pack(codes: Tensor) -> Tensor:
     if codes.shape[-1] % 2:
         raise ValueError(f"two codes share a byte, got a row of {codes.shape[-1]}: an even number")
     return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Undo `pack`: (..., K/2) uint8 -> (..., K) uint8."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)

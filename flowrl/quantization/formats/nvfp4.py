@@ -44,6 +44,12 @@ def quantise(x: Tensor) -> Quantised:
     return Quantised(codes=codes, scale=scale.to(torch.float8_e4m3fn), global_scale=g)
 
 
+def dequantise(q: Quantised) -> Tensor:
+    """Return q (s g), in this order: (..., K) fp32."""
+    total = q.scale.float() * q.global_scale
+    return (_in_blocks(e2m1.decode(q.codes)) * total.unsqueeze(-1)).flatten(-2)
+
+
 def fake_unscaled(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return q s (..., K) bf16 and g () fp32, for products that apply g afterwards.
 
@@ -105,3 +111,18 @@ def swizzle(scale: Tensor) -> Tensor:
     padded[:rows, :columns] = scale.view(torch.uint8)
     tiles = padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(-1).view(scale.dtype)
+
+
+def unswizzle(flat: Tensor, rows: int, columns: int) -> Tensor:
+    """Undo `swizzle` and cut the padding off: (rows, columns) of the same type.
+
+    Raises ValueError if flat is not as long as that shape needs.
+    """
+    down, across = -(-rows // 128), -(-columns // 4)
+    if flat.numel() != down * across * 512:
+        raise ValueError(
+            f"scales of {rows} x {columns} are {down * across * 512} bytes when swizzled, "
+            f"got {flat.numel()}: give the rows and columns they were made from"
+        )
+    tiles = flat.view(torch.uint8).view(down, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(down * 128, across * 4)[:rows, :columns].contiguous().view(flat.dtype)

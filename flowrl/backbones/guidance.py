@@ -1,0 +1,145 @@
+"""LoRA guidance (RLG, 2508.21016): choose the strength of a LoRA when sampling.
+
+The velocity is v_ref + strength (v - v_ref), where v is the denoiser's with the LoRA and v_ref
+without. This is a heuristic. The samples follow p_ref^(1 - strength) p^strength, as if the reward
+had been weighted `strength` times as much, only where the LoRA shifts the distribution without
+changing its shape; otherwise a strength above 1 is a guess that images have to confirm.
+
+The two are combined at each forward, which is the same as to give each its own classifier-free
+guidance first and to combine then: both are linear. So are the changes between velocity, noise
+and clean latent at one point, hence networks that predict either are served alike.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from flowrl.backbones.policy import switched_off
+from flowrl.errors import UserError
+from flowrl.functional.sde import extrapolate
+
+DENOISERS = ("transformer", "transformer_2", "unet")
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+FORWARD, HOOKED = "forward", "_old_forward"  # of an instance; the second is accelerate's
+
+
+class RLG:
+    """`with RLG(pipe, strength=1.5): pipe(prompt)`, for a diffusers pipeline with a loaded LoRA.
+
+    All active adapters count as the LoRA. On exit the pipeline is as it was.
+
+    Args:
+        strength: 0 is the base and 1 the pipeline with its LoRA, both bit for bit and in one
+            forward; any other number, also a negative one, takes two.
+
+    Raises:
+        UserError: on entry, when there is no LoRA, or the base could not be computed exactly.
+    """
+
+    def __init__(self, pipeline: Any, strength: float = 1.5):
+        if not math.isfinite(strength):
+            raise UserError(f"the strength of RLG is {strength}, expected a finite number")
+        self.pipeline = pipeline
+        self.strength = float(strength)
+        self._entered: list[tuple[nn.Module, _Guided, Any]] = []
+
+    def __enter__(self) -> "RLG":
+        for network in _denoisers(self.pipeline):
+            # What a hook of accelerate calls, where there is one: offloading takes its hooks off
+            # and puts them on again after each image, and what is outside of them is lost.
+            place = HOOKED if HOOKED in vars(network) else FORWARD
+            before = vars(network).get(place)
+            guided = _Guided(before or network.forward, _adapters(network), self.strength)
+            setattr(network, place, guided)
+            self._entered.append((network, guided, before))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._entered:
+            network, guided, before = self._entered.pop()
+            guided.strength = 1.0  # should someone have wrapped it in turn, it does nothing more
+            for place in (FORWARD, HOOKED):
+                if vars(network).get(place) is not guided:
+                    continue
+                if place == FORWARD and before is None:
+                    del network.forward
+                else:
+                    setattr(network, place, guided.__wrapped__)
+
+
+def _denoisers(pipeline: Any) -> list[nn.Module]:
+    """Return the networks with a LoRA, after checking that it can be switched off."""
+    parts = ((name, getattr(pipeline, name, None)) for name in (*DENOISERS, *ENCODERS))
+    adapted = {name: part for name, part in parts if part is not None and _adapters(part)}
+    networks = [adapted[name] for name in DENOISERS if name in adapted]
+    if not networks:
+        raise UserError(
+            f"{type(pipeline).__name__} has no active LoRA on {', '.join(DENOISERS)}, expected one "
+            "for RLG: call pipe.load_lora_weights(...) before, or pipe.enable_lora()"
+        )
+    for name, part in adapted.items():
+        if name in ENCODERS:
+            raise UserError(
+                f"the LoRA also adapts {name}, expected only a denoiser's: RLG cannot take the "
+                "base's text into account, so unload it there"
+            )
+        _check(name, part)
+    return networks
+
+
+def _check(name: str, network: nn.Module) -> None:
+    if any(isinstance(vars(network).get(place), _Guided) for place in (FORWARD, HOOKED)):
+        raise UserError(f"RLG is already at work on {name}: leave its block before another")
+    if any(layer.merged for layer in _adapters(network)):
+        raise UserError(
+            f"the LoRA is fused into {name}, expected it beside the weights: reload the pipeline, "
+            "or call pipe.unfuse_lora() if its rounding is no matter"
+        )
+    if getattr(network, "is_cache_enabled", False):
+        raise UserError(
+            f"{name} reuses results between calls, and RLG would mix those with and without LoRA: "
+            f"call pipe.{name}.disable_cache()"
+        )
+
+
+class _Guided:
+    """Replaces a network's forward by one with LoRA guidance."""
+
+    # Without a __dict__, which hooks put around it would copy and keep. diffusers reads the
+    # signature through `__wrapped__`.
+    __slots__ = ("__wrapped__", "layers", "strength")
+
+    def __init__(self, forward: Callable[..., Any], layers: list[Any], strength: float):
+        self.__wrapped__, self.layers, self.strength = forward, layers, strength
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.__wrapped__
+        if self.strength == 1:
+            return forward(*args, **kwargs)
+        with switched_off(self.layers):
+            base = forward(*args, **kwargs)
+        if self.strength == 0:
+            return base
+        return _combine(base, forward(*args, **kwargs), self.strength)
+
+
+def _combine(base: Any, aligned: Any, strength: float) -> Any:
+    """Extrapolate a tensor, a list, or the first entry of a tuple or diffusers output class."""
+    if isinstance(aligned, Tensor):
+        return extrapolate(base, aligned, strength)
+    if isinstance(aligned, list):
+        return [_combine(b, a, strength) for b, a in zip(base, aligned, strict=True)]
+    if isinstance(aligned, tuple):
+        return (_combine(base[0], aligned[0], strength), *aligned[1:])
+    first = next(iter(aligned))
+    return type(aligned)(**aligned | {first: _combine(base[first], aligned[first], strength)})
+
+
+def _adapters(network: nn.Module) -> list[Any]:
+    """Return the layers with an active adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = (module for module in network.modules() if isinstance(module, BaseTunerLayer))
+    return [layer for layer in layers if not layer.disable_adapters]

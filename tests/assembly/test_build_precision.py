@@ -1,0 +1,159 @@
+"""Drawing and learning in one low precision: the ratio is 1, evaluations do not know of it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.api import align
+from flowrl.assembly import backbone as build_precision
+from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_rewards
+from flowrl.backbones.lora_files import load_lora
+from flowrl.errors import UserError
+from flowrl.quantization import rollout_model as prepare
+from flowrl.quantization.linear import exact_weights, same_precision_layers
+from flowrl.sampling.rollout import Timer
+from flowrl.training.evaluate import Evaluation
+from flowrl.training.tracking import read_metrics
+from flowrl.utils.distributed import Runtime
+
+LOW = {"precision": "nvfp4-emulated", "min_dim": 0}  # the tiny layers too
+ANY = {"lr": 1e-2}
+NATS = "policy/ratio_error_max"
+SMALL = {"num_inference_steps": 3, "merge_lora": False}
+
+
+@pytest.fixture
+def learner(make_learner, tmp_path):
+    def make(*, pipeline=LOW, rollout=SMALL, optim=None, **changes):
+        run, optim = {"output_dir": str(tmp_path)}, ANY | (optim or {})
+        made = make_learner(pipeline=pipeline, rollout=rollout, optim=optim, run=run, **changes)
+        return replace(made, ratio_tolerance=1e9)
+
+    return make
+
+
+def ratio_errors(learner, iterations):
+    return [learner.iterate(i)[1][NATS] for i in range(iterations)]
+
+
+@pytest.mark.parametrize("guidance", [1.0, pytest.param(2.0, marks=pytest.mark.slow)])
+def test_the_ratio_is_1_when_both_compute_in_low_precision(learner, guidance):
+    """Bit for bit where both call the network with the same number of rows. merge_lora is auto:
+    folded into the exact weights, the second rollout would lack the adapter."""
+    one = learner(
+        rollout={"num_inference_steps": 3, "guidance_scale": guidance}, optim={"micro_batch": 8}
+    )
+    assert ratio_errors(one, 2) == [0, 0]
+
+
+def test_the_ratio_is_far_from_1_when_only_the_rollout_does(learner):
+    one = learner()
+    rollout = one.source.collect(0, Timer())
+    with exact_weights(one.policy.network):
+        assert one.learn(rollout, 0)[NATS] > 20  # nats; updates are clipped at 6.5
+
+
+def test_the_policy_begins_at_its_reference_and_only_its_adapter_moves(learner):
+    one = learner(objective={"kl_coef": 0.1})
+    layers = dict(same_precision_layers(one.policy.network))
+    weights = [layer.weight.clone() for layer in layers.values()]
+    adapter = [p.detach().clone() for p in one.policy.parameters()]
+    _, first = one.iterate(0)
+    assert first["policy/kl"] == 0
+    assert all(torch.equal(a.weight, b) for a, b in zip(layers.values(), weights, strict=True))
+    moved = [not torch.equal(a, b) for a, b in zip(one.policy.parameters(), adapter, strict=True)]
+    assert sum(moved) >= len(moved) // 2  # of a fresh pair only the second factor has a gradient
+    assert one.learn(one.source.collect(1, Timer()), 1)["policy/kl"] > 0
+
+
+@pytest.fixture
+def config_for(tiny_config, tmp_path):
+    def make(name, *, low=True, iterations=2, **pipeline):
+        return tiny_config(
+            pipeline=LOW | pipeline if low else {},
+            rollout=SMALL,
+            evaluation={"prompts": "tiny:geneval:test", "num_images": 4, "num_inference_steps": 2},
+            run={"iterations": iterations, "output_dir": str(tmp_path / name)},
+        )
+
+    return make
+
+
+def numbers(folder):
+    lines = [line for line in read_metrics(folder) if "loss" in line]
+    left_out = ("time/", "eval/")
+    return [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in lines]
+
+
+def test_evaluations_are_those_of_exact_weights(config_for, load_tiny, tmp_path):
+    align(config_for("low", iterations=1), pipeline=load_tiny())
+    align(config_for("plain", low=False, iterations=1), pipeline=load_tiny())
+    low, plain = (evaluation(tmp_path / name, 0) for name in ("low", "plain"))
+    assert low.key == plain.key
+    assert torch.equal(low.scores, plain.scores) and torch.equal(low.images, plain.images)
+    pipeline = load_tiny()
+    load_lora(pipeline, str(tmp_path / "low"))
+    drawn, scores = images(config_for("low"), pipeline), evaluation(tmp_path / "low", 1)
+    assert torch.equal(drawn.images, scores.images)
+    assert not torch.equal(scores.images, low.images)
+
+
+def evaluation(folder, step):
+    return Evaluation.load(folder / "evaluations" / f"step-{step:06d}.safetensors")
+
+
+def images(config, pipeline):
+    specs, runtime = build_rewards(config), Runtime(device="cpu")
+    evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
+    assert evaluator is not None
+    return evaluator(evaluator.backbone.velocity, runtime)
+
+
+@pytest.mark.slow
+def test_a_run_in_two_sessions_ends_as_one_does(config_for, load_tiny, tmp_path):
+    align(config_for("whole"), pipeline=load_tiny())
+    align(config_for("parts", iterations=1), pipeline=load_tiny())
+    align(config_for("parts"), pipeline=load_tiny(), resume="latest")
+    whole, parts = (numbers(tmp_path / name) for name in ("whole", "parts"))
+    assert len(whole) == 2 and whole == parts
+    assert all(line[NATS] == 0 for line in whole)
+    assert whole[0]["loss"] != whole[1]["loss"]
+
+
+def test_the_run_says_what_it_computes_in(learner, tmp_path):
+    learner()
+    told = json.loads((tmp_path / build_precision.FILE).read_text())
+    assert (told["requested"], told["format"], told["native"]) == ("nvfp4-emulated", "nvfp4", False)
+    assert 0.4 < told["quantised_share"] < 0.6
+    reasons = [row["reason"] for row in told["layers"] if row["format"] == "exact"]
+    assert any("norm1" in reason for reason in reasons)
+
+
+def test_a_precision_that_cannot_be_used_is_not_written(learner, tmp_path, monkeypatch):
+    def wrong(*_):
+        raise UserError("computes something else")
+
+    with pytest.raises(UserError, match="no layer of .* is left to be quantised"):
+        learner(pipeline=LOW | {"min_dim": 10**6})
+    with pytest.raises(UserError, match="precision fp8 needs .* or nvfp4-emulated"):
+        learner(pipeline={"precision": "fp8"})
+    monkeypatch.setattr(prepare, "check_kernels", wrong)
+    with pytest.raises(UserError, match="something else"):
+        learner()
+    assert not (tmp_path / build_precision.FILE).exists()
+
+
+def test_auto_packs_only_what_is_native(learner):
+    one = learner(pipeline={"precision": "auto"})
+    assert not list(same_precision_layers(one.policy.network))
+
+
+def test_options_that_contradict_the_precision_are_refused(tiny_config):
+    for changes, name in (
+        ({"pipeline": LOW, "rollout": {"merge_lora": True}}, "rollout.merge_lora"),
+        ({"pipeline": {"min_dim": 0}}, "pipeline.min_dim"),
+    ):
+        with pytest.raises(UserError, match=name):
+            tiny_config(**changes)

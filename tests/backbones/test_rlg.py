@@ -1,0 +1,238 @@
+"""A pipeline under RLG: its base at 0, its LoRA at 1, their combination beyond, itself after."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl.backbones.guidance import RLG
+from flowrl.errors import UserError
+from flowrl.functional.sde import extrapolate
+
+STEPS = 3
+
+
+def add_lora(network: Any, *targets: str, seed: int = 0) -> None:
+    from peft import LoraConfig
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        network.add_adapter(
+            LoraConfig(r=2, lora_alpha=4, target_modules=list(targets), init_lora_weights=False)
+        )
+
+
+def draw(pipeline: Any, guidance: float = 3.0, **settings: Any) -> Tensor:
+    return pipeline(
+        "a red circle",
+        negative_prompt="a blue ring",
+        guidance_scale=guidance,
+        num_inference_steps=STEPS,
+        max_sequence_length=12,
+        generator=torch.Generator().manual_seed(4),
+        output_type="latent",
+        **settings,
+    ).images
+
+
+@pytest.fixture(scope="module")
+def plain(load_tiny) -> Any:
+    return load_tiny()
+
+
+@pytest.fixture
+def pipeline(load_tiny) -> Any:
+    pipeline = load_tiny()
+    add_lora(pipeline.transformer, "attn.to_q", "attn.to_v", "attn.add_k_proj")
+    return pipeline
+
+
+@pytest.fixture
+def forwards(pipeline) -> list[bool]:
+    seen: list[bool] = []
+    layer = next(m for m in pipeline.transformer.modules() if hasattr(m, "lora_A"))
+    layer.register_forward_pre_hook(lambda *_: seen.append(not layer.disable_adapters))
+    return seen
+
+
+def test_at_0_and_1_images_are_the_bases_and_the_loras_bit_for_bit(plain, pipeline):
+    for guidance in [1.0, 3.0]:
+        base, aligned = draw(plain, guidance), draw(pipeline, guidance)
+        assert (aligned - base).abs().max() > 0.01
+        with RLG(pipeline, strength=0):
+            assert torch.equal(draw(pipeline, guidance), base)
+        with RLG(pipeline, strength=1):
+            assert torch.equal(draw(pipeline, guidance), aligned)
+
+
+def test_only_other_strengths_cost_two_forwards(pipeline, forwards):
+    for strength, each in ((0, [False]), (1, [True]), (1.5, [False, True]), (-1, [False, True])):
+        forwards.clear()
+        with RLG(pipeline, strength):
+            draw(pipeline)
+        assert forwards == each * STEPS
+
+
+def by_hand(plain: Any, pipeline: Any, strength: float, guidance: float) -> Tensor:
+    prompts = {"negative_prompt": "a blue ring", "max_sequence_length": 12}
+    embeds, negative, pooled, negative_pooled = plain.encode_prompt(
+        "a red circle", None, None, do_classifier_free_guidance=True, **prompts
+    )
+
+    def velocity(pipe: Any, x: Tensor, timestep: Tensor) -> Tensor:
+        uncond, cond = (
+            pipe.transformer(
+                hidden_states=x,
+                timestep=timestep.expand(1),
+                encoder_hidden_states=text,
+                pooled_projections=short,
+            ).sample
+            for text, short in ((negative, negative_pooled), (embeds, pooled))
+        )
+        return uncond + guidance * (cond - uncond)
+
+    x = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(4))
+    scheduler = copy.deepcopy(plain.scheduler)
+    scheduler.set_timesteps(STEPS)
+    sigmas = scheduler.sigmas.tolist()
+    for timestep, now, after in zip(scheduler.timesteps, sigmas, sigmas[1:], strict=False):
+        v_ref, v = (velocity(pipe, x, timestep) for pipe in (plain, pipeline))
+        x = x + (after - now) * (v_ref + strength * (v - v_ref))
+    return x
+
+
+@torch.no_grad()
+def test_beyond_them_images_are_those_of_both_velocities_combined(plain, pipeline):
+    for strength in [-0.5, 1.5]:
+        with RLG(pipeline, strength):
+            guided = draw(pipeline)
+        expected = by_hand(plain, pipeline, strength, guidance=3.0)
+        torch.testing.assert_close(
+            guided, expected, rtol=0, atol=2e-5 * float(expected.abs().max())
+        )
+        assert (guided - draw(pipeline)).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_both_kinds_of_output_and_every_dtype_are_combined(load_tiny):
+    for dtype in ["bf16", "fp16", "fp32"]:
+        network = load_tiny(dtype).transformer
+        inputs = dict(
+            hidden_states=torch.randn(2, 16, 8, 8, dtype=network.dtype),
+            timestep=torch.full((2,), 500.0),
+            encoder_hidden_states=torch.randn(
+                2, 9, network.config.joint_attention_dim, dtype=network.dtype
+            ),
+            pooled_projections=torch.randn(
+                2, network.config.pooled_projection_dim, dtype=network.dtype
+            ),
+        )
+        base = network(**inputs).sample
+        add_lora(network, "attn.to_q", "attn.to_v")
+        expected = extrapolate(base, network(**inputs).sample, 1.5)
+        with RLG(SimpleNamespace(transformer=network), 1.5):
+            as_class = network(**inputs, return_dict=True)
+            (as_tuple,) = network(**inputs, return_dict=False)
+            half = network(**inputs, joint_attention_kwargs={"scale": 0.5}).sample
+        assert torch.equal(as_class.sample, expected) and torch.equal(as_tuple, expected)
+        assert type(as_class) is type(network(**inputs)) and expected.dtype == network.dtype
+        assert not torch.equal(half, expected)
+
+
+def traits(pipeline: Any) -> tuple:
+    network = pipeline.transformer
+    layers = [m for m in network.modules() if hasattr(m, "lora_A")]
+    return (
+        "forward" in vars(network),
+        [layer.disable_adapters for layer in layers],
+        [p.requires_grad for p in network.parameters()],
+        [layer.active_adapters for layer in layers],
+    )
+
+
+def test_afterwards_the_pipeline_is_as_it_was_also_after_an_error(pipeline):
+    before, aligned = traits(pipeline), draw(pipeline)
+    with RLG(pipeline, 2.0):
+        pass
+    assert traits(pipeline) == before
+    calls: list[int] = []
+
+    def fail(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 3:  # the second step, LoRA off
+            raise RuntimeError("out of memory")
+
+    hook = next(pipeline.transformer.children()).register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"), RLG(pipeline, 2.0):
+        draw(pipeline)
+    hook.remove()
+    assert traits(pipeline) == before
+    assert torch.equal(draw(pipeline), aligned)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["offloaded before", "offloaded inside"])
+def test_it_holds_for_every_image_of_an_offloaded_pipeline(pipeline, inside):
+    for name in ("text_encoder", "text_encoder_2", "text_encoder_3", "vae"):  # shared by all tests
+        setattr(pipeline, name, copy.deepcopy(getattr(pipeline, name)))
+    aligned = draw(pipeline)
+    with RLG(pipeline, 1.5):
+        guided = draw(pipeline)
+    network = pipeline.transformer
+    own = network.forward
+    if not inside:
+        pipeline.enable_model_cpu_offload(device="cpu")
+    with RLG(pipeline, 1.5):
+        if inside:
+            pipeline.enable_model_cpu_offload(device="cpu")
+        hooked = network.forward
+        assert torch.equal(draw(pipeline), guided) and network.forward is not hooked
+        assert torch.equal(draw(pipeline), guided)
+        with pytest.raises(UserError, match="already at work"), RLG(pipeline, 2.0):
+            pass
+    assert hasattr(network, "_hf_hook") and network._old_forward == own
+    assert torch.equal(draw(pipeline), aligned) and torch.equal(draw(pipeline), aligned)
+    with RLG(pipeline, 1.5):
+        assert torch.equal(draw(pipeline), guided)
+
+
+def test_one_after_the_other_is_fine_and_one_inside_another_is_refused(pipeline):
+    guidance = RLG(pipeline, 1.5)
+    with guidance:
+        first = draw(pipeline)
+        for inner in (guidance, RLG(pipeline, 2.0)):
+            with pytest.raises(UserError, match="already at work on transformer"), inner:
+                pass
+        assert torch.equal(draw(pipeline), first)
+    with guidance:
+        assert torch.equal(draw(pipeline), first)
+    with RLG(pipeline, 2.0):
+        assert not torch.equal(draw(pipeline), first)
+
+
+def adapted_text(pipeline: Any) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    pipeline.text_encoder = copy.deepcopy(pipeline.text_encoder)  # shared by all tests
+    # transformers' own `add_adapter` may ask for a PEFT that is not released yet (5.24: 0.22)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), pipeline.text_encoder)
+
+
+def test_where_the_base_cannot_be_had_it_says_so(load_tiny):
+    for strength in (float("nan"), float("inf")):
+        with pytest.raises(UserError, match="expected a finite number"):
+            RLG(SimpleNamespace(), strength)
+    for spoil, says in (
+        (lambda pipeline: pipeline.unload_lora_weights(), "has no active LoRA"),
+        (lambda pipeline: pipeline.transformer.disable_adapters(), "has no active LoRA"),
+        (lambda pipeline: pipeline.fuse_lora(components=["transformer"]), "fused into transformer"),
+        (adapted_text, "also adapts text_encoder"),
+    ):
+        pipeline = load_tiny()
+        add_lora(pipeline.transformer, "attn.to_q")
+        spoil(pipeline)
+        with pytest.raises(UserError, match=says), RLG(pipeline):
+            pass
+        assert "forward" not in vars(pipeline.transformer)

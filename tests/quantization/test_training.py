@@ -1,0 +1,122 @@
+"""Sampling and training compute the same numbers, and nothing else is changed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from flowrl.errors import UserError
+from flowrl.quantization.backends import FP8Dequantised, NVFP4Emulated, PerRow
+from flowrl.quantization.layer_rules import LayerChoice
+from flowrl.quantization.linear import (
+    SamePrecisionLinear,
+    exact_weights,
+    quantise_base,
+    same_precision_layers,
+)
+
+SHAPE = OUT, IN = 48, 64
+BACKENDS = [NVFP4Emulated(), PerRow(NVFP4Emulated()), FP8Dequantised()]
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.fixture
+def linear():
+    layer = nn.Linear(IN, OUT).requires_grad_(False)
+    layer.weight.copy_(normal(OUT, IN, seed=1))
+    layer.bias.copy_(normal(OUT, seed=2))
+    return layer
+
+
+def gradient(x):
+    assert x.grad is not None
+    return x.grad
+
+
+def choice(name, format: str | None = "nvfp4"):
+    return LayerChoice(name=name, shape=SHAPE, format=format, reason="")
+
+
+def test_the_layer_multiplies_as_its_backend_does(linear):
+    for backend in BACKENDS:
+        for dtype in [torch.float32, torch.bfloat16]:
+            layer = SamePrecisionLinear(linear.to(dtype), backend)
+            x = normal(3, 5, IN, dtype=dtype)
+            rows = backend.matmul(x.view(15, IN), backend.pack(linear.weight.float()), linear.bias)
+            assert torch.equal(layer(x), rows.view(3, 5, OUT))
+            assert not torch.equal(layer(x), linear(x))
+
+
+def test_the_gradient_is_that_of_a_product_with_the_quantised_weight(linear):
+    for backend in BACKENDS:
+        layer, x, dy = SamePrecisionLinear(linear, backend), normal(7, IN), normal(7, OUT, seed=3)
+        x.requires_grad_()
+        layer(x).backward(dy)
+        # As the backend multiplies: rows of the identity are exact in every format.
+        product = backend.matmul(torch.eye(IN), backend.pack(linear.weight)).T
+        expected = dy.double() @ product.double()
+        torch.testing.assert_close(gradient(x).double(), expected, rtol=1e-5, atol=1e-5)
+        exact_one = dy.double() @ linear.weight.double()
+        assert (gradient(x).double() - exact_one).norm() > 0.01 * exact_one.norm()
+        assert linear.weight.grad is None and linear.bias.grad is None
+
+
+def test_nothing_is_kept_for_the_backward_pass(linear):
+    layer, kept = SamePrecisionLinear(linear, NVFP4Emulated()), []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(normal(7, IN).requires_grad_())
+    assert kept == []
+
+
+def test_gradients_have_the_dtype_of_what_came_in_under_autocast_too(linear):
+    layer = SamePrecisionLinear(linear.bfloat16(), PerRow(NVFP4Emulated()))
+    x = normal(7, IN).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    y.backward(torch.ones_like(y))
+    assert y.dtype == torch.bfloat16 and gradient(x).dtype == torch.float32
+
+
+@pytest.fixture
+def network(linear):
+    return nn.ModuleDict({"first": linear, "second": copy.deepcopy(linear)})
+
+
+def test_only_layers_with_a_format_are_replaced_around_the_same_weights(network):
+    weight, bias = network["first"].weight, network["first"].bias
+    names = [*network.state_dict()]
+    quantise_base(network, [choice("first"), choice("second", None)], NVFP4Emulated())
+    assert [name for name, _ in same_precision_layers(network)] == ["first"]
+    assert network["first"].weight is weight and type(network["second"]) is nn.Linear
+    assert [*network.state_dict()] == names
+    assert network["first"].bias is bias
+
+
+def test_exact_weights_are_used_inside_and_packed_ones_after_an_error_too(network):
+    x = normal(7, IN)
+    before = network["first"](x)
+    quantise_base(network, [choice("first")], NVFP4Emulated())
+    packed = network["first"](x)
+    with pytest.raises(RuntimeError), exact_weights(network):
+        assert torch.equal(network["first"](x), before)
+        with exact_weights(network):
+            pass
+        assert torch.equal(network["first"](x), before), "the inner block ends alone"
+        raise RuntimeError
+    assert torch.equal(network["first"](x), packed) and not torch.equal(packed, before)
+
+
+def test_what_is_not_linear_is_refused():
+    network = nn.ModuleDict({"conv": nn.Conv2d(32, 32, 1)})
+    with pytest.raises(UserError, match="layer conv is a Conv2d"):
+        quantise_base(network, [choice("conv")], NVFP4Emulated())
