@@ -215,10 +215,11 @@ def _show_plan(config: "Config", memory: int, planning: str) -> None:
 
     memory: bytes of the GPU, 0 for a CPU. planning: the command that says what to change.
     """
-    from flowrl.cli.plan import machine_memory
+    import psutil
+
     from flowrl.planning.plan import make_plan
 
-    available = memory or machine_memory()
+    available = memory or psutil.virtual_memory().total
     plan = make_plan(config, memory=available)
     if plan.peak is None:
         say(f"Whether it fits is not known: {plan.unknown}.")

@@ -1,6 +1,6 @@
 """`flowrl plan`: how a recipe's work is split over GPUs, how much it is, and whether it fits."""
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from flowrl.config import Config
     from flowrl.planning.duration import Duration
     from flowrl.planning.plan import Plan
-    from flowrl.planning.rewards import RewardWork
 
 GB = 1e9
 
@@ -29,9 +28,6 @@ def plan(
             "recipe's file says.",
         ),
     ] = None,
-    shard: Annotated[
-        str | None, typer.Option(metavar="node|all", help="Short for runtime.shard=.")
-    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -39,98 +35,49 @@ def plan(
             help="Memory per GPU; by default what the recipe's name says, as in -24gb.",
         ),
     ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(metavar="64GB", help="The machine's own memory; by default this machine's."),
-    ] = None,
-    price_per_call: Annotated[
-        float | None,
-        typer.Option(min=0, help="Price per request to a judge."),
-    ] = None,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure", help="Time a matrix product on this machine, for the least hours."
-        ),
-    ] = False,
     price: Annotated[
         float | None, typer.Option(min=0, metavar="2.5", help="Price per GPU-hour.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show the work, the memory and the hours of a recipe, before any download.
 
-    Needs no GPU and no weights: networks are built from their shapes alone. Where the GPU's or the
-    machine's memory does not suffice, it says what to change, and the exit code is 1. A GPU of 24
-    GB has 24 * 10^9 bytes here, a little less than it has. Hours are estimates from the published
-    peaks of cards, with --measure from a matrix product on this machine; docs/memory.md explains
-    the parts of memory.
+    Needs no GPU and no weights: networks are built from their shapes alone. Where a GPU's memory
+    does not suffice, it says what to change, and the exit code is 1. A GPU of 24 GB has 24 * 10^9
+    bytes here, a little less than it has. Hours are estimates from the published peaks of cards;
+    docs/memory.md explains the parts of memory.
 
     Examples:
 
       flowrl plan sd3.5-medium-grpo-24gb
 
-      flowrl plan flux.1-dev-grpo-80gb --memory 48GB --measure --price 2.5
+      flowrl plan flux.1-dev-grpo-80gb --memory 48GB --price 2.5
 
-      flowrl plan flux.1-dev-grpo-80gb --gpus 8 --shard node
+      flowrl plan flux.1-dev-grpo-80gb --gpus 8 runtime.shard=node
 
-      flowrl plan my_recipe.yaml optim.micro_batch=4 --memory 24GiB --json
-
-      flowrl plan my_recipe.yaml --price-per-call 0.002
+      flowrl plan my_recipe.yaml optim.micro_batch=4 --memory 24GiB
     """
     from flowrl.config import load_config
 
     with starting():
         from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
-        from flowrl.planning.rewards import reward_work
+        from flowrl.planning.rewards import judge_requests
 
     with without_garbage_collection():
         request = recipe_request(words, "flowrl plan quickstart")
-        sharded = [] if shard is None else [f"runtime.shard={shard}"]
-        config = load_config(request.recipe, [*request.overrides, *sharded])
+        config = load_config(request.recipe, request.overrides)
         size = memory_class(Path(request.recipe).name) if memory is None else parse_memory(memory)
-        planned = make_plan(
-            config,
-            gpus=gpus or gpus_of(request.recipe),
-            memory=size,
-            host_memory=machine_memory()
-            if host_memory is None
-            else parse_memory(host_memory, "--host-memory"),
-            measure=measure,
-        )
-        rewards = reward_work(config, planned.work)
-        if as_json:
-            whole = _as_json(config, planned, price) | _rewards_json(rewards, price_per_call)
-            print(json.dumps(whole))
-        else:
-            _show(config, planned, rewards, price, price_per_call)
-    if planned.fits is False or planned.host_fits is False:
+        planned = make_plan(config, gpus=gpus or gpus_of(request.recipe), memory=size)
+        _show_shares(planned)
+        print_table(_work_rows(config, planned))
+        say("\nForwards of one image; those of training are the most there can be.\n")
+        _show_judges(judge_requests(config, planned.work))
+        _show_memory(planned)
+        if planned.duration is not None:
+            _show_time(planned, planned.duration, price)
+        for note in planned.notes:
+            say(note)
+    if planned.fits is False:
         raise typer.Exit(1)
-
-
-def machine_memory() -> int:
-    """Return the bytes of this machine's memory."""
-    import psutil
-
-    return psutil.virtual_memory().total
-
-
-def _show(
-    config: "Config",
-    planned: "Plan",
-    rewards: "list[RewardWork]",
-    price: float | None,
-    price_per_call: float | None,
-) -> None:
-    _show_shares(planned)
-    print_table(_work_rows(config, planned))
-    say("\nForwards of one image; those of training are the most there can be.\n")
-    _show_rewards(rewards, price_per_call)
-    _show_memory(planned)
-    if planned.duration is not None:
-        _show_time(planned, planned.duration, price)
-    for note in planned.notes:
-        say(note)
 
 
 def _show_shares(planned: "Plan") -> None:
@@ -207,42 +154,14 @@ def _work_rows(config: "Config", planned: "Plan") -> list[dict[str, Any]]:
     ]
 
 
-def _show_rewards(rewards: "list[RewardWork]", price: float | None) -> None:
-    from flowrl.planning.rewards import total_requests
-
-    judged = any(reward.requests != 0 for reward in rewards)
-    print_table(
-        [
-            {"reward": r.name, "where": r.place, "GB": "?" if r.bytes is None else _gb(r.bytes)}
-            | ({"requests of the run": _requests(r.requests)} if judged else {})
-            for r in rewards
-        ]
-    )
-    say("")
-    if not judged:
-        return
-    total = total_requests(rewards)
-    cost = "" if price is None else f", which costs {total * price:,.2f} at {price:g} each"
-    say(f"Judges are sent {total:,} requests at most{cost}. Answers in a cache cost nothing.")
-    for reward in rewards:
-        if reward.budget is not None and (reward.requests or 0) > reward.budget:
-            say(f"{reward.name} ends the run before, at max_requests: {reward.budget:,} requests.")
-    say("")
-
-
-def _requests(count: int | None) -> str:
-    if count is None:
-        return "one a question"
-    return f"{count:,}" if count else ""
-
-
-def _rewards_json(rewards: "list[RewardWork]", price: float | None) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from flowrl.planning.rewards import total_requests
-
-    cost = None if price is None else total_requests(rewards) * price
-    return {"rewards": [asdict(reward) for reward in rewards], "cost_of_judges": cost}
+def _show_judges(requests: Mapping[str, int | None]) -> None:
+    """Print the most requests of the run to each judge, where there is one."""
+    if requests:
+        counts = ", ".join(
+            f"{name} one a question" if count is None else f"{name} {count:,}"
+            for name, count in requests.items()
+        )
+        say(f"Requests to judges, at most: {counts}. Answers in a cache cost nothing.\n")
 
 
 def _show_memory(planned: "Plan") -> None:
@@ -260,15 +179,6 @@ def _show_memory(planned: "Plan") -> None:
     say(f"\nThe peak is {_gb(planned.peak.total)} GB, in {planned.peak.phase}.")
     if planned.memory is not None:
         _show_verdict(planned)
-    parts = ", ".join(f"{_gb(size)} for {name}" for name, size in planned.host.items() if size)
-    whole = _gb(sum(planned.host.values()))
-    say(f"The machine's own memory, for all GPUs: at most {whole} GB: {parts}.")
-    if planned.host_fits is False:
-        say(
-            f"It does not fit the machine's {_gb(planned.host_memory)} GB: set "
-            "memory.prompt_cache=PATH (encoded prompts stay in files), use fewer --gpus, or name "
-            "another machine's memory with --host-memory."
-        )
 
 
 def _show_verdict(planned: "Plan") -> None:
@@ -291,19 +201,13 @@ def _show_verdict(planned: "Plan") -> None:
 
 
 def _show_time(planned: "Plan", duration: "Duration", price: float | None) -> None:
-    """Print the hours on each card that holds the recipe, or at a measured rate."""
+    """Print the hours on each card that holds the recipe."""
+    from flowrl.planning.duration import SHARES
+
     say(
         f"An iteration takes {duration.iteration:.3g} operations, the run {duration.run:.3g}, "
         "without text encoders and rewards.\n"
     )
-    if duration.seconds is not None and duration.hours is not None and duration.rate is not None:
-        cost = duration.cost(price) if price is not None else None
-        paid = "" if cost is None else f", cost {cost:.2f}"
-        say(
-            f"At {duration.rate / 1e12:.3g} * 10^12 a second ({duration.rate_of}): "
-            f"{_figures(duration.seconds)} s an iteration, {_figures(duration.hours)} hours in "
-            f"all{paid}.\n"
-        )
     rows = []
     for card, hours in duration.estimates(planned.peak.total if planned.peak else 0).items():
         row = {"GPU": card, "hours of the run": " to ".join(map(_figures, hours))}
@@ -314,8 +218,6 @@ def _show_time(planned: "Plan", duration: "Duration", price: float | None) -> No
         say("No card of the table has that much memory: no hours are estimated.")
         return
     print_table(rows)
-    from flowrl.planning.duration import SHARES
-
     most, least = SHARES[duration.compiled]
     blocks = "compiled blocks" if duration.compiled else "twice that with pipeline.compile=true"
     say(
@@ -351,39 +253,3 @@ def _numbers(at: list[int]) -> str:
 def _range(values: tuple[int, ...]) -> str:
     low, high = min(values), max(values)
     return str(low) if low == high else f"{low} to {high}"
-
-
-def _as_json(config: "Config", planned: "Plan", price: float | None) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    time, needed = planned.duration, planned.peak.total if planned.peak else 0
-    hours = {} if time is None else asdict(time) | {"seconds": time.seconds, "hours": time.hours}
-    if time is not None:
-        estimates = hours["estimates"] = time.estimates(needed)
-        if price is not None:
-            each = time.gpus * price
-            hours["cost"] = time.cost(price)
-            hours["costs"] = {card: [h * each for h in span] for card, span in estimates.items()}
-
-    geometry, work, peak = planned.geometry, planned.work, planned.peak
-    return {
-        "gpus": geometry.gpus,
-        "shares": [asdict(share) for share in geometry.shares],
-        "update_rows": geometry.update_rows,
-        "busy": geometry.busy,
-        "iteration": asdict(work.first),
-        "run": asdict(work.total) | {"iterations": config.run.iterations},
-        "evaluation": {"forwards": work.evaluation, "times": work.evaluations},
-        "phases": {p.phase: dict(p.parts) | {"total": p.total} for p in planned.phases},
-        "peak": None if peak is None else {"phase": peak.phase, "bytes": peak.total},
-        "memory": planned.memory,
-        "host": sum(planned.host.values()) or None,
-        "host_parts": planned.host,
-        "host_memory": planned.host_memory,
-        "fits": planned.fits,
-        "host_fits": planned.host_fits,
-        "advice": planned.advice,
-        "time": hours or None,
-        "unknown": planned.unknown or None,
-        "notes": planned.notes,
-    }

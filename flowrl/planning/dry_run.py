@@ -27,14 +27,13 @@ from flowrl.prompts.overlap import check_overlap
 from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
 from flowrl.prompts.sources import HUB, TINY
 from flowrl.scoring.spec import BUILT_IN, RewardSpec, check_evaluation, check_prompts, load_reward
-from flowrl.trees.plan import PlanError, count
+from flowrl.trees.plan import PlanError
 from flowrl.utils.files import write_text
 from flowrl.utils.imports import load_callable
 
 SIDE = 64  # pixels of an image of other classes' small pipelines
 ITERATIONS, PROMPTS, ROWS, RANK, TOKENS, IMAGES = 2, 2, 16, 4, 16, 4
-FORWARDS = 24  # of a prompt, above which a rehearsal takes fewer steps
-STEPS = 6  # then, or as few more as the tree has to have
+STEPS, GROUP = 6, 4  # or as few more as the tree has to have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +191,7 @@ def _has_layers(tiny: str, targets: Sequence[str]) -> bool:
 
 
 def _smallest(draft: _Draft, config: Config) -> Config:
-    """Take the smallest group and number of candidates that everything else allows."""
+    """Take the fewest steps, group and candidates that everything else allows."""
     error: UserError | None = None
     for steps, size in _sizes(config):
         attempt = _Draft(deepcopy(draft.data))
@@ -210,36 +209,22 @@ def _smallest(draft: _Draft, config: Config) -> Config:
             continue
         draft.replaced += attempt.replaced
         return parsed
-    assert error is not None  # the recipe's own numbers are among those that are tried
+    assert error is not None  # the recipe's own numbers are the last that are tried
     raise error
 
 
 def _sizes(config: Config) -> Iterator[tuple[int, int]]:
-    """Yield (steps, group size), what suits best first. Steps stay where that is cheap enough."""
+    """Yield the (steps, group size) that the tree can have, small ones first."""
     r = config.rollout
-    full = r.num_inference_steps
-
-    def sizes(steps: int) -> list[tuple[int, int]]:
-        pairs = [(steps, size) for size in range(min(r.group_size, 4), r.group_size + 1)]
-        return [pair for pair in pairs if _forwards(config, *pair)]
-
-    whole = sizes(full)
-    yield from (pair for pair in whole if _forwards(config, *pair) <= FORWARDS)
-    fewer = min(STEPS, full)
-    for steps in (*range(fewer, 1, -1), *range(fewer + 1, full)):
-        yield from sizes(steps)
-    yield from whole
-
-
-def _forwards(config: Config, steps: int, size: int) -> int:
-    """Return the most forwards of a prompt; 0 where the tree cannot be so small."""
-    changes = {"num_inference_steps": steps, "group_size": size}
-    rollout = config.rollout.model_copy(update=changes)
-    try:
-        plans = [rollout.plan(i, config.run.seed) for i in range(ITERATIONS)]
-    except PlanError:
-        return 0
-    return max(count(plan).forwards for plan in plans)
+    for steps in range(min(STEPS, r.num_inference_steps), r.num_inference_steps + 1):
+        for size in range(min(GROUP, r.group_size), r.group_size + 1):
+            small = r.model_copy(update={"num_inference_steps": steps, "group_size": size})
+            try:
+                for iteration in range(ITERATIONS):
+                    small.plan(iteration, config.run.seed)
+            except PlanError:
+                continue
+            yield steps, size
 
 
 # --- rewards: the names and properties of the real ones, at no cost -----------------------------

@@ -1,4 +1,4 @@
-"""How long a recipe takes: the arithmetic of its networks, by the rate of a card or machine."""
+"""How long a recipe takes: the arithmetic of its networks, by the peaks of cards."""
 
 import statistics
 import time
@@ -7,13 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-# Operations a second in forwards of transformers in 16 bits, by the name of the card, as
-# `python -m scripts.bench certify` measured them on it, with compiled blocks and with plain ones.
-# On the H100: SD3.5-Medium at 512 pixels.
-RATES: Mapping[tuple[str, bool], float] = {
-    ("NVIDIA H100 80GB HBM3", True): 334e12,
-    ("NVIDIA H100 80GB HBM3", False): 166e12,
-}
 MEASURED_SECONDS = 0.3
 
 
@@ -50,28 +43,12 @@ SHARES: Mapping[bool, tuple[float, float]] = {True: (0.5, 0.25), False: (0.25, 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duration:
-    """The work of a recipe in operations, and how long it takes where a rate is known."""
+    """The work of a recipe in operations, and how long it takes."""
 
     iteration: float  # operations of the first iteration, on all GPUs together
     run: float  # the same of all iterations and evaluations
     gpus: int
     compiled: bool  # pipeline.compile
-    rate: float | None = None  # operations a second of one GPU
-    rate_of: str = ""  # whose rate
-
-    @property
-    def seconds(self) -> float | None:
-        """Return the seconds of an iteration."""
-        return None if self.rate is None else self.iteration / self.rate / self.gpus
-
-    @property
-    def hours(self) -> float | None:
-        """Return the hours of the run."""
-        return None if self.rate is None else self.run / self.rate / self.gpus / 3600
-
-    def cost(self, price: float) -> float | None:
-        """Return the run's cost, for a price of one GPU and one hour."""
-        return None if self.hours is None else self.hours * self.gpus * price
 
     def estimates(self, memory: int) -> dict[str, tuple[float, float]]:
         """Return the run's fewest and most hours by the name of each card that holds `memory`."""
@@ -84,27 +61,16 @@ class Duration:
         return {name: (full / most, full / least) for name, full in hours.items()}
 
 
-def certified_rate(compiled: bool) -> tuple[float | None, str]:
-    """Return the operations a second of the card that is here, if it is known, and its name."""
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    rate = RATES.get((card, compiled))
-    return rate, card if rate else ""
-
-
-def measured_rate(dtype: torch.dtype) -> tuple[float, str]:
-    """Time a product of matrices on this machine; return operations a second, and whose they are.
+def cpu_rate(dtype: torch.dtype) -> float:
+    """Time a product of matrices on this machine's CPU; return operations a second.
 
     A whole network is slower: norms and attention take their share.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "this machine's CPU"
-    size = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(size, size, dtype=dtype, device=device)
+    size = 1024
+    a = torch.randn(size, size, dtype=dtype)
     taken: list[float] = []
     while len(taken) < 3 or sum(taken) < MEASURED_SECONDS:
         began = time.perf_counter()
         torch.mm(a, a)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
-    return 2 * size**3 / statistics.median(taken[1:]), f"{name}, at most"
+    return 2 * size**3 / statistics.median(taken[1:])

@@ -78,15 +78,17 @@ def check_gpu(config: Config) -> None:
     """Check that a real checkpoint has a GPU; the error says how long a CPU would take."""
     if torch.cuda.is_available() or config.pipeline.device not in (None, "auto", "cpu"):
         return
-    from flowrl.planning.plan import make_plan  # not needed by runs that pass
+    from flowrl.planning.duration import cpu_rate  # not needed by runs that pass
+    from flowrl.planning.plan import make_plan
 
     hours = ""
     with announced("no GPU here: counting how long the CPU would take"):
-        duration = make_plan(config, measure=True).duration
-    if duration is not None and duration.seconds is not None and duration.hours is not None:
+        duration = make_plan(config).duration
+        rate = cpu_rate(DTYPES[config.pipeline.dtype]) * 3600
+    if duration is not None:
         hours = (
-            f", where an iteration takes at least {duration.seconds / 3600:,.1f} hours and the run "
-            f"{duration.hours:,.0f}"
+            f", where an iteration takes at least {duration.iteration / rate:,.1f} hours and the "
+            f"run {duration.run / rate:,.0f}"
         )
     raise UserError(
         f"{config.pipeline.path} would run on this machine's CPU{hours}: use a machine with a GPU, "

@@ -6,7 +6,6 @@ source of its numbers; a folder or a repository in the Hub's cache is read as it
 
 import inspect
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,10 @@ from torch import nn
 
 from flowrl.backbones.families import family_of
 from flowrl.backbones.loading import TINY, pipeline_path
+from flowrl.backbones.text_cache import index_file
 from flowrl.errors import UserError
 from flowrl.utils.progress import announced
 
-# What networks call the width of their text embeddings.
-TEXT_WIDTHS = ("joint_attention_dim", "caption_channels")
 PUBLISHED = Path(__file__).parent / "published"
 # Values in a text encoder's config.json that are no arguments of its configuration.
 NOT_ARGUMENTS = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type")
@@ -107,16 +105,6 @@ class ModelSpec:
         return spatial_factor(self.autoencoder_config)
 
     @property
-    def text_width(self) -> int:
-        """Return the width of the text embeddings that the transformer attends to."""
-        return next(self.config[name] for name in TEXT_WIDTHS if name in self.config)
-
-    @property
-    def pooled_width(self) -> int | None:
-        """Return the width of the text's pooled embedding, None where it has none."""
-        return self.config.get("pooled_projection_dim")
-
-    @property
     def native_pixels(self) -> int:
         """Return the side of the pipeline's images where a recipe does not name any."""
         if isinstance(side := self.config.get("sample_size"), int):
@@ -157,13 +145,6 @@ def _published() -> dict[str, ModelSpec]:
 
 
 MODEL_SPECS = _published()
-
-
-def model_spec(name: str) -> ModelSpec:
-    """Return the published model of this name. Raises UserError for an unknown name."""
-    if name not in MODEL_SPECS:
-        raise UserError(f"no published size {name!r}: expected one of {', '.join(MODEL_SPECS)}")
-    return MODEL_SPECS[name]
 
 
 def spec_name(checkpoint: str) -> str | None:
@@ -211,15 +192,8 @@ def spec_for(path: str, revision: str | None = None) -> ModelSpec:
 
 def local_folder(path: str, revision: str | None = None) -> Path | None:
     """Return the folder of a pipeline on this machine; None if it must be downloaded first."""
-    folder = Path(pipeline_path(path))
-    if (folder / "model_index.json").is_file():
-        return folder
-    from huggingface_hub import try_to_load_from_cache
-
-    if path.count("/") != 1 or os.path.isabs(path):
-        return None
-    cached = try_to_load_from_cache(path, "model_index.json", revision=revision)
-    return Path(cached).parent if isinstance(cached, str) else None
+    index = index_file(pipeline_path(path), revision)
+    return index and index.parent
 
 
 def pipeline_class(path: str, revision: str | None = None) -> str:

@@ -4,7 +4,7 @@ Nothing is loaded, downloaded or allocated: networks are built on the meta devic
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowrl.assembly.work_split import WorkSplit, split_work
@@ -13,12 +13,11 @@ from flowrl.config.load import find_recipe
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.activations import Uncountable
-from flowrl.planning.duration import Duration, certified_rate, measured_rate
-from flowrl.planning.memory import AUTO, Footprint, MemoryPlan, peak, prompt_count
+from flowrl.planning.duration import Duration
+from flowrl.planning.memory import AUTO, Footprint, MemoryPlan, peak
 from flowrl.planning.model_specs import ModelSpec, spec_for
 from flowrl.planning.rewards import reward_networks, rewards_bytes
 from flowrl.planning.work import RunWork, UpdateWork, count_work
-from flowrl.prompts.sources import TINY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +30,6 @@ class Plan:
     phases: tuple[Footprint, ...]  # of the busiest GPU in the largest iterations; () if unknown
     unknown: str  # why the pipeline's shapes are not known, else ""
     memory: int | None  # bytes of a GPU, None where nobody named any
-    host: Mapping[str, int]  # bytes of a machine's own memory, for all processes; {} if unknown
-    host_memory: int | None  # bytes that the machine has, None where it is not compared
     advice: tuple[str, ...]  # what to change where it does not fit: KEY=VALUE (what it costs)
     duration: Duration | None  # None where the pipeline's shapes are not known
     notes: tuple[str, ...]  # what was assumed or left out
@@ -49,32 +46,16 @@ class Plan:
             return None
         return self.peak.total <= self.memory
 
-    @property
-    def host_fits(self) -> bool | None:
-        """Return the same of the machine's own memory."""
-        if not self.host or self.host_memory is None:
-            return None
-        return sum(self.host.values()) <= self.host_memory
 
+def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Plan:
+    """Plan a recipe on GPUs of `memory` bytes.
 
-def make_plan(
-    config: Config,
-    *,
-    gpus: int = 1,
-    memory: int | None = None,
-    host_memory: int | None = None,
-    measure: bool = False,
-) -> Plan:
-    """Plan a recipe on GPUs of `memory` bytes, in a machine of `host_memory` bytes.
-
-    measure: time a step on this machine, where its rate is not known. Raises UserError if the GPUs
-    cannot split the recipe's work.
+    Raises UserError if the GPUs cannot split the recipe's work.
     """
     work = count_work(config)
     split = [split_work(load, gpus) for load in work.loads][0]
     spec, unknown = _spec(config)
     phases: tuple[Footprint, ...] = ()
-    host: dict[str, int] = {}
     duration = None
     if spec is not None:
         plans = [
@@ -84,8 +65,7 @@ def make_plan(
         ]  # fmt: skip
         try:
             phases = _largest(plans)
-            host = plans[0].host_bytes()
-            duration = _duration(plans[0], work, measure)
+            duration = _duration(plans[0], work)
         except Uncountable as error:
             unknown = str(error)
     too_large = phases and memory is not None and peak(list(phases)).total > memory
@@ -96,8 +76,6 @@ def make_plan(
         phases=phases,
         unknown=unknown,
         memory=memory,
-        host=host,
-        host_memory=host_memory,
         advice=tuple(_advice(config, peak(list(phases)).phase)) if too_large else (),
         duration=duration,
         notes=tuple(_notes(config, work.needs)),
@@ -121,8 +99,8 @@ def _largest(plans: list[MemoryPlan]) -> tuple[Footprint, ...]:
     return tuple(largest.values())
 
 
-def _duration(plan: MemoryPlan, work: RunWork, measure: bool) -> Duration:
-    """Count the operations of transformer and decoder, and time them where a rate is known.
+def _duration(plan: MemoryPlan, work: RunWork) -> Duration:
+    """Count the operations of transformer and decoder.
 
     A backward pass through frozen weights computes the gradients of activations alone, which takes
     as many operations as a forward pass.
@@ -137,15 +115,11 @@ def _duration(plan: MemoryPlan, work: RunWork, measure: bool) -> Duration:
     ends = min(work.evaluations, 2)
     forwards = ends * work.evaluation + (work.evaluations - ends) * work.between
     evaluations = image * forwards + decoding * work.evaluated_images
-    compiled = plan.config.pipeline.compile
-    rate, name = measured_rate(plan.dtype) if measure else certified_rate(compiled)
     return Duration(
         iteration=operations(work.first),
         run=operations(work.total) + evaluations,
         gpus=plan.split.gpus,
-        compiled=compiled,
-        rate=rate,
-        rate_of=name,
+        compiled=plan.config.pipeline.compile,
     )
 
 
@@ -189,9 +163,6 @@ def _notes(config: Config, needs: Needs) -> Iterator[str]:
     separate = sum(rewards_bytes([entry]) for entry in config.rewards)
     if saved := separate - rewards_bytes(config.rewards):
         yield f"Rewards share equal networks, which saves {saved / 2**30:.1f} GiB."
-    train = config.prompts.train
-    if not train.startswith(TINY) and prompt_count(train) is None:
-        yield f"{train} cannot be read here: its prompts are counted as all different."
     explore, store = config.rollout.explore, config.rollout.store
     if "auto" in (config.pipeline.precision, explore and explore.precision):
         yield f"precision auto is counted as the larger of {' and '.join(AUTO)}."
@@ -206,7 +177,7 @@ def _notes(config: Config, needs: Needs) -> Iterator[str]:
 UNITS = {"M": 10**6, "G": 10**9, "T": 10**12, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
-def parse_memory(text: str, option: str = "--memory") -> int:
+def parse_memory(text: str) -> int:
     """Return the bytes of "24GB", "24" (10^9 bytes each) or "24GiB" (2^30).
 
     GPUs sold with 24 GB have some more than 24 * 10^9 bytes, of which their driver keeps a part.
@@ -214,7 +185,7 @@ def parse_memory(text: str, option: str = "--memory") -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = (match[2].upper().removesuffix("B") or "G") if match else ""
     if match is None or unit not in UNITS or not float(match[1]):
-        raise UserError(f"{option} is {text!r}, expected a size such as 24GB, 80G or 24GiB")
+        raise UserError(f"--memory is {text!r}, expected a size such as 24GB, 80G or 24GiB")
     return int(float(match[1]) * UNITS[unit])
 
 

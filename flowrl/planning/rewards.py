@@ -1,4 +1,4 @@
-"""What a recipe's rewards take: memory, places, and requests to the servers of judges."""
+"""What a recipe's rewards take: memory, and requests to the servers of judges."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from flowrl.assembly.work_split import IterationWork
 from flowrl.backbones.loading import DTYPES
 from flowrl.config import Config
-from flowrl.config.rewards import HTTPOptions, InlineOptions, PoolOptions, RewardOptions
+from flowrl.config.rewards import HTTPOptions, PoolOptions, RewardOptions
 from flowrl.planning.dry_run import inspect_reward
 from flowrl.planning.work import RunWork
 
@@ -120,83 +120,25 @@ def scoring_bytes(entries: Sequence[RewardOptions], images: int) -> int:
     return max(inline) + pools
 
 
-def host_rewards_bytes(entries: Sequence[RewardOptions]) -> int:
-    """Return the bytes of weights in a process's share of the machine's memory.
+# --- requests to judges --------------------------------------------------------------------------
 
-    That is of rewards whose device is the CPU, and of those that wait there to score.
+
+def judge_requests(config: Config, work: RunWork) -> dict[str, int | None]:
+    """Return the most requests of a run to the server of each judge, by the reward's name.
+
+    Cached answers need none, nor do prompts that a judge does not apply to. None where prompts
+    decide. A judge that several entries share is counted with the first of them.
     """
-    here = [e for e in entries if e.args.get("device") == "cpu"]
-    args = [{k: v for k, v in e.args.items() if k != "device"} for e in here]
-    moved = [e.model_copy(update={"args": a}) for e, a in zip(here, args, strict=True)]
-    return rewards_bytes(moved) + offloaded_bytes(entries)
-
-
-# --- places and requests ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardWork:
-    """One reward of a recipe."""
-
-    name: str
-    place: str
-    bytes: int | None  # of its networks' weights, all its processes together; None if unknown
-    # To its model's server, at most: cached answers need none, nor do prompts that it does not
-    # apply to. 0 for other rewards, None where prompts decide.
-    requests: int | None
-    budget: int | None  # requests after which the run ends, if it has such a limit
-
-
-def reward_work(config: Config, work: RunWork) -> list[RewardWork]:
-    """Return where each reward is computed, and the requests of its judge.
-
-    A judge that several entries share is counted with the first of them.
-    """
-    return [_work_of(config, work, number) for number in range(len(config.rewards))]
-
-
-def total_requests(rewards: Sequence[RewardWork]) -> int:
-    """Return the requests of all rewards, as far as they are known."""
-    return sum(reward.requests or 0 for reward in rewards)
-
-
-def _work_of(config: Config, work: RunWork, number: int) -> RewardWork:
-    entry = config.rewards[number]
-    inspected = inspect_reward(entry)
-    reward = inspected.reward
-    shared = any(entry.same_reward(other) for other in config.rewards[:number])
-    remote = isinstance(entry.executor, HTTPOptions)
-    chat = None if remote else getattr(reward, "chat", None)
-    weights = None if reward_networks(entry) is None else rewards_bytes([entry])
-    return RewardWork(
-        name=inspected.name,
-        place=f"{chat.model} at {', '.join(chat.urls)}" if chat is not None else _place(entry),
-        bytes=0 if shared and weights is not None else weights,
-        requests=_requests(config, work, entry, reward) if chat and not shared else 0,
-        budget=getattr(chat, "max_requests", None),
-    )
-
-
-def _place(entry: RewardOptions) -> str:
-    executor, networks = entry.executor, reward_networks(entry)
-    if isinstance(executor, HTTPOptions):
-        return ", ".join(executor.urls)
-    device = "where it says" if networks is None else "GPU" if networks else "CPU"
-    if isinstance(executor, PoolOptions):
-        if device == "GPU" and executor.gpus is not None:
-            device = "GPU " + ", ".join(map(str, executor.gpus))
-        return f"{executor.workers} process{'es' * (executor.workers > 1)}, {device}"
-    return _inline(executor, device)
-
-
-def _inline(executor: InlineOptions, device: str) -> str:
-    where = "a thread of training" if executor.background else "training"
-    away = ", on the CPU in between" if executor.offload and device == "GPU" else ""
-    return f"{where}, {device}{away}"
+    requests = {}
+    for number, entry in enumerate(config.rewards):
+        shared = any(entry.same_reward(other) for other in config.rewards[:number])
+        inspected = inspect_reward(entry)
+        if not shared and getattr(inspected.reward, "chat", None) is not None:
+            requests[inspected.name] = _requests(config, work, entry, inspected.reward)
+    return requests
 
 
 def _requests(config: Config, work: RunWork, entry: RewardOptions, reward: Any) -> int | None:
-    """Return the requests of a whole run, at most; None where a prompt's metadata decide."""
     if getattr(reward, "requests_per_image", 0) is None:
         return None
     total, groups = 0, hasattr(reward, "requests_per_group")

@@ -163,7 +163,7 @@ def two_stage(  # noqa: PLR0913  # an argument for each option
       python -m scripts.bench two-stage --size sana-1.6b --device cpu --layers 2 --pixels 64 \\
         --counts 1/4@2/3 --repeats 1
     """
-    from flowrl.planning.model_specs import model_spec
+    from scripts.bench.random_model import model_spec
     from scripts.bench.two_stage import PUBLISHED, WIDER, bench_sizes, bench_solrl, parse_counts
 
     for name in size or ():
@@ -242,8 +242,8 @@ def iteration(  # noqa: PLR0913  # an argument for each option
 
       python -m scripts.bench iteration --size sana-1.6b --device cpu --layers 2 --pixels 64
     """
-    from flowrl.planning.model_specs import model_spec
     from scripts.bench.iteration import bench_iteration, work_of
+    from scripts.bench.random_model import model_spec
 
     names = size or ["sd3.5-medium", "flux.1-dev", "sana-1.6b"]
     changes = {

@@ -28,11 +28,11 @@ import torch
 from flowrl import __version__
 from flowrl.config import load_config
 from flowrl.errors import UserError
-from flowrl.planning.model_specs import model_spec
 from flowrl.quantization.backends import capability_of, precision_name, resolve
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
 from scripts.bench.iteration import bench_compile, bench_iteration, work_of
+from scripts.bench.random_model import model_spec
 from scripts.bench.two_stage import PUBLISHED, TINY_MIN_DIM, bench_sizes, parse_counts
 
 Result = dict[str, Any]

@@ -22,7 +22,7 @@ from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.functional.batches import ALONE
 from flowrl.planning.memory import MemoryPlan
-from flowrl.planning.model_specs import ModelSpec, model_spec
+from flowrl.planning.model_specs import ModelSpec
 from flowrl.planning.work import count_work, doubles
 from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.backends import capability_of, precision_name, resolve
@@ -30,7 +30,7 @@ from flowrl.sampling.rollout import Sampler, Timer
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.utils.distributed import Runtime
-from scripts.bench.random_model import build_pipeline, move, shortened
+from scripts.bench.random_model import build_pipeline, model_spec, move, shortened
 from scripts.bench.rollout import sampler, training_passes, with_random_rewards
 from scripts.bench.timing import (
     Phase,

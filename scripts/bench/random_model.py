@@ -11,11 +11,20 @@ from torch import Tensor, nn
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import Policy
 from flowrl.errors import UserError
-from flowrl.planning.model_specs import ModelSpec, build_network, model_spec
+from flowrl.planning.model_specs import MODEL_SPECS, ModelSpec, build_network
 from flowrl.sampling.rollout import with_network
 from flowrl.trajectory import Conditioning
 
 SMALL = 1e-3  # standard deviation of what `move` adds to the adapter
+# What networks call the width of their text embeddings.
+TEXT_WIDTHS = ("joint_attention_dim", "caption_channels")
+
+
+def model_spec(name: str) -> ModelSpec:
+    """Return the published model of this name. Raises UserError for an unknown name."""
+    if name not in MODEL_SPECS:
+        raise UserError(f"no published size {name!r}: expected one of {', '.join(MODEL_SPECS)}")
+    return MODEL_SPECS[name]
 
 
 class RandomBackbone:
@@ -76,16 +85,16 @@ def noise_texts(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Ca
     def encode_prompt(prompt: Any = None, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         prompts = prompt if isinstance(prompt, list) else [prompt]
         negatives = [""] * len(prompts)
-        embeds, negative = (
-            noise(texts, spec.text_tokens, spec.text_width) for texts in (prompts, negatives)
-        )
+        width = next(spec.config[name] for name in TEXT_WIDTHS if name in spec.config)
+        embeds, negative = (noise(texts, spec.text_tokens, width) for texts in (prompts, negatives))
         if spec.family == "sana":
             mask = torch.ones(embeds.shape[:2], device=device, dtype=torch.long)
             return embeds, mask, negative, mask
-        pooled = noise(prompts, spec.pooled_width or 1)
+        pooled_width = spec.config.get("pooled_projection_dim", 1)
+        pooled = noise(prompts, pooled_width)
         if spec.family == "flux":  # text ids have no batch
             return embeds, pooled, torch.zeros(spec.text_tokens, 3, device=device, dtype=dtype)
-        return embeds, negative, pooled, noise(negatives, spec.pooled_width or 1)
+        return embeds, negative, pooled, noise(negatives, pooled_width)
 
     return encode_prompt
 

@@ -21,7 +21,6 @@ from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
-from flowrl.planning.model_specs import model_spec
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.quantization.backends import Plain, Resolved, capability_of, precision_name, resolve
 from flowrl.quantization.layer_rules import LayerChoice, quantised_share
@@ -45,7 +44,7 @@ from flowrl.trees import presets
 from flowrl.trees.plan import TreePlan
 from flowrl.utils.distributed import Runtime
 from scripts.bench.cost import break_even_gain, two_stage_ratio
-from scripts.bench.random_model import RandomBackbone, move
+from scripts.bench.random_model import RandomBackbone, model_spec, move
 from scripts.bench.rollout import bench_learner, sampler
 from scripts.bench.timing import (
     Seconds,

@@ -55,7 +55,6 @@ ELSEWHERE = {  # how a command begins that is not run here, and what it needs
     "ray start": "several machines",
     "ray job": "several machines",
     "flowrl reward-check ocr geneval": "weights",
-    "flowrl plan flux.1-dev-nft-24gb --measure": "a GPU",
 }  # fmt: skip
 STAND_INS = {  # names of what cannot be here -> what is
     "OWNER/NAME": "runs/quickstart",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.backbones.loading import pipeline_path
-from flowrl.planning.duration import RATES
+from flowrl.planning.duration import CARDS, SHARES
 from scripts.bench.cost import break_even_gain, two_stage_ratio
 from scripts.compare.data import read_rows
 from scripts.compare.page import load_page
@@ -81,7 +81,7 @@ def test_costs_of_two_stages_are_those_of_the_cost_model():
         assert pays == f"{break_even_gain(**counts, fixed=float(fixed)):.2f}"
 
 
-def test_rates_of_cards_are_those_that_their_files_measured():
+def test_rates_that_were_measured_are_within_the_shares_that_a_plan_assumes():
     """The median of a card's operations per second over its iterations, compiled and plain."""
     measured = defaultdict(list)
     for path in (ROOT / "gallery" / "gpu").glob("*.json"):
@@ -90,5 +90,7 @@ def test_rates_of_cards_are_those_that_their_files_measured():
             if record["machine"]["cards"] and "operations_per_second" in row:
                 key = record["machine"]["card"], row["compile"]
                 measured[key].append(row["operations_per_second"])
-    rates = {key: statistics.median(found) for key, found in measured.items()}
-    assert rates == pytest.approx(dict(RATES), rel=0.01)
+    assert {card for card, _ in measured} == {"NVIDIA H100 80GB HBM3"}
+    for (_, compiled), rates in measured.items():
+        most, least = SHARES[compiled]
+        assert least <= statistics.median(rates) / CARDS["H100 SXM"].peak <= most

@@ -12,7 +12,6 @@ from flowrl.planning.memory import (
     MemoryPlan,
     NetworkCopy,
     adapter_parameters,
-    encoded_prompts,
     few_bits_bytes,
     full_network,
     packed_layers,
@@ -171,29 +170,6 @@ def test_of_a_sharded_network_a_gpu_holds_its_share_and_the_blocks_that_compute(
     gathered = shares[0] - whole / 2  # the largest block twice and everything outside blocks
     for share, gpus in zip(shares, (2, 4, 8), strict=True):
         assert share == pytest.approx(whole / gpus + gathered, abs=2)
-
-
-def test_a_machine_holds_every_process_s_pipeline_but_one_sharded_network():
-    sections = {"rollout": {"prompts_per_iteration": 8}}
-    one, many = (plan(n, **sections).host_bytes() for n in (1, 8))
-    shared = plan(8, **sections, runtime={"shard": "node"})
-    assert many["loading"] == 8 * one["loading"]
-    difference = many["loading"] - shared.host_bytes()["loading"]
-    assert difference == 7 * shared.transformer_bytes()
-    free = plan(8, **sections, memory={"text_encoders": "free"}).host_bytes()
-    assert many["loading"] - free["loading"] == 8 * shared.encoders
-
-
-def test_encoded_prompts_are_those_of_the_file(tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("a cat\na dog\na cat\n")
-    rollout = {"prompts_per_iteration": 2}
-    free = {"text_encoders": "free"}
-    few, missing = (
-        plan(prompts={"train": str(path)}, rollout=rollout, memory=free).config
-        for path in (file, tmp_path / "none.txt")
-    )
-    assert (encoded_prompts(few), encoded_prompts(missing)) == (2, 6)
 
 
 def test_few_bits_have_codes_and_scales_in_linear_layers_alone():

@@ -1,6 +1,5 @@
 """What `flowrl plan` says: from shapes alone, and always what to type."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -30,7 +29,7 @@ def run(capsys, monkeypatch):
 
     def call(*words):
         with pytest.raises(SystemExit) as caught:
-            main(["plan", "--host-memory", "2TB", *words])
+            main(["plan", *words])
         out, err = capsys.readouterr()
         return caught.value.code or 0, out, err
 
@@ -95,7 +94,7 @@ GIB = 10**9
 
 
 @pytest.mark.slow
-def test_the_plan_is_told_in_full_as_text_and_json(run):
+def test_the_plan_is_told_in_full(run):
     code, out, _ = run("quickstart-grpo", "--gpus", "4", "--memory", "24GB")
     assert code == 0
     assert "6 prompts with 16 images each, in 1 update, on 4 GPUs" in out
@@ -106,13 +105,6 @@ def test_the_plan_is_told_in_full_as_text_and_json(run):
         (row,) = re.findall(rf"^{name} +(.*)$", out, re.M)
         assert len(row.split()) == 6
     assert "It fits a GPU of 24.00 GB." in out
-    code, out, _ = run("quickstart-grpo", "--gpus", "4", "--memory", "24GB", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["gpus"] == len(found["shares"]) == 4
-    assert found["iteration"]["images"] == 96 and found["run"]["iterations"] == 170
-    assert found["fits"] is True and found["peak"]["bytes"] > 1e6 and not found["advice"]
-    total = found["phases"]["training"].pop("total")
-    assert total == sum(found["phases"]["training"].values())
 
 
 def test_the_command_tells_what_does_not_work(run):
@@ -158,22 +150,18 @@ def test_the_recipe_says_how_many_gpus_and_what_does_not_fit_ends_with_1(run, mo
     code, out, _ = run("quickstart", "--memory", "2GB", "memory.text_encoders=free")
     assert code == 1 and "memory.text_encoders=offload" not in out
     assert "Everything but encoding fits, with 1.00 GB: encode on the CPU" in out
-    code, out, _ = run("quickstart", "--memory", "4GB", "--json")
-    assert code == 0 and json.loads(out)["time"]["hours"] is None
+    assert run("quickstart", "--memory", "4GB")[0] == 0
 
 
-def test_operations_are_counted_for_every_forward_and_time_is_theirs_by_the_rate():
+def test_operations_are_counted_for_every_forward():
     config = load_config("quickstart")
     plan = make_plan(config, gpus=2)
     time, first = plan.duration, plan.work.first
-    assert time is not None and time.seconds is time.hours is time.cost(1.0) is None
+    assert time is not None
     passes = first.sampling + 2 * first.training + first.recomputed + first.reference
     longer = make_plan(load_config("quickstart", ["rollout.num_inference_steps=16"])).duration
     assert longer is not None and longer.iteration > time.iteration > passes
     assert time.run > config.run.iterations * time.iteration * 0.99
-    timed = replace(time, rate=time.iteration / 10)
-    assert timed.seconds == pytest.approx(5) and timed.hours is not None
-    assert timed.cost(3.0) == pytest.approx(timed.hours * 2 * 3)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +185,5 @@ def test_hours_are_a_range_for_each_card_that_holds_the_recipe(run):
             assert fewest == pytest.approx(time.run / share / CARDS[name].peak / 2 / 3600)
             assert 2 * fewest <= most < 2.1 * fewest
     assert list(time.estimates(140 * GIB)) == ["H200", "B200", "Instinct MI300X"]
-    _, out, _ = run("quickstart", "--host-memory", "64GB", "--price", "2")
+    _, out, _ = run("quickstart", "--price", "2")
     assert re.search(r"^L40S +\S+ to \S+ +\S+ to ", out, re.M)
-
-
-def test_the_machine_s_memory_is_compared(run):
-    code, out, _ = run("quickstart", "--host-memory", "1MB", "--json")
-    found = json.loads(out)
-    assert code == 1 and found["host_fits"] is False and found["host"] > found["host_memory"]
-    code, out, _ = run("quickstart", "--host-memory", "1MB")
-    assert code == 1 and "--host-memory" in out
-    assert run("quickstart", "--host-memory", "64GB")[0] == 0

@@ -7,7 +7,6 @@ import pytest
 from flowrl.config import load_config
 from flowrl.config.load import preset_folder, preset_names
 from flowrl.planning.plan import make_plan, memory_class
-from flowrl.planning.rewards import host_rewards_bytes, rewards_bytes
 
 REAL = [name for name in preset_names() if re.search(r"-\d+gb$", name)]
 QUICK = [name for name in REAL if re.search(r"medium-grpo-24", name)]
@@ -41,7 +40,6 @@ def test_recipes_for_small_cards_leave_a_gigabyte_with_their_rewards():
         plan = make_plan(config, memory=memory)
         assert memory is not None and plan.peak is not None
         assert plan.peak.total <= memory - 1.0e9, plan.peak
-        assert all(rewards_bytes([r]) + host_rewards_bytes([r]) for r in config.rewards)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from PIL import Image
 from flowrl.api import align, evaluate, gallery, score
 from flowrl.backbones.lora_files import FILE
 from flowrl.errors import UserError
-from flowrl.planning.rewards import reward_work, total_requests
+from flowrl.planning.rewards import judge_requests
 from flowrl.planning.work import count_work
 from flowrl.training.checkpoint import Checkpoints
 
@@ -111,7 +111,7 @@ def test_a_run_that_its_judge_ends_resumes_to_the_weights_of_another_and_pays_fo
         align(config_for("whole", server, staleness), pipeline=load_tiny())
     asked = len(server.asked)
     config = config_for("whole", server, staleness)
-    assert asked == CHECKED + total_requests(reward_work(config, count_work(config)))
+    assert asked == CHECKED + sum(filter(None, judge_requests(config, count_work(config)).values()))
     budgets, said = {}, "quota is used up"
     if limit == "quota":
         judge.left = asked - 6  # two iterations of four images are missing then, or most of them
