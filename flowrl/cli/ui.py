@@ -44,9 +44,9 @@ def ui(
     token_env: TokenVariable = None,
     open_browser: OpenBrowser = False,
 ) -> None:
-    """Show runs in the browser: curves as they grow, images, recipes; compare, stop, resume.
+    """Show runs in the browser: curves as they grow, images, recipes; compare, stop, resume, start.
 
-    Prints an address with a token. Whoever has it sees the runs and can stop and resume them: keep
+    Prints an address with a token. Whoever has it sees the runs and can start programs here: keep
     it secret. Listens to this machine alone; --host with another address needs --token-env, and
     0.0.0.0 means all addresses of this machine. On a server, forward the port: ssh -L
     8401:127.0.0.1:8401 SERVER. Ctrl-C ends the page; runs continue.
@@ -67,8 +67,8 @@ def ui(
     serve_page(
         app, f"Runs of the folder {os.fspath(runs)}{missing}", host, port, token, open_browser
     )
-    if left := app.state.control.running():
-        say(f"{left} runs that were resumed here continue.")
+    if left := app.state.jobs.running():
+        say(f"{left} runs that were started here continue.")
 
 
 def page_token(host: str, variable: str | None) -> str:

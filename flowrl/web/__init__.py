@@ -1,1 +1,1 @@
-"""`flowrl ui`: a page that shows run folders, and stops and resumes runs."""
+"""`flowrl ui`: a page that shows run folders, and stops, resumes and starts runs."""

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowrl.config.load import preset_names
 from flowrl.errors import UserError
 from flowrl.utils.digests import digest
 from flowrl.utils.serving import json_body
-from flowrl.web.control import Control
+from flowrl.web.jobs import Jobs
 from flowrl.web.metrics_log import chosen_first, held_out_first
 from flowrl.web.page import json_answer, make_page
 from flowrl.web.runs import RunFiles, RunFolders, recipe_differences
@@ -29,14 +30,14 @@ def make_app(root: Path, *, token: str, host: str) -> "FastAPI":
         token: that every request below /api carries.
         host: address that the server listens at.
     """
-    folders, control = RunFolders(root), Control(root)
+    folders, jobs = RunFolders(root), Jobs(root)
 
     def routes(app: "FastAPI") -> None:
-        app.state.control = control
-        _add_tables(app, folders, control)
+        app.state.jobs = jobs
+        _add_tables(app, folders, jobs)
         _add_curves(app, folders)
         _add_images(app, folders)
-        _add_actions(app, folders, control)
+        _add_actions(app, folders, jobs)
 
     return make_page("flowrl ui", routes, "flowrl.web", token=token, host=host)
 
@@ -56,24 +57,24 @@ def unless_current(request: "Request", stamp: Any, make: Callable[[], Any]) -> "
     return answer
 
 
-def _add_tables(app: "FastAPI", folders: RunFolders, control: Control) -> None:
+def _add_tables(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
     from starlette.requests import Request
     from starlette.responses import Response
 
     def summary(run: RunFiles) -> dict[str, Any]:
-        return run.summary() | {"stopping": control.stopping(run)}
+        return run.summary() | {"stopping": jobs.stopping(run)}
 
     @app.get("/api/runs")
     def runs(request: Request) -> Response:
         listed = folders.runs()
-        stamp = [(run.stamp(), control.stopping(run)) for run in listed]
+        stamp = [(run.stamp(), jobs.stopping(run)) for run in listed]
         return unless_current(request, stamp, lambda: {"runs": [summary(run) for run in listed]})
 
     @app.get("/api/run")
     def run(request: Request, run: str) -> Response:
         chosen, log = folders.run(run), folders.log(run)
         log.read()
-        stamp = (chosen.stamp(), log.version, control.stopping(chosen))
+        stamp = (chosen.stamp(), log.version, jobs.stopping(chosen))
         return unless_current(request, stamp, lambda: summary(chosen) | chosen.details(log))
 
     @app.get("/api/recipe")
@@ -85,6 +86,11 @@ def _add_tables(app: "FastAPI", folders: RunFolders, control: Control) -> None:
             content["differences"] = recipe_differences(*pair)
             content["without"] = [one.name for one in pair if not one.recipe()]
         return json_answer(content)
+
+    @app.get("/api/jobs")
+    def list_jobs(request: Request) -> Response:
+        content = {"presets": preset_names(), "jobs": jobs.rows()}
+        return unless_current(request, content, lambda: content)
 
 
 def _add_curves(app: "FastAPI", folders: RunFolders) -> None:
@@ -130,12 +136,16 @@ def _add_images(app: "FastAPI", folders: RunFolders) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The body of a request to stop or resume a run."""
+    """The body of a request to do something; each action reads its fields."""
 
-    run: str
+    run: str = ""
+    job: str = ""
+    recipe: str = ""
+    changes: tuple[str, ...] = ()
+    folder: str = ""
 
 
-def _add_actions(app: "FastAPI", folders: RunFolders, control: Control) -> None:
+def _add_actions(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
     from pydantic import TypeAdapter
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
@@ -143,17 +153,23 @@ def _add_actions(app: "FastAPI", folders: RunFolders, control: Control) -> None:
 
     orders = TypeAdapter(Order)
 
-    def stop(run: RunFiles) -> dict[str, Any]:
-        control.stop(run)
+    def stop(order: Order) -> dict[str, Any]:
+        if order.job:
+            jobs.end(order.job)
+        else:
+            jobs.stop(folders.run(order.run))
         return {}
 
-    def resume(run: RunFiles) -> dict[str, Any]:
-        return {"output": str(control.resume(run))}
-
-    for name, act in {"stop": stop, "resume": resume}.items():
+    actions: dict[str, Callable[[Order], dict[str, Any]]] = {
+        "stop": stop,
+        "resume": lambda order: jobs.resume(folders.run(order.run)).row(),
+        "plan": lambda order: jobs.plan(order.recipe, order.changes).row(),
+        "start": lambda order: jobs.start(order.job, order.folder).row(),
+    }
+    for name, act in actions.items():
 
         async def action(request: Request, act: Any = act) -> Response:
             order = orders.validate_python(await json_body(request))
-            return json_answer(await run_in_threadpool(lambda: act(folders.run(order.run))))
+            return json_answer(await run_in_threadpool(act, order))
 
         app.add_route(f"/api/{name}", action, methods=["POST"])

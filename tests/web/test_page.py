@@ -3,8 +3,6 @@
 import contextlib
 import signal
 import socket
-import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -151,9 +149,9 @@ def sent_to(server: socket.socket) -> bytes:
 
 def test_nothing_is_asked_of_another_server_not_even_by_force(page, address):
     base = address.partition("#")[0]
-    for view in ("", "#/run?run=one", "#/compare"):
+    for view in ("", "#/run?run=one", "#/compare", "#/start"):
         opened(page, address, view)
-        page.wait_for_selector("main :is(.reading .value, .state)")
+        page.wait_for_selector("main :is(.reading .value, .state, .start)")
     foreign = [url for url in page.asked if not url.startswith((base, f"blob:{base}"))]
     assert len(page.asked) > 12 and not foreign
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -266,9 +264,9 @@ NAMELESS = """() => [...document.querySelectorAll(
 
 def test_every_view_fits_phone_and_desk_in_light_and_dark(page, address):
     seen = set()
-    for view in ("", "#/run?run=one", "#/compare"):
+    for view in ("", "#/run?run=one", "#/compare", "#/start"):
         opened(page, address, view)
-        page.wait_for_selector("main :is(.reading .value, .state)")
+        page.wait_for_selector("main :is(.reading .value, .state, .start)")
         for width, scheme in product((390, 1366), ("light", "dark")):
             page.set_viewport_size({"width": width, "height": 844})
             page.emulate_media(color_scheme=scheme)
@@ -317,17 +315,22 @@ def stop_by_the_button(page, metric: str, after: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_is_watched_stopped_and_resumed(page, serve, tmp_path):
+def test_a_recipe_is_planned_started_watched_stopped_and_resumed(page, serve, tmp_path):
     root, recipe = tmp_path / "runs", tmp_path / "my.yaml"
     root.mkdir()
     recipe.write_text(RECIPE)
     folder = root / "mine"
     page.set_default_timeout(200_000)
-    train = [sys.executable, "-m", "flowrl", "train", str(recipe), f"run.output_dir={folder}"]
-    started = subprocess.Popen([*train, "run.seed=3"])
     try:
         with serve(root) as address:
-            opened(page, address)
+            opened(page, address, "#/start")
+            page.get_by_label("Recipe: a preset").fill(str(recipe))
+            page.get_by_label("Changes").fill("run.seed=3")
+            page.get_by_role("button", name="Plan").click()
+            page.get_by_label("Folder").fill("mine")
+            page.get_by_role("button", name="Start training").click()
+            page.wait_for_selector("section[aria-label='start mine']")
+            page.evaluate("location.hash = '#/'")
             page.get_by_role("link", name="mine", exact=True).click()
             stop_by_the_button(page, "reward/mean", 1)
             first = stopped_at(folder, 1)
@@ -335,7 +338,6 @@ def test_a_run_is_watched_stopped_and_resumed(page, serve, tmp_path):
             stop_by_the_button(page, "reward/mean", first + 1)
             last = stopped_at(folder, 2)
     finally:
-        started.kill()
         if (owner := owner_of(folder)) and (process := owner.process(folder)):
             process.send_signal(signal.SIGKILL)
     assert last > first + 1 >= 3

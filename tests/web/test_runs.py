@@ -12,7 +12,7 @@ import pytest
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import LATEST, claim
 from flowrl.training.owner import FILE as OWNER
-from flowrl.web.control import Control
+from flowrl.web.jobs import Jobs
 from flowrl.web.metrics_log import MetricsLog
 from flowrl.web.runs import RunFiles, RunFolders, recipe_differences
 
@@ -163,7 +163,7 @@ def test_a_forged_owner_names_no_process_that_has_not_the_runs_lock(make_folder)
             (folder / ".lock").touch()
             assert run_of(folder).state().name != "running"
             with pytest.raises(UserError, match=folder.name):
-                Control(folder.parent).stop(run_of(folder))
+                Jobs(folder.parent).stop(run_of(folder))
             assert child.poll() is None
         finally:
             child.kill()

@@ -1,13 +1,13 @@
 // Shows the view that the address names, and lets it ask for what is new while it is seen.
 
 import { TOKEN, Refusal, forget } from "/ask.js";
-import { compareView, listView } from "/lists.js";
+import { compareView, listView, startView } from "/lists.js";
 import { tell } from "/parts.js";
 import { runView } from "/run.js";
 
 const POLL_MS = 1000;
 const main = document.getElementById("main");
-const views = { "": listView, run: runView, compare: compareView };
+const views = { "": listView, run: runView, compare: compareView, start: startView };
 
 let shown = null; // {view, stop: AbortController}
 function trouble(text) {

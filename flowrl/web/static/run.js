@@ -42,7 +42,7 @@ class Head {
 
   async ask(what) {
     const done = what === "stop"
-      ? "Stopping: it completes its iteration and saves." : "Resuming: its output is in .ui-logs beside the runs.";
+      ? "Stopping: it completes its iteration and saves." : "Resuming: its output is on the page Start.";
     const answer = await attempt(() => send(`/api/${what}`, { run: this.name }), done);
     if (answer) this[what].disabled = true;
   }

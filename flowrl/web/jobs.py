@@ -1,0 +1,223 @@
+"""Stop runs, and plan, start and resume them in child processes.
+
+A run is stopped as by Ctrl-C: it completes its iteration and saves. Children are `flowrl` commands
+in sessions of their own, which continue when the page's server ends.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from flowrl.config.load import find_recipe, preset_names
+from flowrl.errors import UserError
+from flowrl.training.owner import owner_of
+from flowrl.web.runs import RunFiles, is_run
+
+LOGS = ".ui-logs"  # beside the runs
+MOST_JOBS = 50  # in memory
+MOST_CHANGES = 100
+SHOWN = 20_000  # bytes of the end of a child's output
+CHANGE = re.compile(r"[A-Za-z_][\w.\[\]-]*=[^\0]*", re.DOTALL)
+FOLDER = re.compile(r"\w[\w.+-]{0,99}")
+
+Kind = Literal["plan", "start", "resume"]
+
+
+@dataclass(slots=True, kw_only=True)
+class PageJob:
+    """A child process and its output."""
+
+    name: str
+    kind: Kind
+    title: str
+    words: tuple[str, ...]  # after `flowrl`
+    log: Path
+    recipe: str = ""  # of a plan, which may be started once it has succeeded
+    changes: tuple[str, ...] = ()
+    began: float = field(default_factory=time.time)
+    process: subprocess.Popen[bytes] | None = None
+
+    def row(self) -> dict[str, Any]:
+        """Return it for the page. exit: None while it runs."""
+        assert self.process is not None
+        return {
+            "job": self.name, "kind": self.kind, "title": self.title, "began": self.began,
+            "pid": self.process.pid, "exit": self.process.poll(), "output": self.output(),
+            "command": " ".join(("flowrl", *self.words)),
+        }  # fmt: skip
+
+    def output(self) -> str:
+        """Return the end of its output; of a line that was overwritten, the last state."""
+        try:
+            with open(self.log, "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - SHOWN))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+
+
+class Jobs:
+    """Starts children and lists them; several threads may use it."""
+
+    def __init__(self, root: Path):
+        """root: the folder of runs, or a run's own, whose neighbours new ones become."""
+        self.root = root.resolve().parent if is_run(root) else root.resolve()
+        self._jobs: dict[str, PageJob] = {}
+        self._stopping: set[tuple[int, float]] = set()  # (pid, start) of processes sent a signal
+        self._lock = threading.Lock()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all jobs for the page, the newest first."""
+        with self._lock:
+            return [job.row() for job in reversed(self._jobs.values())]
+
+    def running(self) -> int:
+        """Return how many runs still train that were started or resumed here."""
+        with self._lock:
+            jobs = [job for job in self._jobs.values() if job.kind != "plan"]
+        return sum(job.process is not None and job.process.poll() is None for job in jobs)
+
+    # --- stop -----------------------------------------------------------------------------------
+
+    def stopping(self, run: RunFiles) -> bool:
+        """Return whether the run's process was sent a signal and has not ended yet."""
+        owner = owner_of(run.path)
+        return owner is not None and (owner.pid, owner.began) in self._stopping
+
+    def stop(self, run: RunFiles) -> None:
+        """Send a run the signal to complete its iteration, save and stop, once.
+
+        Raises UserError when no process of this machine trains there.
+        """
+        owner = owner_of(run.path)
+        process = None if owner is None else owner.process(run.path)
+        if owner is None or process is None:
+            raise UserError(f"no process of this machine trains in {run.name}")
+        with self._lock:
+            if (owner.pid, owner.began) in self._stopping:
+                return  # a second signal would end it at once, in the middle of an iteration
+            process.send_signal(signal.SIGTERM)
+            self._stopping.add((owner.pid, owner.began))
+
+    def end(self, name: str) -> None:
+        """Stop a job, such as a run that still loads. Raises KeyError for an unknown one."""
+        with self._lock:
+            job = self._jobs[name]
+            assert job.process is not None
+            key = (job.process.pid, job.began)
+            if job.process.poll() is None and key not in self._stopping:
+                job.process.send_signal(signal.SIGTERM)
+                self._stopping.add(key)
+
+    # --- children -------------------------------------------------------------------------------
+
+    def plan(self, recipe: str, changes: Sequence[str]) -> PageJob:
+        """Begin `flowrl plan`. Raises UserError for words that are no recipe and no changes."""
+        source, overrides = checked_recipe(recipe), checked_changes(changes)
+        words = ("plan", source, *overrides)
+        return self._begin("plan", recipe, words, recipe=source, changes=overrides)
+
+    def start(self, name: str, folder: str) -> PageJob:
+        """Begin to train what a plan was made for, in a folder below RUNS.
+
+        Raises UserError unless that plan has succeeded, and for a folder with another name than
+        one of letters, digits and .+-_.
+        """
+        with self._lock:
+            job = self._jobs.get(name)
+        if job is None or job.kind != "plan" or job.process is None or job.process.poll() != 0:
+            raise UserError("a recipe is started after its plan: plan it first")
+        if not FOLDER.fullmatch(folder):
+            raise UserError(
+                f"the folder is {folder[:60]!r}, expected a name of letters, digits and .+-_"
+            )
+        place = f"run.output_dir={json.dumps(str(self.root / folder))}"
+        words = ("train", job.recipe, *job.changes, place)
+        return self._begin("start", folder, words)
+
+    def resume(self, run: RunFiles) -> PageJob:
+        """Resume a run from its newest intact checkpoint, with the recipe it has saved.
+
+        Raises UserError for a run that trains, or has no checkpoint.
+        """
+        state = run.state()
+        if state.name in ("running", "elsewhere"):
+            raise UserError(f"{run.name} {state.detail or 'is running'}")
+        if not run.checkpoints():
+            raise UserError(f"{run.name} has no checkpoint to resume from")
+        with self._lock:
+            busy = [j for j in self._jobs.values() if j.kind == "resume" and j.title == run.name]
+        if any(job.process is not None and job.process.poll() is None for job in busy):
+            raise UserError(f"{run.name} is being resumed")
+        return self._begin("resume", run.name, ("train", "--resume", str(run.path)))
+
+    def _begin(
+        self,
+        kind: Kind,
+        title: str,
+        words: tuple[str, ...],
+        *,
+        recipe: str = "",
+        changes: tuple[str, ...] = (),
+    ) -> PageJob:
+        folder = self.root / LOGS
+        folder.mkdir(parents=True, exist_ok=True)
+        name = uuid.uuid4().hex[:12]
+        path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind}-{name}.log"
+        job = PageJob(
+            name=name, kind=kind, title=title, words=words, log=path, recipe=recipe, changes=changes
+        )
+        with open(path, "wb") as log, self._lock:
+            # A session of its own, so that Ctrl-C of the server does not reach it; and one process,
+            # whatever launched the server.
+            job.process = subprocess.Popen(
+                [sys.executable, "-m", "flowrl", *words], stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, env=_environment(), start_new_session=True,
+            )  # fmt: skip
+            self._jobs[job.name] = job
+            for name in self._too_many():
+                del self._jobs[name]
+        return job
+
+    def _too_many(self) -> list[str]:
+        ended = [n for n, j in self._jobs.items() if j.process and j.process.poll() is not None]
+        return ended[: max(0, len(self._jobs) - MOST_JOBS)]
+
+
+def _environment() -> dict[str, str]:
+    launcher = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    inherited = {name: value for name, value in os.environ.items() if name not in launcher}
+    return inherited | {"PYTHONUNBUFFERED": "1"}
+
+
+def checked_recipe(recipe: str) -> str:
+    """Return a preset's name, or the path of a YAML file. Raises UserError for anything else."""
+    if recipe in preset_names():
+        return recipe
+    if recipe.startswith("-") or not recipe.endswith((".yaml", ".yml")):
+        raise UserError(f"{recipe[:100]!r} is no preset and no YAML file")
+    return str(find_recipe(recipe))
+
+
+def checked_changes(changes: Sequence[str]) -> tuple[str, ...]:
+    """Return changes KEY=VALUE of a recipe. Raises UserError for flags and other words."""
+    texts = tuple(text.strip() for text in changes if text.strip())
+    wrong = next((text for text in texts if not CHANGE.fullmatch(text)), None)
+    if wrong is not None:
+        raise UserError(f"{wrong[:100]!r} is no change of an option, as in optim.lr=1e-4")
+    if len(texts) > MOST_CHANGES:
+        raise UserError(f"got {len(texts)} changes, expected at most {MOST_CHANGES}")
+    if any(text.startswith(("run.output_dir=", "output_dir=")) for text in texts):
+        raise UserError("leave run.output_dir out: enter the folder in its own field")
+    return texts

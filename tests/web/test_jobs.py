@@ -1,0 +1,149 @@
+"""Stopping, and children that plan, start and resume."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flowrl.errors import UserError
+from flowrl.training.checkpoint import LATEST, claim
+from flowrl.web import jobs as module
+from flowrl.web.jobs import Jobs, checked_changes, checked_recipe
+from flowrl.web.runs import RunFiles
+
+WORK = """
+import json, os, psutil, signal, socket, sys, time
+folder, got = sys.argv[1], []
+signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+own = {"pid": os.getpid(), "began": psutil.Process().create_time(), "host": socket.gethostname()}
+lock = open(folder + "/.lock", "w")
+open(folder + "/.owner.json", "w").write(json.dumps(own))
+open(folder + "/ready", "w").close()
+while not os.path.exists(folder + "/enough"):
+    time.sleep(0.01)
+open(folder + "/signals", "w").write(str(len(got)))
+"""  # in place of a training process, and without its imports
+
+
+class Child:
+    """Stands for a process: what was asked to run, and how it ended."""
+
+    def __init__(self, command, **how):
+        self.command, self.pid, self.ended, self.signals = command, 1, None, []
+        self.how = how
+
+    def poll(self) -> int | None:
+        return self.ended
+
+    def send_signal(self, number):
+        self.signals.append(number)
+
+
+@pytest.fixture
+def jobs(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.subprocess, "Popen", Child)
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    return Jobs(tmp_path / "runs")
+
+
+def until(holds) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_is_asked_to_stop_once_however_often_one_clicks(make_folder, tmp_path):
+    run = RunFiles("run", make_folder())
+    child = subprocess.Popen([sys.executable, "-c", WORK, str(run.path)])
+    try:
+        until((run.path / "ready").exists)
+        assert run.state().name == "running" and run.state().pid == child.pid
+        jobs = Jobs(tmp_path / "runs")
+        assert not jobs.stopping(run)
+        for _ in range(3):
+            jobs.stop(run)
+            assert jobs.stopping(run)
+        (run.path / "enough").touch()
+        child.wait(120)
+    finally:
+        child.kill()
+        child.wait()
+    assert (run.path / "signals").read_text() == "1"
+    assert run.state().name == "killed"
+    with pytest.raises(UserError, match="no process of this machine trains in run"):
+        jobs.stop(run)
+
+
+def test_a_recipe_is_started_as_it_was_planned_and_only_then(jobs):
+    plan = jobs.plan("quickstart", ["optim.lr=1e-4", "", " run.seed=3 "])
+    words = ["plan", "quickstart", "optim.lr=1e-4", "run.seed=3"]
+    assert plan.process.command[1:] == ["-m", "flowrl", *words]
+    for code in (None, 1):
+        plan.process.ended = code
+        with pytest.raises(UserError, match="after its plan"):
+            jobs.start(plan.name, "new")
+    plan.process.ended = 0
+    for folder in ("../x", "/x", "", ".hidden", "a/b", "-x", "x" * 101, "a\n"):
+        with pytest.raises(UserError, match="expected a name of letters"):
+            jobs.start(plan.name, folder)
+    started = jobs.start(plan.name, "new")
+    place = f"run.output_dir={json.dumps(str(jobs.root / 'new'))}"
+    assert started.process.command[3:] == ["train", *words[1:], place]
+    with pytest.raises(UserError, match="after its plan"):
+        jobs.start(started.name, "new")
+    assert [job["kind"] for job in jobs.rows()] == ["start", "plan"] and jobs.running() == 1
+
+
+def test_no_word_becomes_a_flag_or_another_command(jobs, tmp_path):
+    for change in ("--resume=x", "-x", "quickstart", "--accept-changes", "=", "a b=1", "; ls=1"):
+        with pytest.raises(UserError, match="change of an option"):
+            checked_changes([change])
+    with pytest.raises(UserError, match="run.output_dir"):
+        checked_changes(["run.output_dir=/"])
+    assert checked_changes(["rewards.0.weight=2", "rollout.tree={kind: ode}", ""]) == (
+        "rewards.0.weight=2", "rollout.tree={kind: ode}",
+    )  # fmt: skip
+    for recipe in ("--help", "-x.yaml", "none", "../../secret", str(tmp_path / "none.yaml"), ""):
+        with pytest.raises(UserError):
+            checked_recipe(recipe)
+    (tmp_path / "my.yaml").write_text("")
+    assert checked_recipe(str(tmp_path / "my.yaml")) == str(tmp_path / "my.yaml")
+
+
+def test_a_run_is_resumed_from_its_checkpoint_unless_it_trains_or_has_none(make_folder, jobs):
+    run = RunFiles("run", make_folder())
+    resumed = jobs.resume(run)
+    assert resumed.process.command[3:] == ["train", "--resume", str(run.path)]
+    with pytest.raises(UserError, match="is being resumed"):
+        jobs.resume(run)
+    resumed.process.ended = 0
+    with claim(run.path, resume=LATEST), pytest.raises(UserError, match="is running"):
+        jobs.resume(run)
+    (run.path / "checkpoints" / "step-000004" / "state.safetensors").unlink()
+    with pytest.raises(UserError, match="no checkpoint"):
+        jobs.resume(run)
+
+
+def test_a_job_is_asked_to_stop_once_and_its_last_words_are_kept(jobs):
+    job = jobs.plan("quickstart", [])
+    for _ in range(2):
+        jobs.end(job.name)
+    assert job.process.signals == [signal.SIGTERM]
+    job.log.write_bytes(b"a" * 50_000 + b"\n1/9\r2/9\r3/9\nlast \xff\n")
+    assert job.output().endswith("\n3/9\nlast �\n") and len(job.output()) <= module.SHOWN
+
+
+def test_ctrl_c_of_the_server_does_not_reach_what_it_started(jobs):
+    assert jobs.plan("quickstart", []).process.how["start_new_session"] is True
+
+
+def test_a_run_alone_starts_its_neighbours_beside_it(make_folder, monkeypatch):
+    monkeypatch.setattr(module.subprocess, "Popen", Child)
+    folder = make_folder()
+    assert Jobs(folder).root == folder.parent
+    Jobs(folder).plan("quickstart", [])
+    assert not (folder / module.LOGS).exists()
