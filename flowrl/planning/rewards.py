@@ -120,6 +120,17 @@ def scoring_bytes(entries: Sequence[RewardOptions], images: int) -> int:
     return max(inline) + pools
 
 
+def host_rewards_bytes(entries: Sequence[RewardOptions]) -> int:
+    """Return the bytes of weights in a process's share of the machine's memory.
+
+    That is of rewards whose device is the CPU, and of those that wait there to score.
+    """
+    here = [e for e in entries if e.args.get("device") == "cpu"]
+    args = [{k: v for k, v in e.args.items() if k != "device"} for e in here]
+    moved = [e.model_copy(update={"args": a}) for e, a in zip(here, args, strict=True)]
+    return rewards_bytes(moved) + offloaded_bytes(entries)
+
+
 # --- requests to judges --------------------------------------------------------------------------
 
 

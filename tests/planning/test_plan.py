@@ -29,7 +29,7 @@ def run(capsys, monkeypatch):
 
     def call(*words):
         with pytest.raises(SystemExit) as caught:
-            main(["plan", *words])
+            main(["plan", "--host-memory", "2TB", *words])
         out, err = capsys.readouterr()
         return caught.value.code or 0, out, err
 
@@ -187,3 +187,8 @@ def test_hours_are_a_range_for_each_card_that_holds_the_recipe(run):
     assert list(time.estimates(140 * GIB)) == ["H200", "B200", "Instinct MI300X"]
     _, out, _ = run("quickstart", "--price", "2")
     assert re.search(r"^L40S +\S+ to \S+ +\S+ to ", out, re.M)
+
+
+def test_the_machine_s_memory_is_compared(run):
+    code, out, _ = run("quickstart", "--host-memory", "1MB")
+    assert code == 1 and "--host-memory" in out

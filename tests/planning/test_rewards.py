@@ -5,6 +5,7 @@ import pytest
 from flowrl.config import parse_config
 from flowrl.planning.rewards import (
     CLIP_H,
+    host_rewards_bytes,
     judge_requests,
     offloaded_bytes,
 )
@@ -72,3 +73,20 @@ def test_a_network_that_another_reward_keeps_is_not_offloaded():
         for rewards in ([moved], [moved, stays])
     )
     assert (alone, both) == (4 * CLIP_H.parameters, 0)
+
+
+def test_the_machine_s_memory_holds_the_networks_that_wait_on_the_cpu():
+    offloaded = {"kind": "inline", "offload": True}
+    rewards = [
+        {"name": "pickscore", "executor": offloaded},
+        {"name": "pickscore", "label": "twin", "executor": offloaded},  # of the same network
+        {"name": "pickscore", "label": "there", "args": {"device": "cpu"}, "executor": offloaded},
+    ]
+    config = {"prompts": {"train": "p.txt"}, "evaluation": {"prompts": None}}
+    sizes = []
+    for count in (0, 1, 2, 3):
+        entries = parse_config(
+            config | {"rewards": rewards[:count] or [{"name": "brightness"}]}
+        ).rewards
+        sizes.append(host_rewards_bytes(entries))
+    assert sizes == [0, 4 * CLIP_H.parameters, 4 * CLIP_H.parameters, 8 * CLIP_H.parameters]
