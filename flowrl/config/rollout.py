@@ -140,18 +140,17 @@ class RolloutOptions(Options):
     negative_prompt: str = option(
         "", "Negative prompt for prompts without their own; used if guidance > 1."
     )
-    kernel: Literal["flow_sde", "dance_sde", "cps", "overshoot", "renoise"] = option(
+    kernel: Literal["flow_sde", "dance_sde", "cps", "overshoot"] = option(
         "flow_sde",
         "The stochastic step: flow_sde (noise a*sqrt(s/(1-s))), dance_sde (constant noise), "
-        "cps (keeps the coefficients, no excess noise), overshoot (flow_sde's noise for few steps: "
-        "denoises too far and adds noise back) or renoise (all noise anew, for consistency "
-        "models; one part of RLCM, not the whole method).",
-        "arXiv 2505.05470, 2505.07818, 2509.05952, 2404.03673",
+        "cps (keeps the coefficients, no excess noise) or overshoot (flow_sde's noise for few "
+        "steps: denoises too far and adds noise back).",
+        "arXiv 2505.05470, 2505.07818, 2509.05952",
     )
     noise_level: Positive = option(
         0.7,
         "Strength of the noise: a for flow_sde and overshoot, eta for dance_sde, a in (0, 1] for "
-        "cps, 1 for renoise.",
+        "cps.",
         "published: 0.7 for flow_sde, 0.3 for dance_sde, 0.8 for cps",
     )
     staleness: Literal[0, 1] = option(

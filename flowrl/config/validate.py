@@ -34,11 +34,6 @@ def check_rollout(rollout: RolloutOptions, optim: OptimOptions) -> None:
             f"rollout.noise_level is {rollout.noise_level}, but cps takes at most 1, which "
             "replaces all noise: the nearest valid value is 1"
         )
-    if rollout.kernel == "renoise" and rollout.noise_level != 1:
-        raise ValueError(
-            f"rollout.noise_level is {rollout.noise_level}, but renoise always replaces all "
-            "noise: the nearest valid value is 1"
-        )
     if rollout.group_size < 2:
         raise ValueError(
             "rollout.group_size is 1, but an image is compared with the others of its prompt: "
@@ -195,10 +190,10 @@ def check_objective(objective: Objective, rollout: RolloutOptions) -> None:
 
 
 def _check_grpo(objective: GRPOOptions, rollout: RolloutOptions) -> None:
-    if objective.kl_form == "latent_no_dt" and rollout.kernel in ("cps", "renoise"):
+    if objective.kl_form == "latent_no_dt" and rollout.kernel == "cps":
         raise ValueError(
             "objective.kl_form is latent_no_dt, which leaves out the step length of an SDE, and "
-            f"rollout.kernel {rollout.kernel} has none: use latent_dt, the published form for cps"
+            "rollout.kernel cps has none: use latent_dt, the published form for it"
         )
 
 

@@ -1,4 +1,4 @@
-"""One denoising step as a Gaussian: ODE, Flow-SDE, Dance-SDE, CPS, overshoot and re-noising.
+"""One denoising step as a Gaussian: ODE, Flow-SDE, Dance-SDE, CPS and overshoot.
 
 Every step has the signature (x, v, sigma, sigma_next, g) -> (mean, std) with x, v: (B, *latent)
 in fp32 or wider; sigma, sigma_next, g: () or (B,); mean: (B, *latent); std: (B,). The next
@@ -43,7 +43,7 @@ def extrapolate(v_ref: Tensor, v: Tensor, strength: float) -> Tensor:
     return v_ref.lerp(v, strength)
 
 
-# --- One denoising step as a Gaussian: ODE, Flow-SDE, Dance-SDE, CPS, overshoot, re-noising -----
+# --- One denoising step as a Gaussian: ODE, Flow-SDE, Dance-SDE, CPS, overshoot -----------------
 
 
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -108,7 +108,7 @@ def overshoot_step(
         std^2 = 2 d sigma / (1 - sigma) = a^2 sigma / (1 - sigma) |dt|
 
     which is `sde_step` with `flow_sde_noise`. Long steps get less noise than there. A step whose
-    overshoot would pass 0 stops at 0, and is `renoise_step`.
+    overshoot would pass 0 stops at 0: its mean is (1 - sigma_next) x0 and its std sigma_next.
     """
     spare = torch.minimum(g**2 / 2 * (sigma - sigma_next), sigma_next)
     below = sigma_next - spare
@@ -116,22 +116,6 @@ def overshoot_step(
     denoised, _ = ode_step(x, v, sigma, below, g)
     std = (lost * (sigma_next + (1 - lost) * below)).sqrt()
     return lift(1 - lost, x) * denoised, std.expand(len(x))
-
-
-def renoise_step(
-    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Predict the clean latent and noise it anew; `g` is a switch, on where it is not 0.
-
-    A consistency model's transition (RLCM, 2404.03673) in terms of a flow: mean =
-    (1 - sigma_next) x0 and std = sigma_next, with v = (x - f(x, sigma)) / sigma for the
-    consistency function f. It keeps every marginal exactly, for any steps, if f maps marginals
-    to the data as its name promises; with a flow's velocity it is `cps_step` at level 1.
-    """
-    euler, still = ode_step(x, v, sigma, sigma_next, g)
-    on = g != 0
-    mean = torch.where(lift(on, x), lift(1 - sigma_next, x) * x0_from_velocity(x, v, sigma), euler)
-    return mean, torch.where(on, sigma_next, still)
 
 
 def flow_sde_noise(sigmas: Tensor, level: float) -> Tensor:
@@ -164,13 +148,6 @@ def overshoot_noise(sigmas: Tensor, level: float) -> Tensor:
     return _until_clean(torch.full_like(sigmas[:-1], level), sigmas)
 
 
-def renoise_noise(sigmas: Tensor, level: float) -> Tensor:
-    """On in every step but the last, which returns x0 = f(x, sigma). (T+1,) -> (T,)"""
-    if level != 1:
-        raise ValueError(f"re-noising has no noise level: set it to 1, got {level}")
-    return _until_clean(torch.ones_like(sigmas[:-1]), sigmas)
-
-
 def _until_clean(g: Tensor, sigmas: Tensor) -> Tensor:
     """No noise in a step that ends at sigma = 0: it would be seen in the image."""
     return torch.where(sigmas[1:] > 0, g, 0.0)
@@ -190,5 +167,4 @@ KERNELS: dict[str, StepKernel] = {
     "dance_sde": StepKernel(name="dance_sde", step=sde_step, noise=dance_noise),
     "cps": StepKernel(name="cps", step=cps_step, noise=cps_noise),
     "overshoot": StepKernel(name="overshoot", step=overshoot_step, noise=overshoot_noise),
-    "renoise": StepKernel(name="renoise", step=renoise_step, noise=renoise_noise),
 }

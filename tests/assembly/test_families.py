@@ -82,10 +82,7 @@ SAMPLED = {
     }
     for kind, tree in TREES.items()
 } | {
-    f"kernel {name}": {
-        "rollout": CHAINS | {"kernel": name, "noise_level": 1.0 if name == "renoise" else 0.7}
-    }
-    for name in KERNELS
+    f"kernel {name}": {"rollout": CHAINS | {"kernel": name, "noise_level": 0.7}} for name in KERNELS
 }
 
 

@@ -101,7 +101,7 @@ def test_plans_of_peoples_own_that_fail_or_train_nothing_are_one_sentence(tmp_pa
         (["optim.updates_per_rollout=3"], "optim.updates_per_rollout", "2"),
         (["rollout.group_size=1"], "rollout.group_size", "2"),
         (["rollout.kernel=cps", "rollout.noise_level=1.5"], "rollout.noise_level", "1"),
-        (["rollout.kernel=renoise", "rollout.noise_level=1", "objective.kl_form=latent_no_dt"],
+        (["rollout.kernel=cps", "rollout.noise_level=1", "objective.kl_form=latent_no_dt"],
          "objective.kl_form", "latent_dt"),
         (["prompts.retained=8", "rollout.group_size=8"], "prompts.retained", "7"),
         (["prompts.retained=2", "rollout.explore={}"], "prompts.retained", "null"),

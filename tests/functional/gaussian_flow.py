@@ -113,14 +113,9 @@ def no_noise(sigmas: Tensor, level: float) -> Tensor:
     return torch.zeros_like(sigmas[1:])
 
 
-def levels(kernel: StepKernel, *wanted: float) -> tuple[float, ...]:
-    return (1.0,) if kernel.name == "renoise" else wanted
-
-
 ODE = Sampler(StepKernel(name="ode", step=ode_step, noise=no_noise), 0.0)
 FLOW_SDE = [Sampler(KERNELS["flow_sde"], level) for level in (0.0, 0.3, 0.7, 1.0)]
 DANCE_SDE = [Sampler(KERNELS["dance_sde"], level) for level in (0.0, 0.3, 0.7)]
 CPS = [Sampler(KERNELS["cps"], level) for level in (0.0, 0.3, 0.5, 0.8, 1.0)]
 OVERSHOOT = [Sampler(KERNELS["overshoot"], level) for level in (0.0, 0.3, 0.7, 1.2)]
-RENOISE = Sampler(KERNELS["renoise"], 1.0)
-SAMPLERS = [ODE, *FLOW_SDE, *DANCE_SDE, *CPS, *OVERSHOOT, RENOISE]
+SAMPLERS = [ODE, *FLOW_SDE, *DANCE_SDE, *CPS, *OVERSHOOT]

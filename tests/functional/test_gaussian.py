@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from gaussian_flow import F64, SCHEDULES, Sampler, levels
+from gaussian_flow import F64, SCHEDULES, Sampler
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributions import Independent, Normal, kl_divergence
@@ -80,7 +80,7 @@ def test_kl_is_the_exact_divergence_of_two_gaussians(seed, std):
 
 
 def test_true_kl_of_a_step_is_the_published_form_times_size_over_dt():
-    for sampler in [Sampler(k, a) for k in KERNELS.values() for a in levels(k, 0.3, 0.8)]:
+    for sampler in [Sampler(k, a) for k in KERNELS.values() for a in (0.3, 0.8)]:
         for schedule in SCHEDULES.values():
             sigma, sigma_next, g = noisy_steps(sampler, schedule)
             dt = sigma_next - sigma

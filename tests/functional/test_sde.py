@@ -14,7 +14,6 @@ from gaussian_flow import (
     Sampler,
     extract,
     final_var,
-    levels,
     moments,
     no_noise,
     uniform_sigmas,
@@ -31,8 +30,6 @@ from flowrl.functional.sde import (
     lift,
     noise_from_velocity,
     overshoot_step,
-    renoise_noise,
-    renoise_step,
     x0_from_velocity,
 )
 
@@ -52,7 +49,7 @@ def test_every_step_is_the_affine_map_of_the_theory():
                 for sigmas in map(schedule, (1, 10)):
                     t, t_next, g = sigmas[:-1], sigmas[1:], sampler.g(sigmas)
                     dt, var, s2 = t_next - t, flow.var(t), flow.data_std**2
-                    if sampler.kernel.step in (cps_step, renoise_step):
+                    if sampler.kernel.step is cps_step:
                         kept = (g * math.pi / 2).cos()
                         a = ((1 - t_next) * (1 - t) * s2 + t * t_next * kept) / var
                         c = t_next * (g * math.pi / 2).sin()
@@ -90,7 +87,7 @@ def test_step_to_clean_data_has_no_noise_and_every_other_has():
     for kernel in KERNELS.values():
         for schedule in SCHEDULES.values():
             for sigmas in map(schedule, (1, 10)):
-                g = kernel.noise(sigmas, *levels(kernel, 0.7))
+                g = kernel.noise(sigmas, 0.7)
                 assert g.shape == (len(sigmas) - 1,)
                 assert g[-1] == 0 and bool((g[:-1] > 0).all()) and bool(g.isfinite().all())
 
@@ -101,7 +98,6 @@ def test_noise_laws_are_their_formulas():
     assert KERNELS["flow_sde"].noise(sigmas, 0.7).tolist() == pytest.approx(expected, abs=1e-12)
     assert KERNELS["dance_sde"].noise(sigmas, 0.7).tolist() == [0.7, 0.7, 0.7, 0]
     assert KERNELS["cps"].noise(sigmas, 0.7).tolist() == [0.7, 0.7, 0.7, 0]
-    assert KERNELS["renoise"].noise(sigmas, 1.0).tolist() == [1, 1, 1, 0]
     for name in ("flow_sde", "dance_sde", "cps", "overshoot"):
         assert torch.equal(KERNELS[name].noise(sigmas, 0.0), torch.zeros(4, dtype=F64))
 
@@ -120,9 +116,6 @@ def test_levels_that_a_kernel_does_not_have_are_refused():
     for level in (-0.1, 1.1):
         with pytest.raises(ValueError, match=str(level)):
             cps_noise(uniform_sigmas(4), level)
-    for level in (0.0, 0.7, 1.1):
-        with pytest.raises(ValueError, match=str(level)):
-            renoise_noise(uniform_sigmas(4), level)
 
 
 def test_overshooting_keeps_every_marginal_where_its_ode_step_is_exact():
@@ -148,7 +141,8 @@ def test_an_overshoot_past_clean_data_is_noised_anew_from_its_x0():
     x, v = randn(2, 1, 6)
     sigma, sigma_next = torch.tensor(0.6, dtype=F64), torch.tensor(0.05, dtype=F64)
     ours = overshoot_step(x, v, sigma, sigma_next, torch.tensor(0.7, dtype=F64))
-    assert_close(ours, renoise_step(x, v, sigma, sigma_next, torch.ones((), dtype=F64)))
+    assert_close(ours[0], (1 - sigma_next) * x0_from_velocity(x, v, sigma))
+    assert_close(ours[1], sigma_next.expand(1))
 
 
 def test_overshooting_leaves_least_variance_amiss_at_few_steps():
@@ -184,18 +178,6 @@ def test_with_the_noise_of_overshooting_the_sde_still_leaves_more_variance():
         if (schedule, steps) == ("uniform", 5):
             less = 1 - g[:-1] / sde.g(sigmas)[:-1]
             assert (less.min().item(), less.max().item()) == pytest.approx((0.25, 0.45), abs=5e-3)
-
-
-def test_rows_may_be_renoised_one_by_one():
-    """A row with g = 0 is the Euler step, to the last bit, beside one that is noised anew."""
-    x, v = randn(2, 3, 4, dtype=torch.float32)
-    sigma, sigma_next = torch.full((3,), 0.6), torch.full((3,), 0.3)
-    g = torch.tensor([1.0, 0.0, 0.25])  # a switch: any other value is on
-    mean, std = renoise_step(x, v, sigma, sigma_next, g)
-    assert torch.equal(mean[1], x[1] + (sigma_next - sigma)[1] * v[1])
-    assert torch.equal(std, torch.tensor([0.3, 0.0, 0.3]))
-    assert_close(mean[0], 0.7 * (x[0] - 0.6 * v[0]))
-    assert mean.dtype == std.dtype == torch.float32
 
 
 sigmas = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=4).map(

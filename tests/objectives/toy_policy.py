@@ -54,9 +54,7 @@ def collect(toy: Toy, kernel: str = "flow_sde", reward=REWARD, plan=CHAINS) -> R
         return torch.randn(len(prompt), D, generator=generator).double()
 
     sigmas = torch.linspace(1, 0, T + 1).double()
-    schedule = Schedule(
-        sigmas=sigmas, kernel=KERNELS[kernel], noise_level=1.0 if kernel == "renoise" else 0.6
-    )
+    schedule = Schedule(sigmas=sigmas, kernel=KERNELS[kernel], noise_level=0.6)
 
     def velocity(x, sigma, prompt):
         return toy(x, sigma.expand(len(x)), cond().take(prompt))
@@ -100,7 +98,7 @@ def log_density(toy, rollout, kernel, t: Transitions | None = None):
     s1, g = t.sigma_next[:, None], t.g[:, None]
     v = toy(x, s[:, 0], rollout.cond.take(prompt))
     x0, eps = x - s * v, x + (1 - s) * v
-    if kernel in ("cps", "renoise"):  # the second is the first at level 1
+    if kernel == "cps":
         std = s1 * torch.sin(g * math.pi / 2)
         mean = (1 - s1) * x0 + s1 * torch.cos(g * math.pi / 2) * eps
     elif kernel == "overshoot":
