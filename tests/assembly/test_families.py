@@ -60,8 +60,7 @@ OBJECTIVES |= {
 }
 FOLLOWED = {
     "refl": {}, "draft": {"steps": 2, "kl_coef": 0.1}, "draft_lv": {}, "srpo": {},
-    "align_prop": {}, "leap_align": {}, "flowbp_sparse": {"steps": 2},
-    "flowbp_bridge": {"steps": 2}, "flowbp_lagrange": {},
+    "align_prop": {},
 }  # fmt: skip
 OBJECTIVES |= {
     kind: {"objective": {"kind": kind} | changes, "rollout": ODE | {"group_size": 2}} | COLORS
