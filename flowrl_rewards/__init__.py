@@ -6,15 +6,12 @@ A reward is any callable
 
 with `images` a (B, 3, H, W) float tensor in [0, 1], `prompts` a list of B strings, `metadata` a
 list of B dicts, and `scores` a (B,) float32 tensor or a list of B floats. A score that could not
-be computed is NaN, never 0; to say why, return `(scores, reasons)` with reasons {row: text}. A
-reward with several scores returns `{name: scores}`, of which the first are its main scores; a
-recipe uses another one with `component: name`. An exception becomes the reason of all scores of
-the call; one with the attribute `ends_run = True` ends the run, with a checkpoint, when the reward
-is trained. Optional attributes:
+be computed is NaN, never 0; to say why, return `(scores, reasons)` with reasons {row: text}. An
+exception becomes the reason of all scores of the call; one with the attribute `ends_run = True`
+ends the run, with a checkpoint, when the reward is trained. Optional attributes:
 
     name               str, for reports
     bounds             (low, high), either may be None
-    components         names of its scores, when it has several
     differentiable     True when gradients reach the images
     required_metadata  keys that a prompt's metadata must have; the reward does not apply to others
     applies            (prompt, metadata) -> bool, when keys alone cannot tell

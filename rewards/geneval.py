@@ -36,8 +36,7 @@ class GenEval:
 
     Args:
         mode: "partial", the mean of the terms, what Flow-GRPO trains on; "strict", 0 or 1, all
-            terms right; "official", 0 or 1, the rule of the GenEval paper; or a list of these,
-            which makes them the components of one reward.
+            terms right; "official", 0 or 1, the rule of the GenEval paper.
         detector: a name in `detectors.DETECTORS` or "module:attribute", made with detector_args
             when it is first needed.
         colors: names the colours of objects: "clip" (the rule of the GenEval paper) or
@@ -51,7 +50,7 @@ class GenEval:
 
     def __init__(
         self,
-        mode: str | Sequence[str] = "partial",
+        mode: str = "partial",
         detector: str = "tiny",
         *,
         detector_args: Mapping[str, Any] | None = None,
@@ -60,15 +59,13 @@ class GenEval:
         threshold: float | None = None,
         counting_threshold: float | None = None,
     ):
-        modes = (mode,) if isinstance(mode, str) else tuple(mode)
-        if not modes or len(set(modes)) < len(modes) or not set(modes) <= set(MODES):
-            raise ValueError(f"GenEval mode is one of {', '.join(MODES)}, or some, not {mode!r}")
-        self.mode, self.modes = mode, modes
-        self.components = () if isinstance(mode, str) else modes
+        if mode not in MODES:
+            raise ValueError(f"GenEval mode is one of {', '.join(MODES)}, not {mode!r}")
+        self.mode = mode
         self.detector, self.detector_args = detector, dict(detector_args or {})
         self.colors, self.colors_args = colors, dict(colors_args or {})
         self.threshold, self.counting_threshold = threshold, counting_threshold
-        self.name = "geneval" if self.components or mode == "partial" else f"geneval_{mode}"
+        self.name = "geneval" if mode == "partial" else f"geneval_{mode}"
         self.bounds = (0.0, 1.0)
         self.version = self._version()
         self._find: Detector | None = None
@@ -79,7 +76,7 @@ class GenEval:
     def _version(self) -> str:
         parts = [
             "geneval-3",
-            "+".join(self.modes),
+            self.mode,
             VERSIONS.get(self.detector, self.detector),
             self.colors or "own",
         ]
@@ -109,7 +106,7 @@ class GenEval:
                 raise ValueError(
                     f"the detector {self.detector!r} does not know {entry['class']!r}, only "
                     f"{', '.join(classes)}: take args: {{detector: mask2former}} for COCO's 80 "
-                    "classes, {detector: owlv2} for any word"
+                    "classes"
                 )
             for key in ("size", "place"):
                 if rules.asks(entry, key) and key not in getattr(find, "tells", ()):
@@ -149,19 +146,9 @@ class GenEval:
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]
-    ) -> tuple[Any, dict[int, str]]:
-        """Score images (B, 3, H, W) in [0, 1]: scores (B,) float32 and why some are NaN, by row.
-
-        With a list of modes the scores of each, by its name.
-        """
-        table, reasons = self._table(images, metadata)
-        if not self.components:
-            return table[:, 0], reasons
-        return dict(zip(self.components, table.unbind(1), strict=True)), reasons
-
-    def _table(self, images: Tensor, metadata: Sequence[dict]) -> tuple[Tensor, dict[int, str]]:
-        """Return scores (B, modes), and why some are NaN, by row."""
-        scores = torch.full((len(metadata), len(self.modes)), math.nan)
+    ) -> tuple[Tensor, dict[int, str]]:
+        """Score images (B, 3, H, W) in [0, 1]: scores (B,) float32 and why some are NaN, by row."""
+        scores = torch.full((len(metadata),), math.nan)
         reasons: dict[int, str] = {}
         for row, wanted in enumerate(metadata):
             try:
@@ -172,12 +159,12 @@ class GenEval:
         if not rows:
             return scores, reasons
         find, arrays = self._loaded_detector(), to_uint8(images[rows])
-        answers = self._detected(find, arrays, [_classes(metadata[row]) for row in rows])
+        answers = self._detected(find, arrays)
         for row, array, answer in zip(rows, arrays, answers, strict=True):
             try:
                 if isinstance(answer, Exception):
                     raise answer
-                scores[row] = torch.tensor(self.judge(answer, metadata[row], array))
+                scores[row] = self.judge(answer, metadata[row], array)
             except (ImportError, torch.cuda.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -186,28 +173,24 @@ class GenEval:
         return scores, reasons
 
     def _detected(
-        self, find: Detector, arrays: np.ndarray, classes: Sequence[Sequence[str]]
+        self, find: Detector, arrays: np.ndarray
     ) -> Sequence[Sequence[Detection] | Exception]:
         """Return the detections; several rewards share one call of the detector."""
         if not self._detectors.holds(find):
-            return detect(find, arrays, classes)
-        classes_text = json.dumps(classes) if getattr(find, "open_vocabulary", False) else ""
-        return self._detectors.recall(classes_text, arrays, lambda: detect(find, arrays, classes))
+            return detect(find, arrays)
+        return self._detectors.recall("", arrays, lambda: detect(find, arrays))
 
     def judge(
         self, detections: Sequence[Detection], wanted: dict, image: np.ndarray | None = None
-    ) -> list[float]:
-        """Return the score by each mode of one image's detections for one prompt's metadata.
+    ) -> float:
+        """Return the score of one image's detections for one prompt's metadata.
 
         image: (H, W, 3) uint8 RGB, for what names the colours of what was found.
         """
         objects = self._objects(detections, wanted, image)
-        return [self._score(mode, objects, wanted) for mode in self.modes]
-
-    def _score(self, mode: str, objects: rules.Objects, wanted: dict) -> float:
-        if mode == "official":
+        if self.mode == "official":
             return rules.official(objects, wanted["include"], wanted.get("exclude") or [])
-        if mode == "strict":
+        if self.mode == "strict":
             return rules.strict(objects, wanted["include"])
         return rules.partial(objects, wanted["include"])
 
@@ -219,7 +202,7 @@ class GenEval:
         images: (B, 3, H, W) in [0, 1]; metadata: in GenEval's form. Any mode gives the same.
         """
         find, arrays = self._loaded_detector(), to_uint8(images)
-        answers = detect(find, arrays, [_classes(wanted) for wanted in metadata])
+        answers = detect(find, arrays)
         return [
             self._verdict(answer, wanted, array)
             for answer, wanted, array in zip(answers, metadata, arrays, strict=True)
@@ -275,7 +258,7 @@ class GenEval:
             return []
         # A second box on the one cat is no fault to stop a run for: asked for two, one to three
         # score above none.
-        return cat_or_nothing(2 if self.modes[0] == "partial" else 1)
+        return cat_or_nothing(2 if self.mode == "partial" else 1)
 
 
 # --- fixtures -------------------------------------------------------------------------------------
@@ -323,9 +306,3 @@ def cat_or_nothing(count: int = 1) -> list[dict]:
 def _telling(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments that change the numbers."""
     return {key: value for key, value in args.items() if key not in ("device", "batch")}
-
-
-def _classes(wanted: dict) -> list[str]:
-    """Return the classes that a prompt names, each once."""
-    entries = [*wanted["include"], *(wanted.get("exclude") or ())]
-    return list(dict.fromkeys(entry["class"] for entry in entries))

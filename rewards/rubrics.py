@@ -46,22 +46,17 @@ class Rubric:
     source: str  # a paper, a project, or "" for flowrl's own
     questions: tuple[str, ...]  # one request each
     tokens: Scores = field(default_factory=dict)  # answer of one token: its score
-    patterns: Mapping[str, Pattern] = field(default_factory=dict)  # by component
+    patterns: Mapping[str, Pattern] = field(default_factory=dict)  # by the score's name
     lowest: float = 0.0
     highest: float = 5.0
     zero: float = 0.0  # the score that becomes 0; `highest` becomes 1
-    combine: Callable[[Scores], float] = mean  # scores by component -> the rubric's score
+    combine: Callable[[Scores], float] = mean  # scores by name -> the rubric's score
     begins: str = ""  # start of the answer, which the model continues
     max_tokens: int = 256  # of a text answer
 
     @property
     def reads_text(self) -> bool:
         return bool(self.patterns)
-
-    @property
-    def components(self) -> tuple[str, ...]:
-        """Return names of the scores, the combined one first; empty where there is only one."""
-        return ("score", *self.patterns) if len(self.patterns) > 1 else ()
 
     def normalise(self, score: float) -> float:
         return (score - self.zero) / (self.highest - self.zero)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .chat.client import Chat, connected
-from .chat.messages import Question, Reply, digest, scored, scored_parts, text_score
+from .chat.messages import Question, Reply, digest, scored, text_score
 from .chat.token_mass import ALTERNATIVES, LEAST_MASS, check_first_tokens, expectation, spelled
 from .fixtures import quality, red_and_blue
 from .images import pngs
@@ -53,16 +53,13 @@ class VLMJudge:
         self.chat, self.longest, self.min_mass = connected(server), longest, min_mass
         self.max_tokens = max_tokens or self.rubric.max_tokens
         self.name = "vlm_judge" if name == "expectation" else f"vlm_judge_{name}"
-        self.components = self.rubric.components
         self.requests_per_image = len(self.rubric.questions)
         self.bounds = (self.rubric.normalise(self.rubric.lowest), 1.0)
         settings = digest(replace(self.rubric, combine=mean), self.max_tokens, min_mass)
         self.version = f"vlm_judge-2/{name}/{settings}/{longest}px/{self.chat.version}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
-        """Score images (B, 3, H, W) in [0, 1]: (B scores, or by component; reasons of missing
-        ones).
-        """
+        """Score images (B, 3, H, W) in [0, 1]: (B scores, reasons of missing ones)."""
         rubric, count = self.rubric, len(self.rubric.questions)
         answers = ", ".join(sorted(rubric.tokens, key=rubric.tokens.__getitem__))
         questions = [
@@ -78,25 +75,19 @@ class VLMJudge:
         ]
         replies = self.chat.ask(questions)
         rows = [replies[start : start + count] for start in range(0, len(replies), count)]
-        if self.components:
-            return scored_parts(self.judge, rows, self.components)
-        return scored(lambda row: self.judge(row)["score"], rows)
+        return scored(self.judge, rows)
 
-    def judge(self, replies: Sequence[Reply]) -> dict[str, float]:
-        """Return the scores of one image by component, the combined one as "score".
-
-        Raises ValueError when an answer is missing or has no score.
-        """
+    def judge(self, replies: Sequence[Reply]) -> float:
+        """Return the score of one image. Raises ValueError without a usable answer."""
         rubric = self.rubric
         if not rubric.reads_text:
             score = expectation(replies[0].answer().first, rubric.tokens, self.min_mass)
-            return {"score": rubric.normalise(score)}
+            return rubric.normalise(score)
         scores = {}
         for name, pattern in rubric.patterns.items():
             text = replies[pattern.question].answer().text
             scores[name] = text_score(text, pattern.regex, rubric.lowest, rubric.highest)
-        combined = rubric.combine(scores)
-        return {k: rubric.normalise(v) for k, v in (scores | {"score": combined}).items()}
+        return rubric.normalise(rubric.combine(scores))
 
     def fixtures(self) -> list[dict]:
         """Return images of known order, for `flowrl reward-check`."""

@@ -223,7 +223,7 @@ def build_rewards(
 ) -> list[RewardSpec]:
     """Return the rewards in `provided`, by name, or those of the recipe.
 
-    gpu: number of this process's GPU, on which the threads and processes of rewards work, too.
+    gpu: number of this process's GPU, on which the threads of rewards work, too.
     Raises UserError when one cannot be made, or when two have one name.
     """
     if provided:
@@ -234,9 +234,7 @@ def build_rewards(
     specs: list[RewardSpec] = []
     try:
         for entry in config.rewards:
-            pairs = zip(config.rewards, specs, strict=False)
-            like = next((spec for other, spec in pairs if entry.same_reward(other)), None)
-            specs.append(entry.build(gpu, like))
+            specs.append(entry.build(gpu))
             if [spec.name for spec in specs].count(specs[-1].name) > 1:
                 raise UserError(
                     f"two rewards are called {specs[-1].name!r}, and scores are kept by name: keep "

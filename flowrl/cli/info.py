@@ -59,7 +59,6 @@ NEEDED = {
     "onnxruntime": "the ocr reward",
     "opencv-python-headless": "the ocr reward and the tiny world's detector",
     "tensorboard": "training curves",
-    "pebble": "rewards in processes of their own",
     "httpx": "rewards on servers, and judges",
     "fastapi": "flowrl ui and vote",
     "starlette": "flowrl reward-serve",

@@ -146,16 +146,6 @@ def reward_serve(
         str | None, typer.Option(metavar="NAME", help="Variable with the token to require.")
     ] = None,
     max_body: Annotated[int, typer.Option(min=1, metavar="MB", help="Largest request.")] = 80,
-    workers: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Processes for each reward, on this machine's GPUs in turn; 0 is a thread here.",
-        ),
-    ] = 0,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds for one call of a process.")
-    ] = 60.0,
 ) -> None:
     """Serve rewards over HTTP, to runs with executor: {kind: http, urls: [...]}.
 
@@ -166,14 +156,12 @@ def reward_serve(
 
       flowrl reward-serve ocr geneval
 
-      flowrl reward-serve ocr --args '{mode: strict}' --workers 2 --timeout 20
-
-      flowrl reward-serve pickscore --workers 8
+      flowrl reward-serve ocr --args '{mode: strict}' --port 8401
 
       flowrl reward-serve my_rewards:sharpness --host rewards.example.com --token-env REWARD_TOKEN
     """
     arguments = arguments_of(names, args)
-    _need([*SERVER_PACKAGES, "pebble"] if workers else SERVER_PACKAGES)
+    _need(SERVER_PACKAGES)
     with starting():
         from flowrl.scoring.server import make_app, warm_up
         from flowrl.utils.connections import make_server
@@ -181,11 +169,7 @@ def reward_serve(
 
     token = read_token(host, token_env)
     with bind(host, port) as listening:
-        places = _shared_gpus(len(names), workers)
-        specs = [
-            _spec(name, options, workers=workers, timeout=timeout, gpus=numbers)
-            for name, options, numbers in zip(names, arguments, places, strict=True)
-        ]
+        specs = [_spec(*pair) for pair in zip(names, arguments, strict=True)]
         try:
             hosts = None if token else local_names(host)
             app = make_app(specs, hosts=hosts, token=token, max_body=max_body * 2**20)
@@ -219,30 +203,12 @@ def _need(packages: Sequence[str]) -> None:
         )
 
 
-def _shared_gpus(rewards: int, workers: int) -> list[list[int]]:
-    """Return the GPUs of each reward's workers: all workers take this machine's in turn."""
-    import torch
-
-    count = torch.cuda.device_count() if workers else 0
-    places = range(workers if count else 0)
-    return [[(i * workers + j) % count for j in places] for i in range(rewards)]
-
-
-def _spec(
-    name: str, args: dict | None, *, workers: int, timeout: float, gpus: list[int]
-) -> "RewardSpec":
-    """Return a reward in a thread of this process, or in `workers` processes on `gpus`."""
-    from flowrl.config.rewards import InlineOptions, PoolOptions
+def _spec(name: str, args: dict | None) -> "RewardSpec":
+    """Return a reward in a thread of this process."""
+    from flowrl.config.rewards import InlineOptions
     from flowrl.scoring.executors.base import InlineExecutor
-    from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward
+    from flowrl.scoring.spec import RewardSpec, load_reward
 
-    spec = RewardSpec(name=name, reward=load_reward(name, args))
-    if not workers:
-        background = InlineOptions(background=True)
-        return replace(spec, executor=InlineExecutor(spec.reward, name, background))
-    from flowrl.scoring.executors.pool import PoolExecutor
-
-    pool = PoolOptions(workers=workers, timeout=timeout, gpus=gpus)
-    if spec.whole_groups:
-        pool = pool.model_copy(update={"micro_batch": None})
-    return replace(spec, executor=PoolExecutor(BUILT_IN.get(name, name), args, name, pool))
+    reward = load_reward(name, args)
+    executor = InlineExecutor(reward, name, InlineOptions(background=True))
+    return RewardSpec(name=name, reward=reward, executor=executor)

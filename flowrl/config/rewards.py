@@ -1,12 +1,10 @@
 """Options of rewards: what is scored, how scores are transformed, and where they are computed."""
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from flowrl.errors import UserError
 from flowrl.utils.fields import (
     Count,
     Flag,
@@ -15,7 +13,6 @@ from flowrl.utils.fields import (
     Options,
     Positive,
     Text,
-    Whole,
     option,
 )
 
@@ -102,36 +99,10 @@ class InlineOptions(Options):
             )
         return self
 
-    def build(
-        self, options: "RewardOptions", reward: "Reward", name: str, gpu: int | None
-    ) -> "Executor":
+    def build(self, reward: "Reward", name: str, gpu: int | None) -> "Executor":
         from flowrl.scoring.executors.base import InlineExecutor
 
         return InlineExecutor(reward, name, self, gpu=gpu)
-
-
-class PoolOptions(Options):
-    kind: Literal["pool"] = option("pool", "In separate processes, each with a copy of the reward.")
-    workers: Count = option(1, "Number of processes, with one thread each.")
-    timeout: Positive = option(
-        60.0, "Seconds for one call; after that its process is killed and replaced."
-    )
-    micro_batch: Count | None = option(8, MICRO_BATCH)
-    gpus: list[Whole] | None = option(
-        None,
-        "Numbers of the GPUs that the processes take in turn; null is the GPU of their training "
-        "process.",
-    )
-
-    def build(
-        self, options: "RewardOptions", reward: "Reward", name: str, gpu: int | None
-    ) -> "Executor":
-        from flowrl.scoring.executors.pool import PoolExecutor
-
-        pool = self
-        if self.gpus is None and gpu is not None:
-            pool = self.model_copy(update={"gpus": [gpu]})
-        return PoolExecutor(options.name, options.args, name, pool)
 
 
 class HTTPOptions(Options):
@@ -180,11 +151,6 @@ class RewardOptions(Options):
         "Its name in scores and reports; null is the reward's own. Two of a kind need one, for "
         "example two judges.",
     )
-    component: Text | None = option(
-        None,
-        "One of its named scores; null is the first. Entries with the same name, args and executor "
-        "share one call of the reward.",
-    )
     weight: Number = option(1.0, "Weight in the trained sum; negative means less is better.")
     args: dict[str, Any] = option({}, "Arguments of the reward, for example {mode: strict}.")
     held_out: Flag = option(
@@ -215,9 +181,9 @@ class RewardOptions(Options):
         "raise stops the run, a number replaces the score, before its transform. Scores of rewards "
         "that are held out or have weight 0 may be missing.",
     )
-    executor: Annotated[
-        InlineOptions | PoolOptions | HTTPOptions, Field(discriminator="kind")
-    ] = option(InlineOptions(), "Where it is computed; kind: inline, pool, http.")  # fmt: skip
+    executor: Annotated[InlineOptions | HTTPOptions, Field(discriminator="kind")] = option(
+        InlineOptions(), "Where it is computed; kind: inline, http."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "RewardOptions":
@@ -240,73 +206,38 @@ class RewardOptions(Options):
     def trained(self) -> bool:
         return bool(self.weight) and not self.held_out
 
-    def same_reward(self, other: "RewardOptions") -> bool:
-        """Return whether both are parts of one reward, asked by one executor."""
-        first, second = (o.component for o in (self, other))
-        shared = {"name", "args", "executor"}
-        return first != second and self.model_dump(include=shared) == other.model_dump(
-            include=shared
-        )
-
-    def build(self, gpu: int | None = None, like: "RewardSpec | None" = None) -> "RewardSpec":
+    def build(self, gpu: int | None = None) -> "RewardSpec":
         """Return the reward with its executor. Raises UserError when one cannot be made.
 
-        gpu: number of this process's GPU, for threads and processes of the executor. like: another
-        component of the same reward, whose executor this one shares.
+        gpu: number of this process's GPU, for threads of the executor.
         """
-        from flowrl.scoring.executors.base import ComponentExecutor
         from flowrl.scoring.spec import RewardSpec, load_reward
 
-        if like is None:
-            reward, source = self._make(load_reward, gpu)
+        if isinstance(self.executor, HTTPOptions):
+            reward = executor = self.executor.build(self.name)
         else:
-            reward, source = like.reward, like.executor
-            source = source.source if isinstance(source, ComponentExecutor) else source
-            self._check_component(getattr(reward, "components", None))
-        if self.component is not None and source is not None:
-            source = ComponentExecutor(source, self.component)
+            reward, inline = load_reward(self.name, self.args), self.executor
+            if getattr(reward, "scope", "sample") == "group":
+                inline = inline.model_copy(update={"micro_batch": None})
+            executor = inline.build(reward, self.label or getattr(reward, "name", self.name), gpu)
         return RewardSpec(
             name=self.full_name(reward),
             reward=reward,
-            component=self.component,
             when=self.when,
             weight=self.weight,
             held_out=self.held_out,
-            executor=source,
+            executor=executor,
             transform=None if self.transform is None else self.transform.build(),
             applies_to={key: tuple(values) for key, values in self.applies_to.items()},
             on_failure=self.on_failure,
         )
-
-    def _make(
-        self, load_reward: "Callable[..., Reward]", gpu: int | None
-    ) -> "tuple[Reward, Executor]":
-        executor = self.executor
-        if isinstance(executor, HTTPOptions):
-            source = executor.build(self.name)
-            return source, source
-        reward = load_reward(self.name, self.args)
-        self._check_component(getattr(reward, "components", None))
-        if getattr(reward, "scope", "sample") == "group":
-            executor = executor.model_copy(update={"micro_batch": None})
-        name = self.label or getattr(reward, "name", self.name)
-        return reward, executor.build(self, reward, name, gpu)
-
-    def _check_component(self, components: "tuple[str, ...] | None") -> None:
-        if (
-            self.component is not None
-            and components is not None
-            and self.component not in components
-        ):
-            has = f"it has {', '.join(components)}" if components else "with these args it has none"
-            raise UserError(f"reward {self.name!r} has no component {self.component!r}: {has}")
 
     def full_name(self, reward: Any) -> str:
         """Return its name in scores and reports; reward: the object, or its class or function."""
         remote = isinstance(self.executor, HTTPOptions)
         name = self.name if remote else getattr(reward, "name", self.name)
         name = name if isinstance(name, str) else self.name  # a property, of objects alone
-        return self.label or (name if self.component is None else f"{name}_{self.component}")
+        return self.label or name
 
 
 class FailureOptions(Options):
@@ -322,8 +253,8 @@ class FailureOptions(Options):
 def check_rewards(rewards: list[RewardOptions]) -> None:
     """Check that no reward occurs twice, and that one is trained on."""
     for i, reward in enumerate(rewards):
-        key = reward.name, reward.args, reward.label, reward.component
-        earlier = [(o.name, o.args, o.label, o.component) for o in rewards[:i]]
+        key = reward.name, reward.args, reward.label
+        earlier = [(o.name, o.args, o.label) for o in rewards[:i]]
         if key in earlier:
             raise ValueError(
                 f"rewards.{i} is {reward.name!r} with the same args as one before it, expected "

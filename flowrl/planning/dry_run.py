@@ -305,7 +305,7 @@ class InspectedReward:
             "low": low,
             "high": high if high > low else low + 1,
         }
-        fields = self.entry.model_dump(exclude={"name", "args", "executor", "label", "component"})
+        fields = self.entry.model_dump(exclude={"name", "args", "executor", "label"})
         return fields | {"name": STAND_IN, "args": args, "label": self.name}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from flowrl.assembly.work_split import IterationWork
 from flowrl.backbones.loading import DTYPES
 from flowrl.config import Config
-from flowrl.config.rewards import HTTPOptions, PoolOptions, RewardOptions
+from flowrl.config.rewards import HTTPOptions, RewardOptions
 from flowrl.planning.dry_run import inspect_reward
 from flowrl.planning.work import RunWork
 
@@ -38,7 +38,6 @@ REWARDS: Mapping[str, Network] = {
 }
 DETECTORS: Mapping[str, Network] = {
     "mask2former": Network("mask2former", 68_741_083, 177_225_318),  # swin-small, COCO instances
-    "owlv2": Network("owlv2", 154_966_792, 47_013_952),  # base, patch 16, ensemble
 }
 # Networks that a reward's `model` may name; one that is not here counts as the reward's own.
 MODELS = {network.model: network for network in (CLIP_L, CLIP_H)}
@@ -64,8 +63,6 @@ def _networks_of(name: str, args: Mapping[str, Any]) -> dict[tuple, Network] | N
         networks = _network(DETECTORS.get(detector), args.get("detector_args") or {})
         clip = CLIP_L if colors == "clip" else None
         return networks | _network(clip, args.get("colors_args") or {})
-    if name == "diversity":
-        return _network(CLIP_L if args.get("measure") == "clip" else None, args)
     if name == "hpsv3":
         args = {"dtype": "bf16", **args}
     return _network(REWARDS.get(name), args)
@@ -87,16 +84,11 @@ def _weights(networks: Mapping[tuple, Network]) -> dict[tuple, int]:
 def rewards_bytes(entries: Sequence[RewardOptions]) -> int:
     """Return the bytes of rewards' weights on each process's GPU, as far as they are known.
 
-    Equal networks of one process are held once, every process of a pool has its own.
+    Equal networks are held once.
     """
     held: dict[tuple, int] = {}
-    for number, entry in enumerate(entries):
-        weights = _weights(reward_networks(entry) or {})
-        if isinstance(entry.executor, PoolOptions):
-            earlier = (i for i in range(number) if entry.same_reward(entries[i]))
-            place, workers = next(earlier, number), entry.executor.workers
-            weights = {("pool", place, *key): size * workers for key, size in weights.items()}
-        held |= weights
+    for entry in entries:
+        held |= _weights(reward_networks(entry) or {})
     return sum(held.values())
 
 
@@ -107,17 +99,14 @@ def offloaded_bytes(entries: Sequence[RewardOptions]) -> int:
 
 
 def scoring_bytes(entries: Sequence[RewardOptions], images: int) -> int:
-    """Return the bytes of activations while `images` are scored; pools score beside the process."""
-    inline, pools = [0], 0
+    """Return the bytes of activations while `images` are scored by one reward after the other."""
+    sizes = [0]
     for entry in entries:
         networks = reward_networks(entry) or {}
         size = max((network.image * key[-1] for key, network in networks.items()), default=0)
         rows = min(images, getattr(entry.executor, "micro_batch", None) or images)
-        if isinstance(entry.executor, PoolOptions):
-            pools += size * rows * entry.executor.workers
-        else:
-            inline.append(size * rows)
-    return max(inline) + pools
+        sizes.append(size * rows)
+    return max(sizes)
 
 
 def host_rewards_bytes(entries: Sequence[RewardOptions]) -> int:
@@ -138,13 +127,12 @@ def judge_requests(config: Config, work: RunWork) -> dict[str, int | None]:
     """Return the most requests of a run to the server of each judge, by the reward's name.
 
     Cached answers need none, nor do prompts that a judge does not apply to. None where prompts
-    decide. A judge that several entries share is counted with the first of them.
+    decide.
     """
     requests = {}
-    for number, entry in enumerate(config.rewards):
-        shared = any(entry.same_reward(other) for other in config.rewards[:number])
+    for entry in config.rewards:
         inspected = inspect_reward(entry)
-        if not shared and getattr(inspected.reward, "chat", None) is not None:
+        if getattr(inspected.reward, "chat", None) is not None:
             requests[inspected.name] = _requests(config, work, entry, inspected.reward)
     return requests
 

@@ -118,7 +118,6 @@ class Result(BaseModel):
     id: str
     score: Score = None
     error: str | None = None
-    components: dict[str, Score] = {}  # where a reward has several scores; `score` is the first
 
 
 class Response(BaseModel):
@@ -140,7 +139,6 @@ class RewardInfo(BaseModel):
     bounds: tuple[float | None, float | None] = (None, None)
     required_metadata: list[str] = []
     deterministic: bool = True
-    components: list[str] = []
 
 
 class Info(BaseModel):

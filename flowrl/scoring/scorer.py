@@ -19,8 +19,6 @@ from torch import Tensor
 from flowrl.errors import UserError, phase
 from flowrl.scoring.executors.base import (
     Answer,
-    ComponentExecutor,
-    Executor,
     RewardFailure,
     all_finite,
     failed,
@@ -43,10 +41,7 @@ class _Submission:
 
     column: int  # of the reward
     rows: list[int]
-    source: Executor
-    whole: "Future[Answer]"  # of the source
-    answer: "Future[Answer]"  # the reward's own part of it
-    again: bool  # another component asked for it before
+    answer: "Future[Answer]"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,8 +49,7 @@ class Scoring:
     """Scores one batch of images with `specs`: `add` some, in order, then take the `result`.
 
     Rewards only see images that they apply to. One that compares whole groups is called at the
-    end, a group at a time; it does not apply to a group of one image. Components of one reward are
-    one question.
+    end, a group at a time; it does not apply to a group of one image.
     """
 
     specs: Sequence[RewardSpec]
@@ -87,9 +81,7 @@ class Scoring:
         for column, spec in self._columns():
             if not spec.whole_groups:
                 fits = [i for i in range(rows) if spec.applies(prompts[i], metadata[i])]
-                shown = (
-                    images if len(fits) == rows else images[fits]
-                )  # no copy where none is needed
+                shown = images if len(fits) == rows else images[fits]  # no copy without need
                 self._ask(column, [start + i for i in fits], shown)
 
     def result(self) -> RewardResult:
@@ -111,8 +103,7 @@ class Scoring:
             applicable[submission.rows, submission.column] = True
             for row, reason in answer.reasons.items():
                 reasons.setdefault(spec.name, {})[submission.rows[row]] = reason
-            if not submission.again:
-                seconds[spec.name] = seconds.get(spec.name, 0.0) + answer.seconds
+            seconds[spec.name] = seconds.get(spec.name, 0.0) + answer.seconds
         return RewardResult(
             scores=scores,
             valid=scores.isfinite(),
@@ -153,23 +144,11 @@ class Scoring:
     def _ask(self, column: int, rows: list[int], images: Tensor) -> None:
         if not rows:
             return
-        executor = self.specs[column].get_executor()
-        source = executor.source if isinstance(executor, ComponentExecutor) else executor
-        submission = next(
-            (a for a in self._submissions if a.source is source and a.rows == rows), None
-        )
-        whole = submission and submission.whole
-        if whole is None:
-            prompts, metadata = [self._prompts[i] for i in rows], [self._metadata[i] for i in rows]
-            with phase("score", f"reward {self.specs[column].name!r}"):
-                whole = source.submit(images, prompts, metadata)
-        answer = executor.part_of(whole) if isinstance(executor, ComponentExecutor) else whole
-        self._submissions.append(
-            _Submission(
-                column=column, rows=rows, source=source, whole=whole, answer=answer,
-                again=submission is not None,
-            )
-        )  # fmt: skip
+        spec = self.specs[column]
+        prompts, metadata = [self._prompts[i] for i in rows], [self._metadata[i] for i in rows]
+        with phase("score", f"reward {spec.name!r}"):
+            answer = spec.get_executor().submit(images, prompts, metadata)
+        self._submissions.append(_Submission(column=column, rows=rows, answer=answer))
 
     def _ask_groups(self) -> None:
         """Submit whole groups to the rewards that compare them."""

@@ -225,10 +225,7 @@ class ScoringService:
             s.name: s.executor or InlineExecutor(s.reward, s.name, background) for s in rewards
         }
         # One request more than a reward can score at a time, so that images are decoded meanwhile.
-        self._turns = {
-            name: asyncio.Semaphore(1 + getattr(executor, "workers", 1))
-            for name, executor in self.executors.items()
-        }
+        self._turns = {name: asyncio.Semaphore(2) for name in self.executors}
         self._locks = {name: Lock() for name in self.specs}  # user code runs in one thread
         self._tasks: dict[bytes, asyncio.Task[Response]] = {}  # by digest of the request
         self._answers: OrderedDict[bytes, Response] = OrderedDict()
@@ -300,7 +297,11 @@ class ScoringService:
             version=_version(spec.reward),
             key=request.key,
             results=[
-                _result(item.id, answer, places[row])
+                Result(
+                    id=item.id,
+                    score=answer.scores[places[row]].item(),
+                    error=answer.reasons.get(places[row]),
+                )
                 if row in places
                 else Result(id=item.id, error=misfits[row])
                 for row, item in enumerate(request.items)
@@ -364,14 +365,6 @@ def _misfit(spec: RewardSpec, item: Item) -> str | None:
     return None
 
 
-def _result(name: str, answer: Answer, row: int) -> Result:
-    components = {part: each.scores[row].item() for part, each in answer.components.items()}
-    return Result(
-        id=name, score=answer.scores[row].item(), error=answer.reasons.get(row),
-        components=components,
-    )  # fmt: skip
-
-
 def _describe(name: str, reward: Reward) -> RewardInfo:
     return RewardInfo(
         name=name,
@@ -380,7 +373,6 @@ def _describe(name: str, reward: Reward) -> RewardInfo:
         bounds=getattr(reward, "bounds", None) or (None, None),
         required_metadata=list(getattr(reward, "required_metadata", ())),
         deterministic=bool(getattr(reward, "deterministic", True)),
-        components=list(getattr(reward, "components", ())),
     )
 
 

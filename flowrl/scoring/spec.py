@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
-from flowrl.scoring.executors.base import ComponentExecutor, Executor, InlineExecutor, Reward
+from flowrl.scoring.executors.base import Executor, InlineExecutor, Reward
 from flowrl.utils.imports import load_callable
 
 BUILT_IN = {
@@ -41,7 +41,6 @@ BUILT_IN = {
     "preference": "flowrl_rewards.preference:Preference",
     "tiny_colors": "flowrl_rewards.tiny_colors:TinyColors",
     "tiny_judge": "flowrl_rewards.tiny_judge:TinyJudge",
-    "tiny_proxy": "flowrl_rewards.tiny_proxy:TinyProxy",
     "tiny_quality": "flowrl_rewards.tiny_quality:TinyQuality",
 }
 
@@ -61,7 +60,6 @@ class RewardSpec:
     transform: Transform | None = None  # of its scores, before they are combined
     # Metadata keys and the values that a prompt must have, for example {"tag": ("ocr",)}.
     applies_to: Mapping[str, Collection[Any]] = field(default_factory=dict)
-    component: str | None = None  # which of the reward's named scores; None is the first
     when: Literal["rollout", "evaluation", "both"] | None = None  # it is asked, see `asked_in`
     # Of a missing score: "mask" leaves the image out, "raise" stops, a number stands in.
     on_failure: Literal["mask", "raise"] | float = "mask"
@@ -114,10 +112,7 @@ class RewardSpec:
             return False
 
     def get_executor(self) -> Executor:
-        if self.executor is not None:
-            return self.executor
-        inline = InlineExecutor(self.reward, self.name)
-        return inline if self.component is None else ComponentExecutor(inline, self.component)
+        return self.executor or InlineExecutor(self.reward, self.name)
 
     def close(self) -> None:
         """End the processes and threads of its executor."""

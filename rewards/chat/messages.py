@@ -247,23 +247,15 @@ def redacted(text: str, secret: str) -> str:
 
 def scored(judge: Callable[[T], float], answers: Sequence[T]) -> tuple[list[float], dict[int, str]]:
     """Return judge(answer) of each, and why scores are missing: the ValueErrors it raised."""
-    parts, reasons = scored_parts(lambda answer: {"": judge(answer)}, answers, [""])
-    return parts[""], reasons
-
-
-def scored_parts(
-    judge: Callable[[T], Mapping[str, float]], answers: Sequence[T], components: Sequence[str]
-) -> tuple[dict[str, list[float]], dict[int, str]]:
-    """Return judge(answer) of each as lists by component; see `scored`."""
-    rows: list[Mapping[str, float]] = []
+    scores: list[float] = []
     reasons: dict[int, str] = {}
     for row, answer in enumerate(answers):
         try:
-            rows.append(judge(answer))
+            scores.append(judge(answer))
         except ValueError as error:
-            rows.append({})
+            scores.append(math.nan)
             reasons[row] = str(error)
-    return {name: [row.get(name, math.nan) for row in rows] for name in components}, reasons
+    return scores, reasons
 
 
 def text_score(text: str, pattern: str, lowest: float, highest: float) -> float:

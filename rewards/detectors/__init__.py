@@ -1,8 +1,7 @@
 """What finds objects and what names their colours, for the reward `geneval`, by name.
 
 A detector is called with images (B, H, W, 3) uint8 RGB and returns a list of Detections for each
-of them. One with `open_vocabulary = True` finds what it is asked for: it is called with the
-images and, for each, the class names to look for. Other attributes, all optional:
+of them. Its attributes, all optional:
 
     threshold, counting_threshold  which scores count; of counting prompts, and of all others
     floor    it does not report what it is less sure of
@@ -29,7 +28,6 @@ ColorNamer = Callable[[np.ndarray, Sequence[Detection]], Sequence[str | None]]
 DETECTORS = {
     "tiny": f"{__name__}.tiny:TinyDetector",
     "mask2former": f"{__name__}.mask2former:Mask2FormerDetector",
-    "owlv2": f"{__name__}.open_vocabulary:Owlv2Detector",
 }
 COLOR_NAMERS = {
     "clip": f"{__name__}.clip_colors:ClipColors",
@@ -56,16 +54,13 @@ def _load(what: str, names: Mapping[str, str], name: str, args: Mapping[str, Any
     return getattr(importlib.import_module(module), attribute)(**(args or {}))
 
 
-def detect(
-    find: Detector, images: np.ndarray, classes: Sequence[Sequence[str]]
-) -> Sequence[Sequence[Detection] | Exception]:
+def detect(find: Detector, images: np.ndarray) -> Sequence[Sequence[Detection] | Exception]:
     """For each image its Detections, or why there are none: one bad image spoils no other.
 
     A missing package and a device without memory are raised: they concern all images.
     """
     try:
-        arguments = (classes,) if getattr(find, "open_vocabulary", False) else ()
-        detections = find(images, *arguments)
+        detections = find(images)
         if len(detections) != len(images):
             raise ValueError(f"answered for {len(detections)} of {len(images)} images")
         return detections
@@ -74,5 +69,4 @@ def detect(
     except Exception as error:
         if len(images) == 1:
             return [error]
-    rows = range(len(images))
-    return [detect(find, images[i : i + 1], classes[i : i + 1])[0] for i in rows]
+    return [detect(find, images[i : i + 1])[0] for i in range(len(images))]

@@ -5,7 +5,9 @@ GenEval uses the same architecture from another framework and another training r
 these are alike, not equal, and the thresholds are worth checking against each other.
 """
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..geneval_rules import Detection
-from .object_model import ObjectModel
+from ..networks.loading import DTYPES, check_dtype, device_of, fetching, imported
+from ..networks.sharing import shared
 
 DIVISOR = 32  # of the sides of what the network sees
 MOST = 100  # objects of an image, as published
@@ -70,13 +73,8 @@ class Mask2FormerDetector:
         device: str = "auto",
         dtype: str = "fp32",
     ):
-        self.model = ObjectModel(
-            model,
-            family="Mask2Former",
-            kind="Mask2FormerForUniversalSegmentation",
-            device=device,
-            dtype=dtype,
-        )
+        self.model, self.device, self.dtype = model, device, check_dtype(dtype)
+        self._shared = shared(("mask2former", model, device, dtype), self)
         self.threshold, self.counting_threshold, self.floor = threshold, counting_threshold, floor
         self.batch = batch
         self.size = {"shortest_edge": shortest, "longest_edge": longest}
@@ -86,13 +84,38 @@ class Mask2FormerDetector:
         """Load the weights. Raises FileNotFoundError when they are not there, ValueError when the
         model knows other classes.
         """
-        labels = self.model.network.config.id2label
+        labels = self._network.config.id2label
         names = tuple(RENAMES.get(labels[i], str(labels[i])) for i in range(len(labels)))
         if names != self.classes:
             raise ValueError(
-                f"{self.model.model!r} knows the classes {', '.join(names)}: name these, in this "
+                f"{self.model!r} knows the classes {', '.join(names)}: name these, in this "
                 "order, as classes"
             )
+
+    @functools.cached_property
+    def _network(self) -> Any:
+        return self._shared.load(self._load_network)
+
+    def _load_network(self) -> Any:
+        """Raise ImportError or FileNotFoundError of one sentence for what is not there."""
+        imported("scipy", "the detector Mask2Former")
+        name = "transformers:Mask2FormerForUniversalSegmentation"
+        kind = imported(name, "the detector Mask2Former")
+        with fetching(self.model):
+            network = kind.from_pretrained(self.model)
+        return network.eval().requires_grad_(False).to(device_of(self.device), DTYPES[self.dtype])
+
+    @functools.cached_property
+    def _processor(self) -> Any:
+        """Return the one that resizes with Pillow: the default depends on whether torchvision is
+        installed, and their pixels differ. Before transformers 5 it had no suffix.
+        """
+        import transformers
+
+        plain = "Mask2FormerImageProcessor"
+        kind = getattr(transformers, plain + "Pil", None) or getattr(transformers, plain)
+        with fetching(self.model):
+            return kind.from_pretrained(self.model)
 
     def __call__(self, images: np.ndarray) -> list[list[Detection]]:
         self.load()
@@ -101,11 +124,14 @@ class Mask2FormerDetector:
 
     @torch.no_grad()
     def _find(self, images: np.ndarray) -> list[list[Detection]]:
-        pixels = self.model.pixels(images, size=self.size, size_divisor=0)["pixel_values"]
+        pixels = self._processor(
+            list(images), return_tensors="pt", input_data_format="channels_last",
+            size=self.size, size_divisor=0,
+        )["pixel_values"].to(self._network.device, DTYPES[self.dtype])  # fmt: skip
         seen = (pixels.shape[2], pixels.shape[3])
         # As mmdet does: zeros at the right and below, which the masks then lose again.
         below, right = (-side % DIVISOR for side in seen)
-        outputs = self.model.network(pixel_values=F.pad(pixels, (0, right, 0, below)))
+        outputs = self._network(pixel_values=F.pad(pixels, (0, right, 0, below)))
         classes = outputs.class_queries_logits.float().softmax(-1)[..., :-1]
         padded = (seen[0] + below, seen[1] + right)
         return [

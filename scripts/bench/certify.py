@@ -281,10 +281,7 @@ class NetworkReward:
 
 
 def _rewards() -> Result:
-    """Ask a network in training, in a thread, parked on the CPU in between, and in processes.
-
-    A process for each GPU, which sees that one alone; all places have to give the same scores.
-    """
+    """Ask a network in training, in a thread, and parked on the CPU in between: the same scores."""
     from flowrl.assembly.learner import build_rewards
     from flowrl.config import parse_config
 
@@ -293,8 +290,6 @@ def _rewards() -> Result:
         "training": {"kind": "inline"},
         "thread": {"kind": "inline", "background": True},
         "parked on the CPU": {"kind": "inline", "offload": True},
-        "processes": {"kind": "pool", "workers": max(cards, 1), "micro_batch": 1}
-        | ({"gpus": list(range(cards))} if cards else {}),
     }
     entries = [
         {"name": target, "label": label, "executor": executor}
@@ -308,12 +303,12 @@ def _rewards() -> Result:
     wanted = images.double().sum(1).mean((1, 2))
     found = {}
     for spec in specs:
-        executor, seen = spec.get_executor(), min(cards, 1) if spec.name == "processes" else cards
+        executor = spec.get_executor()
         try:
             answer = executor.submit(images, ["p"] * count, [{}] * count).result(120)
         finally:
             executor.close()
-        found[spec.name] = (answer.scores.double() - wanted - seen / 100).abs().max().item()
+        found[spec.name] = (answer.scores.double() - wanted - cards / 100).abs().max().item()
     if wrong := [place for place, off in found.items() if not off < 1e-2]:  # levels of uint8
         raise RuntimeError(f"rewards in {', '.join(wrong)} have other scores: {found}")
     return {"places": list(found), "cards": cards, "difference": max(found.values())}

@@ -5,14 +5,11 @@ import socket
 import sys
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
 from flowrl.cli.rewards import reward_check, reward_serve
 from flowrl.errors import UserError
-from flowrl.scoring import server
-from flowrl.utils import connections
 
 USER_REWARDS = """
 def good(images, prompts, metadata):
@@ -122,35 +119,8 @@ def test_an_address_that_is_taken_is_refused_before_anything_is_loaded(tmp_path,
             reward_serve(["loads_for_minutes:Reward"], port=taken.getsockname()[1])
 
 
-@pytest.mark.parametrize("package", ["starlette", "uvicorn", "pebble"])
+@pytest.mark.parametrize("package", ["starlette", "uvicorn"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=f"pip install {package}$"):
-        reward_serve(["no_such:Reward"], port=0, workers=1)
-
-
-@pytest.mark.parametrize(
-    "name, options, gpus, micro_batch",
-    [
-        ("compressibility", {"workers": 3}, [0, 1, 0], 8),
-        ("diversity", {"workers": 1}, [0], None),  # it compares groups
-    ],
-)
-def test_processes_take_the_gpus_in_turn(monkeypatch, name, options, gpus, micro_batch):
-    executors = []
-
-    class Stopped:
-        def run(self, sockets):
-            pass
-
-    def make_server(app, **_):
-        executors.extend(app.state.service.executors.values())
-        return Stopped()
-
-    monkeypatch.setattr(connections, "make_server", make_server)
-    monkeypatch.setattr(server, "warm_up", lambda spec: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    reward_serve([name], port=0, timeout=7.0, **options)
-    (pool,) = executors
-    assert (pool.options.timeout, pool.options.micro_batch) == (7.0, micro_batch)
-    assert pool.options.gpus == gpus and pool.workers == len(gpus)
+        reward_serve(["no_such:Reward"], port=0)

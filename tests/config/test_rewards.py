@@ -9,7 +9,6 @@ from flowrl.config.rewards import (
     FailureOptions,
     HTTPOptions,
     InlineOptions,
-    PoolOptions,
     RankOptions,
     check_rewards,
 )
@@ -32,14 +31,10 @@ def test_options_of_rewards_read_back():
     config = parse_config(SMALLEST | {"rewards": WHOLE, "failures": {"max_invalid_fraction": 0.3}})
     assert parse_config(load_yaml(config_yaml(config))) == config
     first, *_, last = config.rewards
-    assert isinstance(first.executor, PoolOptions) and first.executor.micro_batch is None
+    assert isinstance(first.executor, InlineOptions) and first.executor.micro_batch == 2
     assert isinstance(last.executor, HTTPOptions) and isinstance(last.transform, RankOptions)
     assert first.applies_to["tag"] == ["ocr", 3, True] and first.on_failure == -1.5
-    reward = parse("rewards.0.executor={kind: pool, workers: 4}", "rewards.0.on_failure=0").rewards[
-        0
-    ]
-    assert isinstance(reward.executor, PoolOptions) and reward.executor.workers == 4
-    assert reward.on_failure == 0
+    assert parse("rewards.0.on_failure=0").rewards[0].on_failure == 0
     for option in ["transform", "transform.scale", "executor.urls", "on_failure"]:
         assert explain(f"rewards.0.{option}")
 
@@ -50,7 +45,7 @@ WHOLE = [
         "transform": {"kind": "affine", "scale": 0.5, "shift": -1.0},
         "applies_to": {"tag": ["ocr", 3, True]},
         "on_failure": -1.5,
-        "executor": {"kind": "pool", "workers": 2, "micro_batch": None},
+        "executor": {"kind": "inline", "micro_batch": 2},
     },
     {"name": "a:b", "transform": {"kind": "clip", "high": 2}, "on_failure": "raise"},
     {"name": "c:d", "transform": {"kind": "affine", "scale": 20}, "args": {"x": 1}},
@@ -70,7 +65,7 @@ def test_wrong_options_of_rewards_are_named():
         ("transform={kind: clip}", "rewards.0.transform: neither low nor high is set"),
         ("transform={kind: clip, low: 2, high: 1}", "low is 2 and high 1, expected low < high"),
         ("transform={kind: rank, scale: 1}", "transform.scale belongs to .*kind affine"),
-        ("executor={kind: pool, worker: 2}", "rewards.0.executor.worker: .*executor.workers?"),
+        ("executor={kind: http, url: x}", "rewards.0.executor.url: .*executor.urls?"),
         ("executor={kind: http}", "Option rewards.0.executor.urls is missing"),
         ("executor={kind: http, urls: []}", "rewards.0.executor: urls is empty"),
         (

@@ -47,12 +47,12 @@ def test_memory_and_rewards_are_counted_as_they_are_written():
     assert memory_class("quickstart") is None
 
 
-def test_networks_of_rewards_are_counted_once_in_a_process_and_in_each_of_a_pool():
+def test_networks_of_rewards_are_counted_once():
     def size(*entries: dict) -> int:
         return rewards_bytes([RewardOptions.model_validate(entry) for entry in entries])
 
     clip_h, clip_l = CLIP_H.parameters, CLIP_L.parameters
-    owlv2 = DETECTORS["owlv2"].parameters
+    mask2former = DETECTORS["mask2former"].parameters
     pickscore, clipscore = {"name": "pickscore"}, {"name": "clipscore"}
     assert size(pickscore) == 4 * clip_h
     assert size(pickscore | {"args": {"dtype": "bf16"}}) == 2 * clip_h
@@ -60,21 +60,16 @@ def test_networks_of_rewards_are_counted_once_in_a_process_and_in_each_of_a_pool
     assert (
         size({"name": "hpsv3", "executor": {"kind": "http", "urls": ["http://127.0.0.1:1"]}}) == 0
     )
-    assert size({"name": "diversity", "args": {"measure": "clip"}}, clipscore) == 4 * clip_l
     assert size({"name": "hpsv3"}, {"name": "hpsv3"}) == 2 * REWARDS["hpsv3"].parameters
-    geneval = {"name": "geneval", "args": {"detector": "owlv2", "colors": "clip"}}
-    assert size(geneval) == 4 * (owlv2 + clip_l)
+    geneval = {"name": "geneval", "args": {"detector": "mask2former", "colors": "clip"}}
+    assert size(geneval) == 4 * (mask2former + clip_l)
     assert size({"name": "ocr"}) == size({"name": "geneval"}) == 0
     assert reward_networks(RewardOptions(name="mine:Reward")) is None
 
     cosine = pickscore | {"args": {"scale": "cosine"}}
     alike = [pickscore, cosine, clipscore, {"name": "aesthetic"}, geneval]
-    assert size(*alike) == 4 * (clip_h + clip_l + owlv2)
+    assert size(*alike) == 4 * (clip_h + clip_l + mask2former)
     assert size(clipscore, clipscore | {"args": {"dtype": "bf16"}}) == 6 * clip_l
-    pool = {"executor": {"kind": "pool", "workers": 2}}
-    assert size(clipscore | pool, {"name": "aesthetic"} | pool, clipscore) == 4 * 5 * clip_l
-    several = geneval | pool | {"args": geneval["args"] | {"mode": ["partial", "strict"]}}
-    assert size(several, several | {"component": "strict"}) == 2 * size(geneval)
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,8 @@ def test_other_judges_ask_as_often_as_they_say():
     assert unknown is None
 
 
-def test_components_are_one_request_and_other_rewards_none():
-    rubric = {"rubric": "viescore"}
-    whole, part = judge(args=rubric, when="both"), judge(args=rubric, component="semantic")
-    requests = planned(whole, part | {"when": "both"}, {"name": "ocr"})
+def test_each_question_of_a_rubric_is_a_request_and_other_rewards_have_none():
+    requests = planned(judge(args={"rubric": "viescore"}, when="both"), {"name": "ocr"})
     assert list(requests.values()) == [2 * (IMAGES + EVALUATED)]
 
 

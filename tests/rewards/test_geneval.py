@@ -90,21 +90,6 @@ def test_the_detector_gets_red_green_blue_in_this_order():
     assert scores_of(made, image.flip(1), wanted).tolist() == [0.0, 1.0, 0.0]
 
 
-def test_a_detector_of_open_vocabulary_is_told_the_classes_of_each_prompt():
-    class Open:
-        open_vocabulary = True
-        asked = []
-
-        def __call__(self, images, classes):
-            self.asked += classes
-            return [[cat(0.9)] for _ in images]
-
-    dog = [{"class": "dog", "count": 3}]
-    made = scripted(Open())
-    assert scores_of(made, WHITE.repeat(2, 1, 1, 1), [CAT, TWO | {"exclude": dog}])[0] == 1
-    assert Open.asked == [["cat"], ["cat", "dog"]]
-
-
 def test_an_image_on_which_the_detector_fails_is_missing_in_every_mode_and_spoils_no_other():
     def picky(images):
         if (images == 0).all((1, 2, 3)).any():
@@ -119,9 +104,8 @@ def test_an_image_on_which_the_detector_fails_is_missing_in_every_mode_and_spoil
 
 
 @pytest.mark.weights
-def test_the_published_detectors_see_the_cat():
-    for detector in ["mask2former", "owlv2"]:
-        made = GenEval("official", detector=detector)
-        (item,) = made.fixtures()
-        images = torch.stack([item["better"], item["worse"]])
-        assert scores_of(made, images, [item["metadata"]] * 2).tolist() == [1, 0]
+def test_the_published_detector_sees_the_cat():
+    made = GenEval("official", detector="mask2former")
+    (item,) = made.fixtures()
+    images = torch.stack([item["better"], item["worse"]])
+    assert scores_of(made, images, [item["metadata"]] * 2).tolist() == [1, 0]

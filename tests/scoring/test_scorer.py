@@ -6,14 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.assembly.learner import build_rewards
-from flowrl.config import load_config
-from flowrl.config.rewards import RewardOptions
 from flowrl.errors import UserError
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.scorer import SamplerFailure, Scoring, quantise, score
-from flowrl.scoring.server import make_app
-from flowrl.scoring.spec import RewardResult, RewardSpec, closing
+from flowrl.scoring.spec import RewardResult, RewardSpec
 
 IMAGES = torch.arange(4)[:, None, None, None].expand(4, 3, 8, 8) / 4
 PROMPTS = ["a", "b", "c", "d"]
@@ -129,62 +125,3 @@ def test_a_reward_is_asked_in_its_phase_alone(phase):
     result = scoring.result()
     assert called == [name for name in result.names if name in (phase, "both")]
     assert result.applicable.all(0).tolist() == [name in called for name in result.names]
-
-
-# --- components -----------------------------------------------------------------------------------
-
-
-class Parts:
-    """Two scores; metadata {"broken": True} fails. Workers find it by its import path."""
-
-    name = "parts"
-    components = ("dark", "bright")
-    calls = 0
-
-    def __call__(self, images, prompts, metadata):
-        type(self).calls += 1
-        seen = images.mean((1, 2, 3))
-        reasons = {row: "the engine broke" for row, data in enumerate(metadata) if "broken" in data}
-        return {"dark": 1 - seen, "bright": seen}, reasons
-
-
-def parts_specs(name: str, executor: dict) -> list[RewardSpec]:
-    entries = [
-        {"name": name, "executor": executor} | part for part in ({}, {"component": "bright"})
-    ]
-    rewards = [RewardOptions.model_validate(entry) for entry in entries]
-    return build_rewards(load_config("quickstart").model_copy(update={"rewards": rewards}))
-
-
-@pytest.mark.parametrize(
-    "executor, calls",
-    [
-        ({"kind": "inline", "micro_batch": 3}, 2),
-        ({"kind": "inline", "background": True}, 1),
-        ({"kind": "pool", "micro_batch": 2}, None),
-        ({"kind": "http", "micro_batch": 2}, None),
-    ],
-)
-def test_components_of_a_reward_are_asked_together_wherever_it_runs(serving, executor, calls):
-    Parts.calls = 0
-    with serving(make_app({"parts": Parts()}, hosts=["127.0.0.1"])) as url:
-        remote = executor["kind"] == "http"
-        name = "parts" if remote else f"{__name__}:Parts"
-        with closing(specs := parts_specs(name, executor | ({"urls": [url]} if remote else {}))):
-            result = score(specs, IMAGES, PROMPTS, [{}, {}, {"broken": True}, {}])
-    seen = quantise(IMAGES).mean((1, 2, 3))
-    seen[2] = math.nan
-    assert result.names == ("parts", "parts_bright")
-    expected = torch.stack([1 - seen, seen], 1)
-    torch.testing.assert_close(result.scores, expected, equal_nan=True)
-    assert all("engine" in text for text in result.errors.values())
-    assert calls is None or Parts.calls == calls
-
-
-def test_a_component_that_does_not_exist_is_named():
-    with pytest.raises(UserError, match="'blue'.*dark, bright"):
-        RewardOptions(name=f"{__name__}:Parts", component="blue").build()
-    for reward, words in ((lambda *_: {"a": [1.0] * 4}, "gave a"), (constant, "none")):
-        spec = RewardSpec(name="r", reward=reward, component="b")
-        with pytest.raises(RewardFailure, match=words):
-            score([spec], IMAGES, PROMPTS, PLAIN)

@@ -191,9 +191,11 @@ def test_accepted_changes_are_in_force_and_in_the_ledger(copy, config_for):
 
 def test_what_is_only_measured_or_computed_otherwise_needs_no_word(copy, config_for):
     rollout, optim = {"batch_size": 2}, {"micro_batch": 2}
-    pool = [{"name": "brightness", "executor": {"kind": "pool"}}]
+    thread = {"kind": "inline", "background": True}
+    rewards = [{"name": "brightness", "executor": thread}]
+    evaluation = {"seed": 5, "num_images": 7}
     config = config_for(
-        copy, rollout=rollout, optim=optim, rewards=pool, evaluation={"seed": 5, "num_images": 7},
+        copy, rollout=rollout, optim=optim, rewards=rewards, evaluation=evaluation,
         runtime={"shard": "node", "timeout": 60.0},
     )  # fmt: skip
     assert start(config, LATEST).state["iteration"] == 2

@@ -1,1 +1,1 @@
-"""Where a reward runs: in this process, in a pool of processes, or on servers."""
+"""Where a reward runs: in this process or on servers."""

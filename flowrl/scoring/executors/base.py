@@ -34,19 +34,6 @@ class Answer:
     scores: Tensor  # (B,) float32 on the CPU, NaN where there is none
     reasons: Mapping[int, str] = field(default_factory=dict)  # by row, for each without a score
     seconds: float = 0.0  # from asking to the answer
-    components: "Mapping[str, Answer]" = field(default_factory=dict)  # the first is this one's own
-
-    def component(self, name: str) -> "Answer":
-        """Return the answer of one component. Raises RewardFailure for one that it does not have.
-
-        What failed as a whole has none; then it is the answer of each.
-        """
-        if name in self.components:
-            return replace(self.components[name], seconds=self.seconds)
-        if self.components or len(self.reasons) < len(self.scores):
-            names = ", ".join(self.components) or "none"
-            raise RewardFailure(f"the reward has no component {name!r}: it gave {names}")
-        return self
 
 
 class Executor(Protocol):
@@ -85,9 +72,7 @@ def joined(parts: Sequence[Answer], seconds: float) -> Answer:
         reasons |= {start + row: text for row, text in part.reasons.items()}
         start += len(part.scores)
     scores = torch.cat([part.scores for part in parts]) if parts else torch.empty(0)
-    names = dict.fromkeys(name for part in parts for name in part.components)
-    components = {name: joined([part.component(name) for part in parts], 0.0) for name in names}
-    return Answer(scores=scores, reasons=reasons, seconds=seconds, components=components)
+    return Answer(scores=scores, reasons=reasons, seconds=seconds)
 
 
 def to_levels(images: Tensor) -> Tensor:
@@ -112,31 +97,13 @@ def all_finite(images: Tensor) -> bool:
 def read_answer(answer: Any, count: int) -> Answer:
     """Return what a reward returned for `count` images, as an Answer.
 
-    A reward returns scores (a tensor, an array or a list of floats, None for a missing one), or a
-    mapping from the names of its components to such scores, of which the first are its own; alone
+    A reward returns scores (a tensor, an array or a list of floats, None for a missing one), alone
     or in a pair with a mapping from row to reason. A row with a reason has no score, since servers
     have written 0 for failures; nor has infinity. Raises ValueError for another length or form.
     """
     reasons: Mapping[int, str] = {}
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping | None):
         answer, reasons = answer[0], answer[1] or {}
-    if not isinstance(answer, Mapping):
-        scores, why = _read_scores(answer, count, reasons)
-        return Answer(scores=scores, reasons=why)
-    if not answer or not all(isinstance(name, str) for name in answer):
-        raise ValueError(
-            f"the reward returned a dict with keys {list(answer)[:9]}, expected component names"
-        )
-    parts = [_read_scores(scores, count, reasons) for scores in answer.values()]
-    components = dict(zip(answer, (Answer(scores=s, reasons=r) for s, r in parts), strict=True))
-    first = next(iter(components.values()))
-    return replace(first, components=components)
-
-
-def _read_scores(
-    answer: Any, count: int, reasons: Mapping[int, str]
-) -> tuple[Tensor, dict[int, str]]:
-    """Return scores (count,), NaN where one is missing, and why by row."""
     if isinstance(answer, list | tuple):
         answer = [math.nan if value is None else value for value in answer]
     try:
@@ -147,12 +114,11 @@ def _read_scores(
         raise ValueError(
             f"answered with shape {tuple(scores.shape)} for {count} images; expected ({count},)"
         )
-    why = {
-        i: "the reward gave no finite number"
-        for i in (~scores.isfinite()).nonzero().flatten().tolist()
-    }
+    missing = (~scores.isfinite()).nonzero().flatten().tolist()
+    why = dict.fromkeys(missing, "the reward gave no finite number")
     why |= {row: str(reasons[row]) for row in range(count) if row in reasons}
-    return scores.index_fill(0, torch.tensor(sorted(why), dtype=torch.long), math.nan), why
+    scores = scores.index_fill(0, torch.tensor(sorted(why), dtype=torch.long), math.nan)
+    return Answer(scores=scores, reasons=why)
 
 
 # --- calls in this process ------------------------------------------------------------------------
@@ -188,37 +154,6 @@ def ask(
     except ValueError as error:
         raise RewardFailure(f"reward {name!r} {error}") from error
     return replace(answer, seconds=time.perf_counter() - began)
-
-
-class ComponentExecutor:
-    """One component of a reward that another executor calls, at most once for the same images."""
-
-    def __init__(self, source: Executor, component: str):
-        self.source, self.component = source, component
-
-    def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
-        return self.part_of(self.source.submit(images, prompts, metadata))
-
-    def part_of(self, whole: "Future[Answer]") -> "Future[Answer]":
-        """Return the component's part of an answer of the source."""
-        return Part(whole, self.component)
-
-    def close(self) -> None:
-        self.source.close()
-
-
-class Part(Future):
-    """One component of an answer that is there, or made, when `whole` is asked for it."""
-
-    def __init__(self, whole: "Future[Answer]", component: str):
-        super().__init__()
-        self._whole, self._component = whole, component
-
-    def done(self) -> bool:
-        return self._whole.done()
-
-    def result(self, timeout: float | None = None) -> Answer:
-        return self._whole.result(timeout).component(self._component)
 
 
 class _Later(Future):

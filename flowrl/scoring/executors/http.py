@@ -85,7 +85,6 @@ class HTTPExecutor:
     scope = property(lambda self: self._fetch_info().scope)
     required_metadata = property(lambda self: tuple(self._fetch_info().required_metadata))
     deterministic = property(lambda self: self._fetch_info().deterministic)
-    components = property(lambda self: tuple(self._fetch_info().components))
 
     def __init__(self, name: str, options: HTTPOptions):
         self.name, self.options = name, options
@@ -96,10 +95,9 @@ class HTTPExecutor:
 
     def __call__(
         self, images: Tensor, prompts: list[str], metadata: list[dict]
-    ) -> tuple[Tensor | dict[str, Tensor], dict[int, str]]:
+    ) -> tuple[Tensor, dict[int, str]]:
         answer = self.submit(images, prompts, metadata).result()
-        parts = {name: part.scores for name, part in answer.components.items()}
-        return parts or answer.scores, dict(answer.reasons)
+        return answer.scores, dict(answer.reasons)
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         if not all_finite(images):
@@ -461,18 +459,9 @@ def _answer_of(server: Server, response: Response) -> Answer:
     """Return the scores of a response; reasons name the server."""
     results = response.results
     reasons = {row: result.error for row, result in enumerate(results) if result.error}
-    names = dict.fromkeys(name for result in results for name in result.components)
-    scores: Any = [result.score for result in results]
-    if names:
-        scores = {name: [result.components.get(name) for result in results] for name in names}
-
-    def name_server(answer: Answer) -> Answer:
-        named = {row: f"{text} (at {server.url})" for row, text in answer.reasons.items()}
-        return replace(answer, reasons=named)
-
-    answer = read_answer((scores, reasons), len(results))
-    parts = {name: name_server(part) for name, part in answer.components.items()}
-    return replace(name_server(answer), components=parts)
+    answer = read_answer(([result.score for result in results], reasons), len(results))
+    named = {row: f"{text} (at {server.url})" for row, text in answer.reasons.items()}
+    return replace(answer, reasons=named)
 
 
 def _refusal_text(data: bytes) -> str:

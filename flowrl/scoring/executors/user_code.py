@@ -94,7 +94,7 @@ def contained_settings(name: str) -> Iterator[None]:
                 if (name, setting) not in _reported:
                     _reported.add((name, setting))
                     beside = "" if in_main else (
-                        "; training ran beside it and may have used it: set executor.kind to pool"
+                        "; training ran beside it and may have used it: take executor.kind http"
                     )  # fmt: skip
                     warnings.warn(
                         f"reward {name!r} changed a setting of the whole process, which was "

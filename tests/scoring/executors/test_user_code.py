@@ -16,7 +16,6 @@ import torch
 
 from flowrl.config.rewards import InlineOptions
 from flowrl.scoring.executors.base import InlineExecutor, ask
-from flowrl.scoring.executors.pool import PoolExecutor
 
 IMAGE = torch.zeros(1, 3, 8, 8)
 CHANGES = {  # by the name in the warning: a change, and what reads the setting
@@ -160,12 +159,3 @@ def test_the_reason_has_the_users_own_file_and_line_and_the_log_the_whole_traceb
     line = "broken_reward.py:4: return json.loads(text)  # the line to look at"
     assert "JSONDecodeError" in answer.reasons[0] and line in answer.reasons[0]
     assert 'return helper("{")' in caplog.text and "json/decoder.py" in caplog.text
-
-
-def test_a_pool_names_the_users_line_too(broken):
-    pool = PoolExecutor("broken_reward:mine", {}, "mine")
-    try:
-        reason = pool.submit(IMAGE, ["p"], [{}]).result(60).reasons[0]
-        assert "broken_reward.py:4" in reason
-    finally:
-        pool.close()
