@@ -366,11 +366,6 @@ def collect(
     # A data set has no evaluations: rewards that are only measured score its images.
     measured = [entry.model_copy(update={"when": entry.when or "both"}) for entry in config.rewards]
     config = config.model_copy(update={"rewards": measured})
-    if config.prompts.retained is not None:
-        raise UserError(
-            "prompts.retained asks for images in other words than the prompt's own, which a "
-            "store does not keep: set it to null"
-        )
     if lora is not None:
         config = with_lora(config, lora)
     runtime = training_runtime(config)

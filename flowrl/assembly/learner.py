@@ -38,7 +38,7 @@ from flowrl.objectives.base import Needs
 from flowrl.objectives.reward_backprop.decoder import RewardGradient, check_differentiable
 from flowrl.offline.format import open_dataset
 from flowrl.prompts.overlap import check_overlap, hold_out
-from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrases, load_prompts
+from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
 from flowrl.prompts.sources import check_row
 from flowrl.sampling.rollout import Ahead
 from flowrl.sampling.sampler import Schedule
@@ -192,8 +192,6 @@ def check_parts(
         check_offline(config, needs)
     if needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
-    if config.prompts.retained is not None:
-        check_paraphrases(prompts, "prompts.retained", config.prompts.train)
     check_evaluations(config, specs, held_out)
     build_stop_rule(config, specs, held_out)
     for spec in specs:
@@ -396,7 +394,6 @@ def build_evaluator(
         decode_batch=config.pipeline.decode_batch,
         key=evaluation_key(config, specs, prompts),
         quality=e.quality,
-        paraphrases=e.paraphrases,
         max_invalid_fraction=config.failures.max_invalid_fraction,
     )
 
@@ -430,8 +427,7 @@ def evaluation_key(
     rewards = [
         [s.name, getattr(s.reward, "version", None), *unasked.get(s.name, [])] for s in specs
     ]
-    words = [p.paraphrases for p in prompts] if config.evaluation.paraphrases else []
-    parts = [how, what, config.rollout.negative_prompt, rewards, [p.uid for p in prompts], words]
+    parts = [how, what, config.rollout.negative_prompt, rewards, [p.uid for p in prompts]]
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -480,11 +476,9 @@ def build_run(
 def check_evaluations(
     config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
 ) -> None:
-    """Check that evaluations have the scores and paraphrases they need. Raises UserError."""
+    """Check that evaluations have the scores they need. Raises UserError."""
     e = config.evaluation
     check_evaluation(specs, held_out)
-    if e.paraphrases:
-        check_paraphrases(held_out, "evaluation.paraphrases", e.prompts or "evaluation.prompts")
     if e.quality is not None:
         check_quality(specs, held_out, e.quality)
 

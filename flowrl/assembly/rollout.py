@@ -102,7 +102,6 @@ def build_sampler(parts: RolloutParts, prompts: Sequence[PromptRecord]) -> Sampl
         ),
         seed=seed,
         explorer=build_explorer(parts, generator),
-        retained=config.prompts.retained,
     )
 
 

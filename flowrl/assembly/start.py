@@ -23,7 +23,7 @@ def recipe_facts(config: Config, provided: ProvidedObjects) -> Facts:
     """Return what decides a run beside its options: digests of prompts, and given rewards."""
 
     def digest_of(prompts: Sequence[PromptRecord]) -> str:
-        return content_digest([[p.uid, p.text, p.negative, list(p.paraphrases)] for p in prompts])
+        return content_digest([[p.uid, p.text, p.negative] for p in prompts])
 
     facts = {
         "prompts.train (content)": digest_of(training_prompts(config, provided)),

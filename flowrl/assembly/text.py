@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def prompts_to_encode(
 ) -> list[tuple[float, PromptRecord]]:
     """Return every text that these iterations of training, None for all, and evaluation encode.
 
-    Paraphrases are included, texts of an offline data set are not: see `stored_prompts`.
+    Texts of an offline data set are not included: see `stored_prompts`.
     """
     r, e, p, seed = config.rollout, config.evaluation, config.prompts, config.run.seed
     if training and r.store is None:  # a data set is renewed from all prompts
@@ -72,16 +71,10 @@ def prompts_to_encode(
             if len(taken) == len(training):
                 break
         training = list(taken.values())
-    training = _worded(training, config.prompts.retained is not None)
     guided = [(r.guidance_scale, prompt) for prompt in training]
     if r.store is not None:
         guided += [(r.learning_guidance_scale, prompt) for prompt in training]
-    return guided + [(e.guidance_scale, prompt) for prompt in _worded(held_out, e.paraphrases)]
-
-
-def _worded(prompts: Sequence[PromptRecord], paraphrases: bool) -> list[PromptRecord]:
-    worded = [replace(p, wording=words) for p in prompts for words in p.paraphrases * paraphrases]
-    return [*prompts, *worded]
+    return guided + [(e.guidance_scale, prompt) for prompt in held_out]
 
 
 def stored_prompts(config: Config, specs: Sequence[RewardSpec]) -> list[tuple[float, PromptRecord]]:
@@ -180,7 +173,7 @@ class TextCaches:
         for guidance, prompt in prompts:
             disk = disks[guidance > 1]
             negative = default if prompt.negative is None else prompt.negative
-            if disk is None or not disk.has(prompt.read, negative):
+            if disk is None or not disk.has(prompt.text, negative):
                 self._identity = None  # a branch may have moved on: known once they are loaded
                 return []
         return encoder_names(index)
@@ -192,7 +185,7 @@ class TextCaches:
         for guidance, prompt in prompts:
             disk = disks[guidance > 1]
             negative = default if prompt.negative is None else prompt.negative
-            count += disk is not None and disk.has(prompt.read, negative)
+            count += disk is not None and disk.has(prompt.text, negative)
         return count
 
     def commit(self) -> str | None:

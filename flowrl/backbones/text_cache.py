@@ -122,7 +122,7 @@ class TextCache:
         return cond
 
     def key(self, prompt: PromptRecord) -> Key:
-        return prompt.read, self.negative if prompt.negative is None else prompt.negative
+        return prompt.text, self.negative if prompt.negative is None else prompt.negative
 
     def has(self, prompt: PromptRecord, *, whole: bool = False) -> bool:
         """Whether a prompt is cached. whole: read its file to the end."""

@@ -68,7 +68,6 @@ class Config(Options):
         validate.check_objective(self.objective, self.rollout)
         validate.check_sharding(self.runtime, self.pipeline, self.memory, self.rollout)
         check_rewards(self.rewards)
-        validate.check_retained(self.prompts, self.rollout, min(plan.roots for plan in plans))
         validate.check_stopping(self.run, self.evaluation)
         return self
 

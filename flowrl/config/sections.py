@@ -118,13 +118,6 @@ class PromptOptions(Options):
         "Flow-GRPO, arXiv 2505.05470: 7 position, 5 counting, 3 colour attribution, 1 colours, 1 "
         "two objects, 0 single object",
     )
-    retained: Whole | None = option(
-        None,
-        "How many trees of a prompt are asked for in its own words; the others in those of its "
-        "`paraphrases`, a list in the .jsonl file, and all are compared with each other. Rewards "
-        "are given the prompt's own words. null is all.",
-        "2 of 8 in PromptRL",
-    )
     held_out: Annotated[Positive, Field(lt=1)] | None = option(
         None,
         "Where evaluation.prompts is null: share of the requests of prompts.train that is kept "
@@ -192,13 +185,6 @@ class EvaluationOptions(Options):
         "Name of a reward that tells how well made an image is, from 1 to 5; each other reward is "
         "then also reported as reward * (quality - 3) + 0.2. null is none.",
         "GDRO, arXiv 2601.02036, with UnifiedReward",
-    )
-    paraphrases: Flag = option(
-        False,
-        "Also sample each prompt that has `paraphrases` in the words of one of them, from the same "
-        "noise: scores that fall there show that the policy learned wordings. At most twice the "
-        "work.",
-        "prompt overfitting in PromptRL",
     )
 
     @property

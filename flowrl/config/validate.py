@@ -14,7 +14,6 @@ from flowrl.config.sections import (
     EvaluationOptions,
     MemoryOptions,
     PipelineOptions,
-    PromptOptions,
     RunOptions,
     RuntimeOptions,
 )
@@ -194,32 +193,6 @@ def _check_grpo(objective: GRPOOptions, rollout: RolloutOptions) -> None:
         raise ValueError(
             "objective.kl_form is latent_no_dt, which leaves out the step length of an SDE, and "
             "rollout.kernel cps has none: use latent_dt, the published form for it"
-        )
-
-
-def check_retained(prompts: PromptOptions, rollout: RolloutOptions, trees: int) -> None:
-    """Check that a tree is left for a prompt's paraphrases, and that its wording stays known.
-
-    trees: the fewest of a prompt.
-    """
-    retained = prompts.retained
-    if retained is None:
-        return
-    if rollout.explore is not None:
-        raise ValueError(
-            f"prompts.retained is {retained}, but rollout.explore chooses a prompt's trees by "
-            "their scores, and would choose words with them: set one of the two to null"
-        )
-    if rollout.store is not None:
-        raise ValueError(
-            f"prompts.retained is {retained}, but a store keeps an image without the words it was "
-            "asked for in, so that all must keep the prompt's own: set it to null"
-        )
-    if retained >= trees:
-        raise ValueError(
-            f"prompts.retained is {retained}, but rollout.tree has {trees} trees for a prompt, so "
-            "that none is left for its paraphrases: the nearest valid value is "
-            f"{trees - 1}, or null for no paraphrases"
         )
 
 

@@ -176,16 +176,12 @@ def gallery_rows(base: Evaluation, *aligned: Evaluation) -> list[GalleryRow]:
 
 def legend(rows: list[EvaluationComparison], quality: str | None) -> str:
     """Return an explanation of the rows that are not a reward's plain score."""
-    texts = {
-        "corrected/": f"corrected/R is R ({quality} - 3) + 0.2, image by image.",
-        "paraphrase/": "paraphrase/R is the score R of images from a paraphrase of the "
-        "prompt, and paraphrase_gap/R how far that is below the score with the prompt's own words.",
-    }
     matches = (re.match(r"(\d+_steps/)?(.*)", row.name) for row in rows)
     names = [(match[1] or "", match[2]) for match in matches if match]
     counts = dict.fromkeys(steps.removesuffix("_steps/") for steps, _ in names if steps)
     shown = [f"{n}_steps/R is R at {n} denoising steps." for n in counts]
-    shown += [text for start, text in texts.items() if any(n.startswith(start) for _, n in names)]
+    if any(name.startswith("corrected/") for _, name in names):
+        shown.append(f"corrected/R is R ({quality} - 3) + 0.2, image by image.")
     return " ".join(shown)
 
 

@@ -407,8 +407,7 @@ def choose_prompts(
 
 def _row(record: PromptRecord, judges: Sequence[str]) -> dict[str, Any]:
     row = {"prompt": record.text, KEY: list(judges)} | record.metadata
-    row |= {"negative": record.negative} if record.negative is not None else {}
-    return row | ({"paraphrases": list(record.paraphrases)} if record.paraphrases else {})
+    return row | ({"negative": record.negative} if record.negative is not None else {})
 
 
 def _made_up(
@@ -422,6 +421,5 @@ def _made_up(
         chosen = [*rewards, *trained][i % (len(rewards) + len(trained))]
         selectors = {key: values[0] for key, values in chosen.entry.applies_to.items()}
         metadata = record.metadata | ({balance: str(i % 2)} if balance else {}) | selectors
-        row = _row(record, [reward.name for reward in rewards]) | metadata
-        rows.append(row | {"paraphrases": [f"{record.text}, please", f"draw {record.text}"]})
+        rows.append(_row(record, [reward.name for reward in rewards]) | metadata)
     return rows

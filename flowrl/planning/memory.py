@@ -439,7 +439,7 @@ def encoded_prompts(config: Config) -> int:
     """Return how many encoded prompts a process holds, at most: those of the files if they are
     there, and no more than the run reaches."""
     e, m = config.evaluation, config.memory
-    evaluated = 0 if e.prompts is None else e.num_images * (1 + e.paraphrases)
+    evaluated = 0 if e.prompts is None else e.num_images
     trained = config.run.iterations * config.rollout.prompts_per_iteration
     prompts = min(trained, prompt_count(config.prompts.train) or trained) + evaluated
     bounded = m.text_encoders == "keep" or m.prompt_cache is not None

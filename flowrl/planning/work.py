@@ -72,9 +72,9 @@ def count_work(config: Config) -> RunWork:
     evaluation = between = evaluations = images = 0
     if config.held_out:  # before the first iteration, every so many, and after the last
         evaluations = 2 + ((config.run.iterations - 1) // e.every if e.every else 0)
-        forwards = e.num_images * (1 + e.paraphrases) * (1 + doubles(config, e.guidance_scale))
-        images = e.num_images * (1 + e.paraphrases)
-        images *= 2 * len(e.step_counts) + evaluations - 2  # the first and last at all counts
+        forwards = e.num_images * (1 + doubles(config, e.guidance_scale))
+        # The first and last are at all counts of steps.
+        images = e.num_images * (2 * len(e.step_counts) + evaluations - 2)
         evaluation, between = forwards * sum(e.step_counts), forwards * e.step_counts[0]
     return RunWork(
         needs=needs,

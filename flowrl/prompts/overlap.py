@@ -101,18 +101,16 @@ class Overlap:
 def overlaps(training: Iterable[PromptRecord], held_out: Iterable[PromptRecord]) -> list[Overlap]:
     """Return every held-out prompt whose request is one of training.
 
-    Two prompts are compared by their metadata where both have any, else by their texts, the
-    paraphrases of training included.
+    Two prompts are compared by their metadata where both have any, else by their texts.
     """
     requests: dict[Hashable, str] = {}
     texts: dict[str, str] = {}  # of all prompts
     unlabelled: dict[str, str] = {}  # of those without a request in their metadata
     for prompt in training:
-        request = request_of(prompt.metadata)
-        words = {plain_text(text): prompt.text for text in (prompt.text, *prompt.paraphrases)}
-        texts |= words
+        request, text = request_of(prompt.metadata), plain_text(prompt.text)
+        texts[text] = prompt.text
         if request is None:
-            unlabelled |= words
+            unlabelled[text] = prompt.text
         else:
             requests[request] = prompt.text
     pairs = []
@@ -168,7 +166,7 @@ def hold_out(
     )
     count = max(FEWEST, math.ceil(share * len(order)))
     chosen = {p.uid for same in order[:count] for p in same}
-    while True:  # requests that training has in a paraphrase go back to training
+    while True:  # what training has in the same words, without metadata, goes back to training
         training = [p for p in prompts if p.uid not in chosen]
         held_out = [p for p in prompts if p.uid in chosen]
         shared = {pair.held_out for pair in overlaps(training, held_out)}

@@ -5,7 +5,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count, cycle, islice
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 from flowrl.errors import UserError
 from flowrl.prompts.sources import read_rows
 
-RECORD_KEYS = ("prompt", "negative", "paraphrases")  # of a row; all other keys are metadata
+RECORD_KEYS = ("prompt", "negative")  # of a row; all other keys are metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +21,9 @@ class PromptRecord:
     """One prompt. `uid` depends only on the content, so noise keyed by it survives reordering."""
 
     uid: str
-    text: str  # for the rewards
+    text: str
     negative: str | None = None
     metadata: dict = field(default_factory=dict)  # for rewards: tag, include, exclude, ocr_text
-    paraphrases: tuple[str, ...] = ()  # other wordings, no part of the uid
-    wording: str | None = None  # the paraphrase that text encoders get; None is the text
-
-    @property
-    def read(self) -> str:
-        """The text for the text encoders."""
-        return self.text if self.wording is None else self.wording
 
 
 def load_prompts(
@@ -40,13 +33,13 @@ def load_prompts(
 
     A table is a .jsonl, .json, .csv or .tsv file; "FILE.csv:COLUMN" names the column of texts.
 
-    A JSONL row has "prompt" (or "text") and may have "negative" (or "negative_prompt") and a list
-    "paraphrases"; its other keys become metadata, those in an object "metadata" too. A folder with
-    one file for training and one for tests gives that of `split`, train or test. A data set is
-    "hf:NAME", "hf:NAME:SPLIT:COLUMN", or a local .parquet or .arrow file or folder, see
-    `sources.read_dataset`. KIND is one of the tiny world's
-    kinds, "geneval" (its six object kinds) or "all"; kinds alternate. A repeated prompt gets
-    another uid each time. Raises UserError for a missing, malformed or empty source.
+    A JSONL row has "prompt" (or "text") and may have "negative" (or "negative_prompt"); its other
+    keys become metadata, those in an object "metadata" too. A folder with one file for training
+    and one for tests gives that of `split`, train or test. A data set is "hf:NAME",
+    "hf:NAME:SPLIT:COLUMN", or a local .parquet or .arrow file or folder, see
+    `sources.read_dataset`. KIND is one of the tiny world's kinds, "geneval" (its six object kinds)
+    or "all"; kinds alternate. A repeated prompt gets another uid each time. Raises UserError for a
+    missing, malformed or empty source.
     """
     records = records_of(islice(read_rows(source, split=split), limit))
     if not records:
@@ -73,30 +66,7 @@ def _record(row: dict, seen: Counter[str]) -> PromptRecord:
     first = prompt_uid(text, negative, metadata)
     uid = prompt_uid(text, negative, metadata, seen[first])
     seen[first] += 1
-    return PromptRecord(
-        uid=uid, text=text, negative=negative, metadata=metadata,
-        paraphrases=tuple(row.get("paraphrases", ())),
-    )  # fmt: skip
-
-
-def reworded(record: PromptRecord, turn: int, *, seed: int, iteration: int) -> PromptRecord:
-    """Return the prompt worded as one of its paraphrases; uid and text stay.
-
-    Turns 0, 1, ... go through seeded shuffles, so none repeats before all have been used.
-    """
-    lap, place = divmod(turn, len(record.paraphrases))
-    key = f"{seed}/{iteration}/{record.uid}/{lap}"
-    index = _shuffled(len(record.paraphrases), key)[place]
-    return replace(record, wording=record.paraphrases[index])
-
-
-def check_paraphrases(prompts: Sequence[PromptRecord], option: str, source: str) -> None:
-    """Raise UserError when `option` needs paraphrases and no prompt of `source` has any."""
-    if not any(prompt.paraphrases for prompt in prompts):
-        raise UserError(
-            f"{option} is set, but none of the {len(prompts)} prompts of {source} has paraphrases: "
-            f'add "paraphrases": ["...", ...] to the rows of a .jsonl file, or leave {option} out'
-        )
+    return PromptRecord(uid=uid, text=text, negative=negative, metadata=metadata)
 
 
 class PromptSampler:

@@ -177,10 +177,7 @@ def check_row(row: object, where: str) -> dict:
         raise UserError(f'{where}: expected an object with a text under "prompt"')
     if not isinstance(row.get("negative"), str | None):
         raise UserError(f'{where}: "negative" must be a text')
-    words = row.get("paraphrases", [])
-    if not isinstance(words, list) or not all(isinstance(t, str) and t.strip() for t in words):
-        raise UserError(f'{where}: "paraphrases" must be a list of texts that are not empty')
-    for sentence in (text, row.get("negative") or "", *words):
+    for sentence in (text, row.get("negative") or ""):
         try:
             check_unicode(sentence)
         except ValueError as error:

@@ -19,7 +19,7 @@ from flowrl.errors import phase
 from flowrl.functional.batches import ALONE, Batches
 from flowrl.functional.noise import keyed_noise, noise_seed
 from flowrl.functional.sde import StepKernel
-from flowrl.prompts.records import PromptRecord, PromptSampler, reworded
+from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.quantization.rollout_model import RolloutModel
 from flowrl.sampling.sampler import Schedule, sample_tree
 from flowrl.scoring.combine import check_invalid, combine, train_weights
@@ -52,13 +52,13 @@ class Timer:
 class RolloutRequest:
     """R trees to sample.
 
-    A tree depends on (seed, iteration, uid and words of its prompt, root), the plan and the network
-    alone: not on the other trees, nor on the process that samples it; its noise not even on the
-    words. Results are equal bit for bit at equal rows of a call of the network (`Tree.rows`, logged
-    as `tree/rows`), and up to rounding at others.
+    A tree depends on (seed, iteration, uid of its prompt, root), the plan and the network alone:
+    not on the other trees, nor on the process that samples it. Results are equal bit for bit at
+    equal rows of a call of the network (`Tree.rows`, logged as `tree/rows`), and up to rounding at
+    others.
     """
 
-    prompts: Sequence[PromptRecord]  # P; prompts of one uid may have different words
+    prompts: Sequence[PromptRecord]  # P
     prompt: Tensor  # (R,) long, index into `prompts`
     group: Tensor  # (R,) long, trees of one group are compared
     root: Tensor  # (R,) long, number of the tree among those of its prompt
@@ -105,42 +105,18 @@ def occurrences(prompts: Sequence[PromptRecord]) -> list[int]:
 
 
 def group_request(
-    prompts: Sequence[PromptRecord],
-    plan: TreePlan,
-    *,
-    seed: int,
-    iteration: int,
-    retained: int | None = None,
+    prompts: Sequence[PromptRecord], plan: TreePlan, *, seed: int, iteration: int
 ) -> RolloutRequest:
     """Request the plan's trees for every prompt; those of one prompt are a group, side by side.
 
     A repeated prompt makes another group with roots of its own.
-
-    Args:
-        retained: how many trees of a group, the first ones, keep the prompt's own words; the others
-            use its paraphrases, where it has any. None keeps all. The noise is the same either way.
     """
-    if retained is not None and retained > plan.roots:
-        raise ValueError(f"retained is {retained}, but a group has {plan.roots} trees")
-    before = occurrences(prompts)
-    worded: list[PromptRecord] = []
-    place: dict[tuple[int, str | None], int] = {}  # (group, wording) -> index into `worded`
-    prompt: list[int] = []
-    for group, record in enumerate(prompts):
-        plain = plan.roots if retained is None or not record.paraphrases else retained
-        rest = plan.roots - plain
-        turns = range(before[group] * rest, (before[group] + 1) * rest)
-        words = [reworded(record, turn, seed=seed, iteration=iteration) for turn in turns]
-        for one in [*[record] * plain, *words]:
-            if (group, one.wording) not in place:
-                place[group, one.wording] = len(worded)
-                worded.append(one)
-            prompt.append(place[group, one.wording])
-    first = torch.tensor(before) * plan.roots
+    group = torch.arange(len(prompts)).repeat_interleave(plan.roots)
+    first = torch.tensor(occurrences(prompts)) * plan.roots
     return RolloutRequest(
-        prompts=worded,
-        prompt=torch.tensor(prompt),
-        group=torch.arange(len(prompts)).repeat_interleave(plan.roots),
+        prompts=prompts,
+        prompt=group,
+        group=group,
         root=(first[:, None] + torch.arange(plan.roots)).flatten(),
         seed=seed,
         iteration=iteration,
@@ -284,14 +260,10 @@ class Sampler:
     prompts: PromptSampler
     seed: int
     explorer: "Explorer | None" = None  # selects the trees among more candidates; None samples all
-    retained: int | None = None  # trees of a prompt that keep its own words, see `group_request`
 
     def request(self, iteration: int, plan: TreePlan) -> RolloutRequest:
         """Return all processes' trees of an iteration."""
-        prompts = self.prompts.at(iteration)
-        return group_request(
-            prompts, plan, seed=self.seed, iteration=iteration, retained=self.retained
-        )
+        return group_request(self.prompts.at(iteration), plan, seed=self.seed, iteration=iteration)
 
     def collect(self, iteration: int, timer: Timer) -> Rollout:
         """Sample trees of the iteration's prompts, decode and score their images."""

@@ -17,7 +17,7 @@ from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import DamagedFile, UserError
 from flowrl.functional.batches import ALONE, Batches, even_rows
 from flowrl.functional.contrasts import Contrast, paired_contrast
-from flowrl.prompts.records import PromptRecord, reworded
+from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.rollout import (
     RolloutRequest,
     decode,
@@ -53,9 +53,6 @@ class Evaluation:
     draws: tuple[int, ...]  # n, each image's number among those of its prompt
     key: str  # of the evaluator; only evaluations with one key can be compared
     prompt: Tensor  # (N,) long, equal for images of one prompt: intervals resample prompts
-    # (N, R) scores of images from the same noise and a paraphrase of the prompt, NaN where it has
-    # none; None when they were not generated.
-    reworded: Tensor | None = None
     steps: int = 0  # denoising steps of an image; 0: not recorded
     rows: int = 0  # of each call of the network, which decide the last bits; 0: not recorded
     at_steps: tuple["Evaluation", ...] = ()  # the same at other numbers of steps
@@ -69,22 +66,15 @@ class Evaluation:
         """Return all measured values by name, (N,) each, NaN where an image has none.
 
         Beside the rewards: corrected/<name>, see `corrected_score`, when `quality` names the reward
-        on 1 to 5; paraphrase/<name>, the score of the image from a paraphrase;
-        paraphrase_gap/<name>, how far that is below the score with the prompt's own words; and
-        <n>_steps/<name>, each of these at another number of denoising steps.
+        on 1 to 5; and <n>_steps/<name>, each of these at another number of denoising steps.
         """
         scores = dict(zip(self.names, self.scores.unbind(1), strict=True))
-        columns = () if self.reworded is None else self.reworded.unbind(1)
-        paraphrased = dict(zip(self.names, columns, strict=False))  # none, or all
         measures = dict(scores)
         judged = None if quality is None else scores.get(quality)
         if judged is not None:
             for name, score in scores.items():
                 if name != quality:
                     measures[f"corrected/{name}"] = corrected_score(score, judged)
-        measures |= {f"paraphrase/{name}": score for name, score in paraphrased.items()}
-        for name, score in paraphrased.items():
-            measures[f"paraphrase_gap/{name}"] = scores[name] - score
         for other in self.at_steps:
             for name, values in other.measures(quality).items():
                 measures[f"{other.steps}_steps/{name}"] = values
@@ -149,7 +139,7 @@ class PipelineCall:
             # Not in the autocast of training, which a user's own call does not have either.
             with torch.autocast(device.type, enabled=False):
                 visit = Visit(latents=noise.to(device, backbone.dtype))
-                call |= {"prompt": [p.read for p in prompts], "output_type": "pt"}
+                call |= {"prompt": [p.text for p in prompts], "output_type": "pt"}
                 if hasattr(pipeline, "prepare_latents"):  # whose result `visit` replaces
                     call["generator"] = torch.Generator().manual_seed(0)
                 else:
@@ -197,8 +187,6 @@ class Evaluator:
     key: str = ""  # of everything that decides the base's images and their scores
     keep: int = 24  # images kept for people to look at
     quality: str | None = None  # the reward on 1 to 5 that corrects the others
-    # Generate each image whose prompt has paraphrases again, from the same noise and one of them.
-    paraphrases: bool = False
     max_invalid_fraction: float = 1.0
     title: str = "evaluating"  # of the progress bar
 
@@ -234,28 +222,10 @@ class Evaluator:
             draws=tuple(request.root[: len(shown)].tolist()),
             key=self.key,
             prompt=prompt_numbers(self.prompts),
-            reworded=self._reworded(velocity, runtime, request) if self.paraphrases else None,
             steps=len(self.schedule.sigmas) - 1,
             rows=even_rows(runtime.largest_share(len(self.prompts)), self.batch_size),
             errors=tuple(f"{name}: {reason}" for name, reason in errors.items()),
         )
-
-    def _reworded(
-        self, velocity: VelocityField, runtime: Runtime, request: RolloutRequest
-    ) -> Tensor:
-        """Return the scores (N, R) of the images from paraphrases."""
-        has = torch.tensor([bool(p.paraphrases) for p in self.prompts])
-        rows = has.nonzero().squeeze(1)
-        scores = torch.full((len(has), len(self.specs)), torch.nan)
-        if not len(rows):
-            return scores
-        words = [
-            reworded(p, turn, seed=self.seed, iteration=NO_ITERATION) if p.paraphrases else p
-            for p, turn in zip(self.prompts, request.root.tolist(), strict=True)
-        ]
-        paraphrases = replace(request, prompts=words).take(rows)
-        scores[rows] = self._generate(velocity, runtime, paraphrases, keep=0)[0]
-        return scores
 
     @torch.no_grad()
     def _generate(

@@ -30,7 +30,7 @@ PASSES = ("explore/forwards", "tree/forwards", "tree/train_forwards")
 TIMES = tuple(
     f"time/{part}" for part in ("audit", "explore", "explore_reward", "rollout", "reward", "train")
 )
-DERIVED = ("corrected/", "paraphrase")  # measures that others can compute, or that few have
+DERIVED = ("corrected/",)  # measures that others can compute, or that few have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,6 @@ def test_what_cannot_work_is_refused(make_learner, tiny_config, tmp_path, monkey
     mine = {"prompts": str(tmp_path / "mine.txt")}
     for change, name in (
         ({"specs": [{"name": "geneval"}], "evaluation": mine}, "evaluation.prompts"),
-        ({"prompts": {"retained": 1}}, "prompts.retained"),
-        ({"evaluation": {"paraphrases": True}}, "evaluation.paraphrases"),
         ({"evaluation": {"quality": "beauty"}}, "'beauty', expected"),
         ({"evaluation": {"quality": "brightness"}}, "(0.0, 1.0)"),
         ({"run": {"stop_when_hacking": {"held_out": "brightness"}}}, "which is trained"),
@@ -49,7 +47,7 @@ def test_options_of_measures_reach_the_evaluator_and_the_run(tiny_config, load_t
     pipeline = learner.policy.backbone.pipeline
     evaluator = build_evaluator(config, pipeline, learner.specs, ProvidedObjects())
     assert evaluator is not None
-    assert (evaluator.quality, evaluator.paraphrases) == ("tiny_quality", False)
+    assert evaluator.quality == "tiny_quality"
     run = build_run(config, learner, evaluator, None, resumed=False)
     assert run.stop == StopRule(options=config.run.stop_when_hacking)
 

@@ -170,21 +170,6 @@ def test_a_lora_of_another_network_and_prompts_of_training_are_refused_at_once(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_paraphrase_gap_is_of_prompts_with_paraphrases(tiny_config, tmp_path):
-    rows = [{"prompt": "a red star", "paraphrases": ["a star that is red"]}, {"prompt": "a ring"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {
-        "prompts": str(tmp_path / "rows.jsonl"), "num_images": 600, "num_inference_steps": 2,
-        "batch_size": 4, "paraphrases": True,
-    }  # fmt: skip
-    comparison = compare_loras(tiny_config(evaluation=options), [], tmp_path / "out")
-    (base,) = comparison.entries
-    assert len(comparison.prompts) == 4  # two of each prompt there is, not 600
-    gap = base.measures["paraphrase_gap/brightness"]
-    paraphrased = [bool(prompt.paraphrases) for prompt in comparison.prompts]
-    assert gap.isfinite().tolist() == paraphrased and bool(gap[gap.isfinite()].all())
-
-
 def test_rewards_of_unversioned_code_are_scored_again_when_the_code_changes(
     tiny_config, tmp_path, made, monkeypatch
 ):

@@ -68,8 +68,6 @@ def test_the_legend_and_precisions(tiny_config, tmp_path):
     assert legend([row("ocr"), row("corrected/ocr")], "q") == (
         "corrected/R is R (q - 3) + 0.2, image by image."
     )
-    both = legend([row("corrected/ocr"), row("paraphrase/ocr"), row("paraphrase_gap/ocr")], "q")
-    assert "corrected/R is" in both and "paraphrase_gap/R" in both
     # The card tells the precision of training.
     assert precisions(tiny_config(), tmp_path, 1) == ""
     low = tiny_config(pipeline={"precision": "nvfp4-emulated"})

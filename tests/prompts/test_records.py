@@ -8,10 +8,8 @@ from flowrl.errors import UserError
 from flowrl.prompts.records import (
     PromptRecord,
     PromptSampler,
-    check_paraphrases,
     load_prompts,
     prompt_uid,
-    reworded,
 )
 from flowrl.tiny.world import GENEVAL_TAGS, TAGS, TIERS, split_prompts
 
@@ -104,37 +102,6 @@ def test_weights_of_one_change_nothing_and_those_that_fit_no_prompt_are_refused(
         PromptSampler(prompts, 3, 0, balance="tag", weights={"c": 2})
     with pytest.raises(UserError, match="prompts.weights"):
         PromptSampler(prompts, 3, 0, balance="tag", weights={"a": 0, "b": 0})
-
-
-CAT = PromptRecord(uid="c", text="a cat", paraphrases=("b", "c", "d"))
-
-
-def words(turns, *, record=CAT, seed=0, iteration=0) -> list[str]:
-    return [reworded(record, turn, seed=seed, iteration=iteration).read for turn in turns]
-
-
-def test_other_words_depend_on_seed_iteration_uid_and_turn():
-    # Other words change what is read and nothing else.
-    other = reworded(CAT, 0, seed=0, iteration=0)
-    assert other.read in CAT.paraphrases and CAT.read == "a cat"
-    assert (other.uid, other.text, other.metadata) == (CAT.uid, CAT.text, CAT.metadata)
-    # The choice of words is a function of seed iteration uid and turn.
-    first = [words([0], iteration=i) for i in range(20)]
-    assert first == [words([0], iteration=i) for i in range(20)]
-    assert len({word for (word,) in first}) == 3
-    renamed = PromptRecord(uid="d", text="a cat", paraphrases=CAT.paraphrases)
-    assert [words([0], record=renamed, iteration=i) for i in range(20)] != first
-    assert [words([0], seed=1, iteration=i) for i in range(20)] != first
-
-
-@given(st.integers(1, 7), st.integers(0, 5), st.integers(0, 3), st.integers(0, 30))
-def test_no_paraphrase_comes_again_before_all_came(count, lap, seed, iteration):
-    record = PromptRecord(uid="u", text="x", paraphrases=tuple(map(str, range(count))))
-    turns = range(lap * count, (lap + 1) * count)
-    other = words(turns, record=record, seed=seed, iteration=iteration)
-    assert sorted(other) == sorted(record.paraphrases)
-    with pytest.raises(UserError, match="prompts.retained"):
-        check_paraphrases(records(2), "prompts.retained", "mine.txt")
 
 
 def test_an_iteration_continues_in_every_kind_where_the_last_one_stopped():

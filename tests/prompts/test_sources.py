@@ -88,16 +88,6 @@ def test_the_last_user_message_of_a_chat_is_the_prompt(tmp_path):
         assert record.metadata["ground_truth"] == record.metadata["ocr_text"] == "HI"
 
 
-def test_paraphrases_are_neither_metadata_nor_part_of_the_uid(tmp_path):
-    row, words = {"prompt": "a cat", "tag": "single_object"}, ["one cat", "an image of a cat"]
-    plain, full = tmp_path / "plain.jsonl", tmp_path / "full.jsonl"
-    plain.write_text(json.dumps(row))
-    full.write_text(json.dumps(row | {"paraphrases": words}))
-    (one,), (other,) = load_prompts(plain), load_prompts(full)
-    assert other.paraphrases == tuple(words) and one.paraphrases == ()
-    assert (one.uid, one.metadata) == (other.uid, other.metadata)
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -106,15 +96,12 @@ def test_paraphrases_are_neither_metadata_nor_part_of_the_uid(tmp_path):
         ('{"prompt": " "}', '"prompt"'), ('{"prompt": "a", "negative": 3}', '"negative"'),
         ('{"prompt": "a", "negative_prompt": 3}', '"negative"'),
         ('{"prompt": "a", "negative": "b", "negative_prompt": "c"}', '"negative_prompt"'),
-        ('{"prompt": "a", "paraphrases": "b"}', '"paraphrases"'),
-        ('{"prompt": "a", "paraphrases": ["b", 3]}', '"paraphrases"'),
-        ('{"prompt": "a", "paraphrases": [" "]}', '"paraphrases"'),
         ('{"prompt": "a", "metadata": "{tag"}', '"metadata"'),
         ('{"prompt": "a", "metadata": "[1]"}', '"metadata"'),
         ('{"prompt": [{"role": "system", "content": "draw"}]}', '"prompt"'),
         ('{"prompt": "a \\ud800 cat"}', "ud800"), ('{"prompt": "a", "negative": "\\udfff"}', "udf"),
     ],
-    ids=range(18),
+    ids=range(15),
 )  # fmt: skip
 def test_a_malformed_row_is_refused_with_its_line(row, message, tmp_path):
     path = tmp_path / "prompts.jsonl"

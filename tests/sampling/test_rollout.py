@@ -4,10 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.config.objectives import CreditOptions
 from flowrl.functional.sde import KERNELS
-from flowrl.objectives.tree_credit import tree_credit
-from flowrl.prompts.records import PromptSampler, load_prompts
+from flowrl.prompts.records import load_prompts
 from flowrl.sampling.rollout import (
     Timer,
     decode,
@@ -122,88 +120,12 @@ def test_rewards_are_given_the_prompts_own_words():
     result = judged(length, request, leaves=2)
     lengths = [len(RECORDS[2].text), len(RECORDS[0].text)]
     assert result.scores[:, 0].tolist() == [lengths[0]] * 2 + [lengths[1]] * 2
-    # Rewards are given the prompts own words.
-    seen = []
-
-    def look(images, prompts, metadata):
-        seen.extend(zip(prompts, metadata, strict=True))
-        return [0.0] * len(prompts)
-
-    request = request_of([WORDED], retained=1)
-    judged(look, request)
-    assert seen == [(WORDED.text, WORDED.metadata)] * 2
 
 
-OTHERS = ("a red ring", "two stars", "three crosses")
-WORDED = replace(RECORDS[0], paraphrases=OTHERS)
-WIDE = replace(PLAN, roots=5)
-
-
-def words_of(request) -> list[str]:
-    return [request.prompts[i].read for i in request.prompt.tolist()]
-
-
-def test_the_first_trees_keep_their_words_and_others_take_paraphrases():
-    for retained in [0, 1, 2]:
-        request = request_of([RECORDS[1], WORDED], WIDE, retained=retained)
-        own, other = words_of(request)[:5], words_of(request)[5:]
-        assert own == [RECORDS[1].text] * 5  # it has no paraphrases
-        assert other[:retained] == [WORDED.text] * retained
-        assert set(other[retained : retained + 3]) == set(
-            OTHERS
-        )  # each once before one comes again
-        assert set(other[retained:]) == set(OTHERS)
-        assert len(request.prompts) == 1 + len(OTHERS) + bool(retained)
-        assert request.group.tolist() == [0] * 5 + [1] * 5
-    # Without retaining every tree keeps the prompts own words.
-    request = request_of([WORDED, RECORDS[1]])
-    assert request.prompts == [WORDED, RECORDS[1]]
-    assert request.prompt.tolist() == request.group.tolist() == [0, 0, 1, 1]
-    # More retained trees than a group has are refused.
-    with pytest.raises(ValueError, match="retained is 3, but a group has 2 trees"):
-        request_of([WORDED], retained=3)
-    # A repeated prompt goes on with its paraphrases.
-    request = request_of([WORDED, WORDED], retained=1)
-    first, second = words_of(request)[1], words_of(request)[3]
-    assert first != second and {first, second} <= set(OTHERS)
-    assert request.group.tolist() == [0, 0, 1, 1] and request.root.tolist() == [0, 1, 2, 3]
-    # Taking rows keeps the words and the number of the group.
-    request = request_of([RECORDS[1], WORDED], retained=1)
-    part = request.take(torch.tensor([3, 0]))
-    assert words_of(part) == [words_of(request)[3], RECORDS[1].text]
-    assert part.group.tolist() == [1, 0]
-
-
-def test_other_words_leave_the_noise_and_the_first_images(sample):
-    for iteration in range(4):
-        plain = request_of([WORDED, RECORDS[1]], iteration=iteration)
-        mixed = request_of([WORDED, RECORDS[1]], iteration=iteration, retained=1)
-        for role in ("init", "step"):
-            noise = (request.noise((), 1, role, SHAPE) for request in (plain, mixed))
-            assert torch.equal(*noise)
-    # Only the trees in other words are other images.
-    _, plain = sample(request_of([WORDED]))
-    _, mixed = sample(request_of([WORDED], retained=1))
-    torch.testing.assert_close(mixed[0], plain[0], rtol=0, atol=ROUNDING)
-    assert not torch.allclose(mixed[1], plain[1], atol=1e-3)
-
-
-def test_images_in_all_words_are_compared_in_one_group(make_learner):
-    learner = make_learner()
-    prompts = [replace(p, paraphrases=OTHERS) for p in RECORDS[:2]]
-    sampler = PromptSampler(prompts, 2, seed=0)
-    learner = replace(learner, source=replace(learner.source, prompts=sampler, retained=2))
-    rollout, metrics = learner.iterate(0)
-    assert rollout.group.tolist() == [0] * 4 + [1] * 4
-    assert len(rollout.prompts) == len(rollout.metadata) == len(rollout.cond) == 2 * 3
-    asked = [rollout.prompts[i] for i in rollout.tree.prompt.tolist()]
-    assert asked == [p.text for p in sampler.at(0) for _ in range(4)]
-    advantage = tree_credit(rollout, CreditOptions())[0][:, 0].view(2, 4)
-    reward = rollout.reward.view(2, 4)
-    centred = reward - reward.mean(1, keepdim=True)
-    shape = centred / centred.norm(dim=1, keepdim=True)
-    torch.testing.assert_close(advantage / advantage.norm(dim=1, keepdim=True), shape)
-    assert metrics["grad/norm"] > 0 and metrics["policy/ratio_error_max"] < 0.1  # nats
+def test_a_repeated_prompt_is_another_group_with_roots_of_its_own():
+    request = request_of([RECORDS[0], RECORDS[1], RECORDS[0]])
+    assert request.prompt.tolist() == request.group.tolist() == [0, 0, 1, 1, 2, 2]
+    assert request.root.tolist() == [0, 1, 0, 1, 2, 3]
 
 
 HELD_OUT = {"name": "compressibility", "held_out": True, "when": "both"}

@@ -8,7 +8,7 @@ import torch
 
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator
 from flowrl.errors import UserError
-from flowrl.prompts.records import PromptRecord, reworded
+from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation, check_quality, compare, corrected_score
@@ -74,7 +74,6 @@ def test_the_key_changes_with_whatever_changes_the_base_images(tiny_config, load
         {"seed": 1},
         {"num_images": 4},
         {"prompts": "tiny:counting:test"},
-        {"paraphrases": True},
         {"height": 32},
         {"as_deployed": True},
         {"num_inference_steps": [2, 3]},
@@ -92,9 +91,6 @@ def test_evaluations_come_back_from_disk(evaluation, tmp_path):
     assert torch.equal(again.images, evaluation.images)
     for name in ("names", "prompts", "draws"):
         assert getattr(again, name) == getattr(evaluation, name)
-    scored([1.0, 2.0], reworded=[[0.5, 1.0]]).save(tmp_path / "e")
-    again = Evaluation.load(tmp_path / "e").reworded
-    assert again is not None and again.tolist() == [[0.5, 1.0]]
 
 
 # --- other numbers of steps, other sizes, the pipeline's own call --------------------------------
@@ -165,11 +161,11 @@ def test_as_deployed_needs_the_pipelines_text_encoders(tiny_config, load_tiny):
         build_evaluator(config, load_tiny(), [], ProvidedObjects())
 
 
-def scored(*rows: list[float], names=("a", "b"), reworded=None) -> Evaluation:
-    others = None if reworded is None else torch.tensor(reworded)
-    given = {"images": torch.empty(0), "prompts": (), "draws": (), "key": "", "reworded": others}
-    prompt = torch.arange(len(rows))
-    return Evaluation(scores=torch.tensor(rows), names=names, prompt=prompt, **given)
+def scored(*rows: list[float], names=("a", "b")) -> Evaluation:
+    return Evaluation(
+        scores=torch.tensor(rows), names=names, prompt=torch.arange(len(rows)),
+        images=torch.empty(0), prompts=(), draws=(), key="",
+    )  # fmt: skip
 
 
 def test_scores_are_matched_by_name_and_missing_ones_left_out():
@@ -205,72 +201,24 @@ def test_few_prompts_are_not_repeated_to_as_many_images_as_wanted(tiny_config, l
     assert few is not None and len(few.prompts) == 16
 
 
-# --- the same prompts in other words -------------------------------------------------------------
-
-
-def with_paraphrases(evaluator, *paraphrases: tuple[str, ...]):
-    """The evaluator, whose first prompts have these paraphrases."""
-    prompts = list(evaluator.prompts)
-    for i, others in enumerate(paraphrases):
-        prompts[i] = replace(prompts[i], paraphrases=others)
-    return replace(evaluator, prompts=prompts, paraphrases=True)
-
-
-def test_the_same_words_from_the_same_noise_score_the_same(evaluator, evaluation, runtime):
-    texts = [p.text for p in evaluator.prompts]
-    again = with_paraphrases(evaluator, *((text,) for text in texts))
-    result = again(evaluator.backbone.velocity, runtime)
-    assert torch.equal(result.scores, evaluation.scores)
-    assert torch.equal(result.images, evaluation.images)
-    assert result.reworded is not None and torch.equal(result.reworded, result.scores)
-
-
-def test_only_prompts_with_paraphrases_are_drawn_in_other_words(evaluator, evaluation, runtime):
-    some = with_paraphrases(evaluator, (), ("two stars",), (), ("a ring", "one ring"))
-    result = some(evaluator.backbone.velocity, runtime)
-    assert torch.equal(result.scores, evaluation.scores)
-    assert result.reworded is not None
-    assert result.reworded.isfinite().all(1).tolist() == [False, True, False, True, False]
-    drawn = result.reworded[[1, 3]]
-    assert not torch.equal(drawn[:, 0], evaluation.scores[[1, 3], 0])
-    assert torch.equal(drawn[:, 1], evaluation.scores[[1, 3], 1])  # judged by its own words
-    again = some(evaluator.backbone.velocity, runtime).reworded
-    assert again is not None and torch.equal(again.nan_to_num(), result.reworded.nan_to_num())
-
-
-def test_a_repeated_prompt_has_noise_and_words_of_its_own(evaluator, runtime):
-    prompt = replace(evaluator.prompts[0], paraphrases=("two stars", "a ring"))
-    twice = replace(evaluator, prompts=[prompt] * 2, paraphrases=True)
-    result = twice(evaluator.backbone.velocity, runtime)
+def test_a_repeated_prompt_has_noise_of_its_own(evaluator, runtime):
+    result = replace(evaluator, prompts=[evaluator.prompts[0]] * 2)(
+        evaluator.backbone.velocity, runtime
+    )
     assert result.draws == (0, 1)
     assert not torch.equal(result.images[0], result.images[1])
-    for row in range(2):
-        word = reworded(prompt, row, seed=evaluator.seed, iteration=-1).read
-        alone = replace(twice, prompts=[replace(prompt, paraphrases=(word,))] * 2)
-        expected = alone(evaluator.backbone.velocity, runtime)
-        assert result.reworded is not None and expected.reworded is not None
-        torch.testing.assert_close(result.reworded[row], expected.reworded[row])
-
-
-NAN = math.nan
 
 
 # --- the corrected score -------------------------------------------------------------------------
 
 
 def test_what_is_measured_both_times_is_compared_before_and_after():
-    before = scored([0.5, 4.0], [1.0, 2.0], names=("a", "q"), reworded=[[0.25, 4.0], [NAN, NAN]])
-    after = scored([1.0, 4.0], [1.0, 1.0], names=("a", "q"), reworded=[[0.5, 3.0], [NAN, NAN]])
+    before = scored([0.5, 4.0], [1.0, 2.0], names=("a", "q"))
+    after = scored([1.0, 4.0], [1.0, 1.0], names=("a", "q"))
     rows = {row.name: row for row in compare(before, after, "q")}
-    others = {"corrected/a", "paraphrase/a", "paraphrase/q", "paraphrase_gap/a", "paraphrase_gap/q"}
-    assert set(rows) == {"a", "q"} | others
+    assert set(rows) == {"a", "q", "corrected/a"}
     assert rows["corrected/a"].before == pytest.approx((0.7 - 0.8) / 2)
     assert rows["corrected/a"].after == pytest.approx((1.2 - 1.8) / 2)
-    gap = rows["paraphrase_gap/a"]
-    assert (gap.before, gap.after, gap.change.mean, gap.change.images) == (0.25, 0.5, 0.25, 1)
-    before, after = scored([0.5, 4.0]), scored([1.0, 4.0], reworded=[[0.5, 3.0]])
-    assert [row.name for row in compare(before, after)] == ["a", "b"]
-    assert [row.name for row in compare(after, before)] == ["a", "b"]
 
 
 def judge_of(name: str, bounds=(1, 5), needs=()) -> RewardSpec:
