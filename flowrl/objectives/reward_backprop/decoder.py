@@ -1,7 +1,7 @@
 """The gradient of the trained reward at clean latents, through the decoder."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -136,8 +136,6 @@ def _slope(
             f"{type(error).__name__}: {error}"
         ) from error
     scores, reasons = answer if isinstance(answer, tuple) else (answer, None)
-    if isinstance(scores, Mapping):
-        scores = scores[spec.component or next(iter(scores))]
     slope = None
     if isinstance(scores, Tensor) and scores.requires_grad:
         (slope,) = torch.autograd.grad(scores.sum(), pixels, allow_unused=True)
