@@ -41,13 +41,8 @@ def evaluate(
     lora_alpha: LoraAlpha = None,
     output_dir: Annotated[
         Path | None,
-        typer.Option(
-            "--output-dir", "-o", help="Folder for the leaderboard, its images and scores."
-        ),
+        typer.Option("--output-dir", "-o", help="Folder for the leaderboard and its scores."),
     ] = None,
-    per_prompt: Annotated[
-        int, typer.Option(min=1, help="Leaderboard: images per prompt; diversity needs at least 2.")
-    ] = 2,
     as_deployed: Annotated[
         bool,
         typer.Option(
@@ -60,8 +55,8 @@ def evaluate(
     """Score a pipeline, with or without LoRAs, on a recipe's held-out prompts.
 
     With -o, a leaderboard (HTML, csv) compares the base and all LoRAs in pairs, on the same
-    prompts and noise, with Holm's correction. Images and scores stay in the folder: the same
-    command resumes, and LoRAs can be added later.
+    prompts and noise, with Holm's correction. Scores stay in the folder: the same command resumes,
+    and LoRAs can be added later.
 
     Examples:
 
@@ -81,19 +76,17 @@ def evaluate(
     deployed = ["evaluation.as_deployed=true"] if as_deployed else []
     config, loras = load_config(request.recipe, [*request.overrides, *deployed]), lora or []
     if output_dir is None and len(loras) > 1:
-        raise UserError("Several LoRAs need a folder for images and scores: add -o leaderboard.")
+        raise UserError("Several LoRAs need a folder for their scores: add -o leaderboard.")
     if output_dir is not None:
         with starting():
             from flowrl.evaluation.comparison import compare_loras
-            from flowrl.evaluation.leaderboard import ranking, summary, write_leaderboard
+            from flowrl.evaluation.leaderboard import missing, ranking, summary, write_leaderboard
 
-        comparison = compare_loras(
-            config, loras, output_dir, per_prompt=per_prompt, lora_alpha=lora_alpha
-        )
+        comparison = compare_loras(config, loras, output_dir, lora_alpha=lora_alpha)
         typer.echo(write_leaderboard(comparison, output_dir))
         rows = ranking(comparison) if as_json else summary(comparison)
         print_table(rows, as_json=as_json)
-        for line in (line for entry in comparison.entries for line in entry.missing):
+        for line in missing(comparison):
             typer.echo(line, err=True)
         return
     with starting():

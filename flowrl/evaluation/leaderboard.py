@@ -6,18 +6,16 @@ from typing import Any
 from flowrl.evaluation.benchmark import Row, write_csv
 from flowrl.evaluation.comparison import (
     BASE,
-    DIVERSITY,
     OVERALL,
+    SHOWN,
     SIGNIFICANT,
     Comparison,
     Entry,
 )
 from flowrl.functional.contrasts import fewest_prompts
 from flowrl.utils.files import write_text
-from flowrl.utils.images import data_url, read_image
+from flowrl.utils.images import data_url, to_pil
 from flowrl.utils.templates import render, signed
-
-SHOWN = 12  # prompts whose images are on the page
 
 
 def write_leaderboard(comparison: Comparison, folder: Path) -> Path:
@@ -25,16 +23,12 @@ def write_leaderboard(comparison: Comparison, folder: Path) -> Path:
     write_csv(folder / "leaderboard.csv", ranking(comparison))
     write_csv(folder / "comparisons.csv", pair_rows(comparison))
     scores = [
-        {"name": entry.name, "image": row, "prompt": prompt.text, "file": str(path)}
+        {"name": entry.name, "image": row, "prompt": prompt.text}
         | {name: values[row].item() for name, values in entry.measures.items()}
         for entry in comparison.entries
-        for row, (prompt, path) in enumerate(
-            zip(comparison.prompts, comparison.images(entry), strict=True)
-        )
+        for row, prompt in enumerate(comparison.prompts)
     ]
     write_csv(folder / "scores.csv", scores)
-    if kinds := kind_rows(comparison):
-        write_csv(folder / "kinds.csv", kinds)
     page = folder / "index.html"
     write_text(page, render("leaderboard.html.j2", _page_values(comparison)))
     return page
@@ -104,17 +98,12 @@ def pair_rows(comparison: Comparison) -> list[Row]:
     ]
 
 
-def kind_rows(comparison: Comparison) -> list[Row]:
-    """Return the means of the measures for each kind of prompt and entry."""
+def missing(comparison: Comparison) -> list[str]:
+    """Return why scores are missing, each reason with the entry that it concerns."""
     return [
-        {"prompts": kind, "name": entry.name, "images": len(images)}
-        | {
-            _title(comparison, name): values[images].nanmean().item()
-            for name, values in entry.measures.items()
-            if bool(values[images].isfinite().any())
-        }
-        for kind, images in comparison.kinds().items()
+        f"{entry.name}: {error}"
         for entry in comparison.entries
+        for error in entry.evaluation.errors
     ]
 
 
@@ -127,19 +116,16 @@ def _title(comparison: Comparison, measure: str) -> str:
 
 def _page_values(comparison: Comparison) -> dict[str, Any]:
     """Return the values of the page's template."""
-    table, kinds = ranking(comparison), kind_rows(comparison)
-    first_images = range(0, len(comparison.prompts), comparison.per_prompt)
+    table = ranking(comparison)
     return {
         "title": f"{comparison.title}: base and {len(comparison.entries) - 1} LoRAs",
         "caption": caption(comparison),
         "columns": list(table[0])[2:],
         "ranking": table,
         "pairs": pair_rows(comparison),
-        "kinds": kinds,
-        "kind_columns": list(dict.fromkeys(name for row in kinds for name in row))[3:],
         "names": [entry.name for entry in comparison.entries],
-        "rows": [_images_of(comparison, row) for row in first_images[:SHOWN]],
-        "missing": [line for entry in comparison.entries for line in entry.missing],
+        "rows": [_images_of(comparison, row) for row in range(min(SHOWN, len(comparison.prompts)))],
+        "missing": missing(comparison),
     }
 
 
@@ -155,8 +141,6 @@ def caption(comparison: Comparison) -> str:
     fewest = fewest_prompts(len(comparison.pairs)) if comparison.pairs else 0
     if prompts < fewest:
         text += f" {prompts} prompts are too few for any of them: it takes {fewest}."
-    if any(DIVERSITY in entry.measures for entry in comparison.entries):
-        text += " diversity is the mean absolute difference of a prompt's images."
     if any(OVERALL in entry.measures for entry in comparison.entries):
         text += " overall is the recipe's weighted sum of the rewards of training."
     return text
@@ -167,6 +151,6 @@ def _images_of(comparison: Comparison, row: int) -> dict[str, Any]:
     images = []
     for entry in comparison.entries:
         scores = {m: v[row].item() for m, v in entry.measures.items() if v[row].isfinite()}
-        url = data_url(read_image(comparison.images(entry)[row], inside=entry.folder))
-        images.append({"name": entry.name, "url": url, "scores": scores})
+        (image,) = to_pil(entry.evaluation.images[row : row + 1].float() / 255)
+        images.append({"name": entry.name, "url": data_url(image), "scores": scores})
     return {"prompt": comparison.prompts[row].text, "images": images}

@@ -44,8 +44,7 @@ WRITTEN: dict[FolderKind, tuple[str, ...]] = {
         ".lock", "drawn.json", "results.jsonl", "scores.csv", "[0-9][0-9][0-9][0-9][0-9]",
     ),
     "leaderboard": (
-        ".lock", "drawn", "index.html", "leaderboard.csv", "comparisons.csv", "scores.csv",
-        "kinds.csv",
+        ".lock", "evaluations", "index.html", "leaderboard.csv", "comparisons.csv", "scores.csv",
     ),
     "votes": (".lock", "votes.jsonl"),
     "dataset": (".lock", "store.json", "shards", "precision.json", "training-precision.json"),

@@ -14,8 +14,8 @@ from flowrl.backbones.loading import load_pipeline
 from flowrl.cli import main
 from flowrl.errors import UserError
 from flowrl.evaluation.comparison import BASE, compare_loras
+from flowrl.scoring.executors.base import to_levels
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.images import to_pil
 
 TARGETS = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]
 TARGETS += ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"]
@@ -99,11 +99,10 @@ def test_a_leaderboard_draws_pefts_pictures(trained, reference, config, tmp_path
     evaluator = build_evaluator(config, reference, specs, ProvidedObjects())
     evaluator = replace(evaluator, prompts=comparison.prompts)
     with torch.no_grad():
-        images = evaluator.images(evaluator.backbone.velocity, evaluator.request())
-        expected = to_pil(torch.cat(list(images)))
+        images = torch.cat(list(evaluator.images(evaluator.backbone.velocity, evaluator.request())))
     (entry,) = (one for one in comparison.entries if one.name != BASE)
-    for path, image in zip(comparison.images(entry), expected, strict=True):
-        assert np.array_equal(np.asarray(Image.open(path)), np.asarray(image))
+    drawn = entry.evaluation.images
+    assert torch.equal(drawn, to_levels(images)[: len(drawn)])
 
 
 def test_training_that_starts_from_it_starts_with_pefts_pictures(

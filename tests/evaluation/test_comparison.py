@@ -4,6 +4,7 @@ import csv
 import json
 import random
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from flowrl.backbones.lora_files import FILE
 from flowrl.errors import UserError
-from flowrl.evaluation import comparison as module
-from flowrl.evaluation.comparison import BASE, DIVERSITY, OVERALL, compare_loras, short_name
+from flowrl.evaluation.comparison import (
+    BASE,
+    EVALUATIONS,
+    OVERALL,
+    compare_loras,
+    short_name,
+)
 from flowrl.evaluation.leaderboard import (
     caption,
-    kind_rows,
     pair_rows,
     rank,
     ranking,
@@ -47,26 +52,24 @@ def write_lora(folder, scale: float, seed: int = 0):
 
 @pytest.fixture(scope="module")
 def compared(tiny_config, tmp_path_factory):
-    """The comparison of the base, a LoRA and its copy, in parts of 4 images; folder and recipe."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PART", 4)
-        root = tmp_path_factory.mktemp("comparison")
-        one, copy = write_lora(root / "one", 0.3), write_lora(root / "copy", 0.3)
-        config = tiny_config(evaluation=EVALUATION, rewards=REWARDS)
-        yield compare_loras(config, [one, copy], root / "out"), root, config
+    """The comparison of the base, a LoRA and its copy; folder and recipe."""
+    root = tmp_path_factory.mktemp("comparison")
+    one, copy = write_lora(root / "one", 0.3), write_lora(root / "copy", 0.3)
+    config = tiny_config(evaluation=EVALUATION, rewards=REWARDS)
+    return compare_loras(config, [one, copy], root / "out"), root, config
 
 
 @pytest.fixture
 def made(monkeypatch):
-    """The prompts of every part that is evaluated."""
-    parts, call = [], Evaluator.__call__
+    """The titles of all evaluations that are computed."""
+    titles, call = [], Evaluator.__call__
 
     def counted(self, *args, **options):
-        parts.append([p.text for p in self.prompts])
+        titles.append(self.title)
         return call(self, *args, **options)
 
     monkeypatch.setattr(Evaluator, "__call__", counted)
-    return parts
+    return titles
 
 
 def files(folder) -> dict:
@@ -78,27 +81,25 @@ def test_all_have_the_same_prompts_and_noise_and_copies_do_not_differ(compared):
     comparison, _, _ = compared
     by_name = {entry.name: entry for entry in comparison.entries}
     assert set(by_name) == {BASE, "one", "copy"} and len(comparison.prompts) == 12
-    assert [p.uid for p in comparison.prompts[::2]] == [p.uid for p in comparison.prompts[1::2]]
-    assert len({p.uid for p in comparison.prompts}) == 6
-    pictures = {n: [p.read_bytes() for p in comparison.images(e)] for n, e in by_name.items()}
-    assert pictures["one"] == pictures["copy"] != pictures[BASE]
+    pictures = {name: entry.evaluation.images for name, entry in by_name.items()}
+    assert torch.equal(pictures["one"], pictures["copy"])
+    assert not torch.equal(pictures["one"], pictures[BASE])
     copies = [p for p in comparison.pairs if {p.first, p.second} == {"one", "copy"}]
-    assert {p.measure for p in copies} == {OVERALL, "brightness", "tiny_colors", DIVERSITY}
+    assert {p.measure for p in copies} == {OVERALL, "brightness", "tiny_colors"}
     for pair in copies:
         assert (pair.contrast.mean, pair.contrast.low, pair.contrast.high) == (0, 0, 0)
         assert pair.contrast.p == pair.corrected == 1 and not pair.differs
     overall = next(pair for pair in copies if pair.measure == OVERALL)
-    assert (overall.contrast.images, overall.contrast.prompts) == (12, 6)
+    assert (overall.contrast.images, overall.contrast.prompts) == (12, 12)
     assert rank(comparison, by_name["one"]) == rank(comparison, by_name["copy"])
 
 
-def test_a_later_lora_meets_the_base_as_it_is_and_only_lost_parts_are_made_again(compared, made):
+def test_a_later_lora_meets_the_base_as_it_is(compared, made):
     comparison, root, config = compared
     before = files(root / "out")
-    comparison.images(comparison.entries[0])[5].unlink()
     third = write_lora(root / "third", 0.1, seed=1)
     again = compare_loras(config, [str(root / "one"), str(root / "copy"), third], root / "out")
-    assert len(made) == 1 + 3  # the part that lost an image, and the three of the new LoRA
+    assert made == ["evaluating third"]
     assert before.items() <= files(root / "out").items()
     new = {entry.name: entry for entry in again.entries}
     for entry in comparison.entries:
@@ -106,46 +107,49 @@ def test_a_later_lora_meets_the_base_as_it_is_and_only_lost_parts_are_made_again
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_flipped_byte_is_noticed_named_and_made_again(compared, made, caplog, seed):
+def test_a_flipped_byte_is_noticed_named_and_its_evaluation_made_again(
+    compared, made, caplog, seed
+):
     """77 of 77 flips in the scores of a leaderboard went unnoticed, or ended in a traceback."""
     comparison, root, config = compared
-    generator, before = random.Random(seed), files(root / "out")
-    base = next(e for e in comparison.entries if e.name == BASE)
-    parts = sorted(base.folder.glob("*.safetensors"))
-    damaged = [*parts[:2], comparison.images(base)[-1]]  # one of each of the three parts
-    for path in damaged:
-        data = bytearray(path.read_bytes())
-        data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
-        path.write_bytes(data)
-    again = compare_loras(config, [str(root / "one")], root / "out")
-    assert len(made) == 3 and files(root / "out") == before
-    assert all(str(path) in caplog.text for path in damaged)
-    (entry,) = (e for e in again.entries if e.name == BASE)
+    generator, base = random.Random(seed), next(e for e in comparison.entries if e.name == BASE)
+    compare_loras(config, [], root / "base")  # a folder of one file
+    made.clear()
+    (path,) = (root / "base" / EVALUATIONS).iterdir()
+    data = bytearray(path.read_bytes())
+    data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+    path.write_bytes(data)
+    (entry,) = compare_loras(config, [], root / "base").entries
+    assert made == ["evaluating base"] and str(path) in caplog.text
     assert torch.equal(entry.measures[OVERALL], base.measures[OVERALL])
+    made.clear()
+    compare_loras(config, [], root / "base")
+    assert not made
 
 
 def test_pages_and_tables_have_the_measures(compared, tmp_path):
     comparison, _, _ = compared
     page = write_leaderboard(comparison, tmp_path)
     html = page.read_text()
-    assert "tiny_colors (held out)" in html and html.count("data:image/") == 6 * 3
+    assert "tiny_colors (held out)" in html and html.count("data:image/") == 12 * 3
     tables = {}
     for path in tmp_path.glob("*.csv"):
         with open(path) as file:
             tables[path.stem] = list(csv.DictReader(file))
-    assert len(tables["comparisons"]) == len(comparison.pairs) == 3 * 4
+    assert len(tables["comparisons"]) == len(comparison.pairs) == 3 * 3
     assert float(tables["comparisons"][0]["change"]) == pair_rows(comparison)[0]["change"]
-    assert len(tables["scores"]) == 3 * 12 and len(tables["kinds"]) == 3 * 6
+    assert len(tables["scores"]) == 3 * 12
     by_name = {row["name"]: row for row in summary(comparison)}
     assert by_name["one"]["change"] == by_name["copy"]["change"] != by_name[BASE]["change"] == ""
     overall = [row["overall"] for row in ranking(comparison)]
     assert overall == sorted(overall, reverse=True)
-    assert "6 prompts are too few for any of them: it takes 9" in caption(comparison)
-    for row in kind_rows(comparison):
-        (entry,) = (e for e in comparison.entries if e.name == row["name"])
-        rows = [i for i, p in enumerate(comparison.prompts) if p.metadata["tag"] == row["prompts"]]
-        assert row["images"] == len(rows) == 2
-        assert row["brightness"] == pytest.approx(entry.measures["brightness"][rows].mean().item())
+
+
+def test_too_few_prompts_to_differ_are_named(compared):
+    comparison, _, _ = compared
+    few = replace(comparison, prompts=comparison.prompts[:6])
+    assert "6 prompts are too few for any of them: it takes 9" in caption(few)
+    assert "too few" not in caption(comparison)
 
 
 @pytest.mark.parametrize("fault", ["network", "prompts"])

@@ -13,7 +13,6 @@ from crashes import fork, kill_at
 from safetensors.torch import load
 
 from flowrl.assembly.learner import fill_prompt_cache
-from flowrl.evaluation import comparison
 from flowrl.evaluation.comparison import compare_loras
 from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
 from flowrl.evaluation.leaderboard import write_leaderboard
@@ -28,11 +27,11 @@ PROMPTS = ["a red circle", "a blue square", "a green star"]
 def contents(folder: Path) -> dict[str, object]:
     """The files of a folder by name, leftovers included; of a state file what it holds.
 
-    A header's order is random; the tables with paths of images name the folder.
+    A header's order is random.
     """
     files: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name not in (".lock", "scores.csv", "index.html"):
+        if path.is_file() and path.name != ".lock":
             data = path.read_bytes()
             if path.suffix == ".safetensors":
                 texts = {k: v for k, v in notes_of(data).items() if k not in (SEAL, "digest")}
@@ -46,7 +45,6 @@ def contents(folder: Path) -> dict[str, object]:
 @pytest.fixture
 def work(tiny_config, monkeypatch):
     """The work of each command on a folder."""
-    monkeypatch.setattr(comparison, "PART", 2)
     monkeypatch.setattr("flowrl.assembly.text.ROWS", 4)
     options = {"prompts": "tiny:colors:test", "num_images": 6, "num_inference_steps": 1}
     config = tiny_config(evaluation=options | {"batch_size": 2})
