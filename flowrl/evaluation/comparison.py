@@ -154,7 +154,7 @@ def short_name(source: str) -> str:
     return "/".join(parts[-count:])
 
 
-# --- names and keys --------------------------------------------------------------------------------
+# --- names and keys -------------------------------------------------------------------------------
 
 
 def _named(loras: Sequence[LoRA]) -> list[tuple[str, LoRA | None]]:
