@@ -4,26 +4,19 @@ import base64
 import binascii
 import io
 import math
-import struct
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 PROTOCOL = 1
-Codec = Literal["png", "raw"]  # both lossless
-CODECS: tuple[Codec, ...] = get_args(Codec)
-
-_SIZE = struct.Struct("<II")  # height and width before the pixels of raw
 
 
 # --- images ---------------------------------------------------------------------------------------
 
 
-def encode(image: np.ndarray, codec: Codec) -> bytes:
-    """Encode an image (H, W, 3) uint8 RGB without loss."""
-    if codec == "raw":
-        return _SIZE.pack(*image.shape[:2]) + image.tobytes()
+def encode(image: np.ndarray) -> bytes:
+    """Encode an image (H, W, 3) uint8 RGB as a PNG file."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -31,24 +24,19 @@ def encode(image: np.ndarray, codec: Codec) -> bytes:
     return buffer.getvalue()
 
 
-def decode(data: bytes, codec: Codec, *, max_pixels: int) -> np.ndarray:
-    """Decode an image, (H, W, 3) uint8 RGB.
+def decode(data: bytes, *, max_pixels: int) -> np.ndarray:
+    """Decode a PNG file: (H, W, 3) uint8 RGB.
 
     Raises ValueError for anything else, and for more than `max_pixels` before they are unpacked.
     """
-    if codec == "raw":
-        if len(data) < _SIZE.size:
-            raise ValueError(f"has {len(data)} bytes; raw begins with {_SIZE.size} for its size")
-        height, width = _SIZE.unpack_from(data)
-        _check_size(height, width, max_pixels)
-        if len(data) != _SIZE.size + height * width * 3:
-            raise ValueError(f"has not the bytes of {height} x {width} RGB pixels")
-        return np.frombuffer(data, np.uint8, offset=_SIZE.size).reshape(height, width, 3)
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
-            _check_size(image.height, image.width, max_pixels)
+            if not 0 < image.height * image.width <= max_pixels:
+                raise ValueError(
+                    f"has {image.height} x {image.width} pixels; expected 1 to {max_pixels} in all"
+                )
             if image.mode != "RGB":
                 raise ValueError(f"is a PNG of mode {image.mode}; expected RGB of 8 bits")
             return np.array(image)
@@ -56,11 +44,6 @@ def decode(data: bytes, codec: Codec, *, max_pixels: int) -> np.ndarray:
         raise
     except Exception as error:  # Pillow has no common class for broken files
         raise ValueError(f"is no readable PNG: {error}") from error
-
-
-def _check_size(height: int, width: int, max_pixels: int) -> None:
-    if not 0 < height * width <= max_pixels:
-        raise ValueError(f"has {height} x {width} pixels; expected 1 to {max_pixels} in all")
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -78,7 +61,7 @@ class Item(_StrictModel):
     id: str
     prompt: str
     metadata: dict[str, Any] = {}
-    image: str  # base64
+    image: str  # a PNG file in base64
 
     def image_bytes(self) -> bytes:
         """Return the encoded image. Raises ValueError for text that is no base64."""
@@ -94,7 +77,6 @@ class ScoreRequest(_StrictModel):
     protocol: Literal[1]
     reward: str
     key: Annotated[str, Field(min_length=1, max_length=200)]  # the same for every try
-    codec: Codec
     items: Annotated[list[Item], Field(min_length=1)]
 
     @field_validator("items")
@@ -146,7 +128,6 @@ class Info(BaseModel):
 
     protocol: Literal[1]
     rewards: list[RewardInfo]
-    codecs: list[str] = ["png"]
     max_batch: Annotated[int, Field(ge=1)] = 16  # items of a request
     max_body: Annotated[int, Field(ge=1)] = 64 * 2**20  # bytes of a request
     max_pixels: Annotated[int, Field(ge=1)] = 2**26  # of all images of a request

@@ -32,7 +32,6 @@ from flowrl.scoring.executors.base import (
     joined,
 )
 from flowrl.scoring.protocol import (
-    CODECS,
     PROTOCOL,
     Info,
     Item,
@@ -234,7 +233,6 @@ class ScoringService:
         return Info(
             protocol=PROTOCOL,
             rewards=[_describe(spec.name, spec.reward) for spec in self.specs.values()],
-            codecs=list(CODECS),
             max_batch=MAX_BATCH,
             max_body=self.max_body,
             max_pixels=self.max_pixels,
@@ -340,7 +338,7 @@ def decode_images(request: ScoreRequest, max_pixels: int) -> Tensor:
     images: list[np.ndarray] = []
     for item in request.items:
         try:
-            image = decode(item.image_bytes(), request.codec, max_pixels=max_pixels)
+            image = decode(item.image_bytes(), max_pixels=max_pixels)
         except ValueError as error:
             raise ValueError(f"the image of item {item.id!r} {error}") from error
         if images and image.shape != images[0].shape:

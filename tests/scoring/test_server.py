@@ -22,7 +22,7 @@ from flowrl_rewards.fixtures import fixture
 from flowrl.errors import UserError
 from flowrl.scoring import server
 from flowrl.scoring.executors.base import InlineExecutor
-from flowrl.scoring.protocol import CODECS, Codec, encode
+from flowrl.scoring.protocol import encode
 from flowrl.scoring.server import make_app, warm_up
 from flowrl.scoring.spec import RewardSpec, load_reward
 
@@ -77,13 +77,11 @@ def url(serving) -> Iterator[str]:
         yield url
 
 
-def message(
-    reward: str = "watched", count: int = 1, image: Any = IMAGE, codec: Codec = "png", **changes
-) -> dict:
-    blob = image if isinstance(image, str) else base64.b64encode(encode(image, codec)).decode()
+def message(reward: str = "watched", count: int = 1, image: Any = IMAGE, **changes) -> dict:
+    blob = image if isinstance(image, str) else base64.b64encode(encode(image)).decode()
     item = {"prompt": "a", "metadata": {"mood": 1}, "image": blob}
     items = [item | {"id": str(i)} for i in range(count)]
-    head = {"protocol": 1, "reward": reward, "key": str(time.monotonic_ns()), "codec": codec}
+    head = {"protocol": 1, "reward": reward, "key": str(time.monotonic_ns())}
     return head | {"items": items} | changes
 
 
@@ -103,16 +101,15 @@ def assert_refused(reply: httpx.Response, status: int, *words: str) -> None:
 # --- scores ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("shape", [(1, 9, 11, 3), (7, 16, 8, 3)])
-def test_scores_are_those_of_the_reward_in_process(url, codec, shape):
+def test_scores_are_those_of_the_reward_in_process(url, shape):
     levels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     images = torch.from_numpy(levels).permute(0, 3, 1, 2).float() / 255
     reward = REWARDS["compressibility"]
     expected = InlineExecutor(reward, "r").submit(images, ["p"] * len(images), [{}] * len(images))
-    items = [message(image=image, codec=codec)["items"][0] for image in levels]
+    items = [message(image=image)["items"][0] for image in levels]
     items = [item | {"id": str(n)} for n, item in enumerate(items)]
-    reply = post(url, message("compressibility", codec=codec, items=items)).json()
+    reply = post(url, message("compressibility", items=items)).json()
     assert [r["score"] for r in reply["results"]] == expected.result().scores.tolist()
     assert [r["id"] for r in reply["results"]] == [item["id"] for item in items]
     assert reply["version"] == reward.version
@@ -151,12 +148,10 @@ def test_a_repeated_request_is_scored_once_and_prompts_are_checked_one_at_a_time
         (message(image="bm8gaW1hZ2U="), 422, "item '0' is no readable PNG"),
         (message(image="%%"), 422, "item '0' is no base64"),
         (message(image=base64.b64encode(pickle.dumps(IMAGE)).decode()), 422, "item '0'"),
-        (message(codec="raw", image="AAAA"), 422, "item '0'"),
         (message(image=np.zeros((513, 512, 3), np.uint8)), 422, "513 x 512 pixels"),
         (message(items=message()["items"] + message(image=IMAGE[:4])["items"]), 422, "same id"),
         (message("ranks"), 422, "2 or more images of one prompt"),
         (message("broken"), 424, "oldpackage"),
-        (message(codec="png") | {"codec": "jpeg"}, 422, "codec"),
         (message(protocol=7), 422, "protocol"),
         (message(more=1), 422, "more"),
         (message(count=300), 413, "at most 256"),

@@ -9,7 +9,6 @@ score has a reason.
 import asyncio
 import base64
 import functools
-import ipaddress
 import json
 import math
 import os
@@ -23,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from threading import Lock
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import httpx
@@ -45,7 +43,6 @@ from flowrl.scoring.executors.base import (
 )
 from flowrl.scoring.protocol import (
     PROTOCOL,
-    Codec,
     Info,
     Refusal,
     Response,
@@ -193,20 +190,8 @@ class Server:
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + self.rest))
         return f"{self.url} {self.trouble}" + (f", rests until {until}" if self.rest > 1 else "")
 
-    @property
-    def is_local(self) -> bool:
-        host = urlsplit(self.url).hostname or ""
-        with suppress(ValueError):
-            return ipaddress.ip_address(host).is_loopback
-        return host == "localhost"
 
-    @property
-    def codec(self) -> Codec:
-        """Return how it gets images: as they are on this machine, where it takes that."""
-        return "raw" if self.is_local and self.info and "raw" in self.info.codecs else "png"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Request:
     """Images that are scored together."""
 
@@ -216,27 +201,24 @@ class _Request:
     prompts: list[str]
     metadata: list[dict]
     key: str = field(default_factory=lambda: uuid.uuid4().hex)  # the same in every try
-    bodies: dict[Codec, bytes] = field(default_factory=dict)
 
-    def body(self, codec: Codec) -> bytes:
-        """Return the JSON of the request, made once. Raises RewardFailure for other metadata."""
-        if codec not in self.bodies:
-            blobs = [base64.b64encode(encode(image, codec)).decode() for image in self.images]
-            items = [
-                {"id": name, "prompt": prompt, "metadata": data, "image": blob}
-                for name, prompt, data, blob in zip(
-                    self.ids, self.prompts, self.metadata, blobs, strict=True
-                )
-            ]
-            head = {"protocol": PROTOCOL, "reward": self.reward, "key": self.key, "codec": codec}
-            try:
-                text = json.dumps(head | {"items": items}, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                raise RewardFailure(
-                    f"reward {self.reward!r} is on a server, and metadata travel as JSON: {error}"
-                ) from error
-            self.bodies[codec] = text.encode()
-        return self.bodies[codec]
+    @functools.cached_property
+    def body(self) -> bytes:
+        """The JSON of the request. Raises RewardFailure for other metadata."""
+        blobs = [base64.b64encode(encode(image)).decode() for image in self.images]
+        items = [
+            {"id": name, "prompt": prompt, "metadata": data, "image": blob}
+            for name, prompt, data, blob in zip(
+                self.ids, self.prompts, self.metadata, blobs, strict=True
+            )
+        ]
+        head = {"protocol": PROTOCOL, "reward": self.reward, "key": self.key}
+        try:
+            return json.dumps(head | {"items": items}, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise RewardFailure(
+                f"reward {self.reward!r} is on a server, and metadata travel as JSON: {error}"
+            ) from error
 
 
 class _Client:
@@ -391,7 +373,7 @@ class _Client:
     async def _try(self, request: _Request, server: Server) -> Answer:
         await self._introduce(server)
         assert server.info is not None
-        body = await asyncio.to_thread(request.body, server.codec)
+        body = await asyncio.to_thread(lambda: request.body)
         limit = server.info.max_images(*request.images.shape[1:3])
         if len(request.ids) > limit or len(body) > server.info.max_body:
             raise Again(
