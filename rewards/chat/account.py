@@ -1,4 +1,4 @@
-"""What processes that use one judge share: replies, requests and tokens spent, turns and rests.
+"""What processes that use one judge share: replies, requests and tokens spent.
 
 An SQLite file in a folder, also for later runs; without a folder, the same in memory.
 """
@@ -7,7 +7,6 @@ import contextlib
 import json
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,6 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, reply TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS numbers (name TEXT PRIMARY KEY, value REAL NOT NULL);
 """
-now = time.time  # a clock that processes share
 
 
 class BudgetSpent(RuntimeError):
@@ -81,18 +79,6 @@ class Account:
                 return False
             self._write(name, after)
             return True
-
-    def raise_to(self, name: str, value: float) -> None:
-        """Make a number at least `value`."""
-        with self._lock, self._transaction():
-            self._write(name, max(value, self._read(name)))
-
-    def take_turn(self, name: str, interval: float) -> float:
-        """Return the seconds until the next turn, `interval` after the one before it."""
-        with self._lock, self._transaction():
-            at = max(now(), self._read(name))
-            self._write(name, at + interval)
-        return at - now()
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 For vLLM, SGLang, `transformers serve` and hosted servers. A failure becomes the reason of a missing
 reply, and all replies are complete by the deadline. A server that has too many questions (429)
-rests for as long as it says, and gets fewer at a time then.
+rests for as long as it says, and gets fewer at a time from then on.
 """
 
 import asyncio
@@ -15,16 +15,14 @@ import time
 import warnings
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
-from .account import Account, BudgetSpent, now
+from .account import Account, BudgetSpent
 from .messages import (
-    LONGEST_REST_S,
     Failure,
     Question,
     Reply,
@@ -38,29 +36,28 @@ from .messages import (
 CONNECT_S = 5.0
 PAUSE_S = 0.5  # before the first retry, doubled for each further one
 LONGEST_PAUSE_S = 8.0
-ROUNDS = 3  # tries at each server of what may never mend, such as no connection
+TRIES = 3  # of what may never mend, such as no connection
 MAX_ANSWER = 4 * 2**20  # bytes: the JSON of more would be parsed beyond the deadline
 T = TypeVar("T")
+now = time.monotonic
 
 
 # --- the model ------------------------------------------------------------------------------------
 
 
 class Chat:
-    """A model on one or several OpenAI-compatible servers.
+    """A model on an OpenAI-compatible server.
 
     Parameters that a server refuses are left out, with a warning.
 
     Args:
         model: as the servers list it.
-        base_url: of each server, up to and with "/v1"; questions take the servers in turn, and one
-            that fails goes to the next.
+        base_url: of the server, up to and with "/v1".
         api_key_env: environment variable that holds the key, if one is needed.
         timeout: seconds for one try.
         deadline: seconds for all questions of one call; 429, 5xx and answers that break off are
             retried until then.
         in_flight: most questions at a time.
-        requests_per_minute: of all processes that share a cache folder.
         max_requests: budget, retries included, of all that share a cache folder since it was made;
             beyond it the run ends.
         max_tokens_total: budget of tokens as the servers count them, as max_requests.
@@ -74,23 +71,20 @@ class Chat:
     def __init__(
         self,
         model: str,
-        base_url: str | Sequence[str] = "http://127.0.0.1:8000/v1",
+        base_url: str = "http://127.0.0.1:8000/v1",
         *,
         api_key_env: str | None = None,
         timeout: float = 60.0,
         deadline: float = 300.0,
         in_flight: int = 16,
-        requests_per_minute: float | None = None,
         max_requests: int | None = None,
         max_tokens_total: int | None = None,
         thinking: bool | None = False,
         cache: bool | str = False,
     ):
-        self.urls = [base_url] if isinstance(base_url, str) else list(base_url)
-        if not self.urls or not all(u.startswith(("http://", "https://")) for u in self.urls):
-            raise ValueError(f"base_url is http://... or a list of such, not {base_url!r}")
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url is http://..., not {base_url!r}")
         limits = {"timeout": timeout, "deadline": deadline, "in_flight": in_flight}
-        limits |= {"requests_per_minute": requests_per_minute}
         limits |= {"max_requests": max_requests, "max_tokens_total": max_tokens_total}
         for name, value in limits.items():
             if value is not None and value <= 0:
@@ -98,11 +92,10 @@ class Chat:
         self.model, self.api_key_env, self.thinking = model, api_key_env, thinking
         self.timeout, self.deadline = timeout, deadline
         self.in_flight, self.cache = in_flight, cache
-        self.requests_per_minute = requests_per_minute
         self.max_requests, self.max_tokens_total = max_requests, max_tokens_total
         self.version = f"{model}/thinking-{thinking}"
         self._account: Account | None = None
-        self.servers = [JudgeServer(url=url.rstrip("/"), limit=in_flight) for url in self.urls]
+        self.server = JudgeServer(url=base_url.rstrip("/"), limit=in_flight)
 
     @property
     def account(self) -> Account:
@@ -155,7 +148,7 @@ def connected(server: Chat | Mapping[str, Any] | None) -> Chat:
     return Chat(**server)
 
 
-# --- servers and retries --------------------------------------------------------------------------
+# --- the server and retries -----------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,7 +159,13 @@ class JudgeServer:
     limit: float  # questions at a time: halved when it has too many, then slowly raised
     open: int = 0  # questions
     refused_at: float = -1.0  # when it last had too many
+    rests_until: float = 0.0
     left_out: set[str] = field(default_factory=set)  # parameters
+
+    @property
+    def rest(self) -> float:
+        """The seconds that it still rests."""
+        return max(0.0, self.rests_until - now())
 
     def note_answer(self, most: int) -> None:
         self.limit = min(most, self.limit + 1 / self.limit)
@@ -189,14 +188,12 @@ class _Batch:
     async def replies(self) -> dict[str, Reply]:
         chat, slots = self.chat, asyncio.Semaphore(self.chat.in_flight)
 
-        async def answer(number: int, key: str) -> Reply:
+        async def answer(client: httpx.AsyncClient, key: str) -> Reply:
             async with slots:
-                return await self._answer(clients, number, key)
+                return await self._answer(client, key)
 
-        async with AsyncExitStack() as stack:
-            opened = (connect(server.url, self.secret) for server in chat.servers)
-            clients = [await stack.enter_async_context(client) for client in opened]
-            tasks = {k: asyncio.create_task(answer(n, k)) for n, k in enumerate(self.questions)}
+        async with connect(chat.server.url, self.secret) as client:
+            tasks = {key: asyncio.create_task(answer(client, key)) for key in self.questions}
             _, late = await asyncio.wait(tasks.values(), timeout=chat.deadline)
             for task in late:
                 task.cancel()
@@ -205,37 +202,33 @@ class _Batch:
             raise BudgetSpent(self.stopped)
         return {k: self._late(k) if t in late else t.result() for k, t in tasks.items()}
 
-    async def _answer(self, clients: Sequence[httpx.AsyncClient], number: int, key: str) -> Reply:
-        """Return the reply to a question, after retries at each server in turn."""
-        few_left, pause, turn = ROUNDS * len(clients), PAUSE_S, number
+    async def _answer(self, client: httpx.AsyncClient, key: str) -> Reply:
+        """Return the reply to a question, after retries."""
+        server, few_left, pause = self.chat.server, TRIES, PAUSE_S
         while few_left and not self.stopped:
-            at = self._next(turn)
-            server = self.chat.servers[at]
-            if now() + self._rest(server) > self.ends:
+            if now() + server.rest > self.ends:
                 return self._resting(key)
-            await self._wait_for_room(server)
+            await self._wait_for_room()
             if not self._pay():
                 break
             sent_at = now()
             try:
-                return await self._try(clients[at], server, key)
+                return await self._try(client, key)
             except Failure as failure:
-                self._note(server, failure, sent_at)
+                self._note(failure, sent_at)
                 self.trouble[key] = f"{server.url} {redacted(str(failure), self.secret)}"
                 if failure.retry == "never":
                     break
-                turn += 1
                 few_left -= failure.retry == "few"
-                untried = failure.retry == "few" and (turn - number) % len(clients)
-                if failure.refuses or untried or failure.retry_after is not None:
-                    continue  # without that parameter, at another server, or after its rest
+                if failure.refuses or failure.retry_after is not None:
+                    continue  # without that parameter, or after the rest
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(2 * pause, LONGEST_PAUSE_S)
         return Reply(missing=self.trouble.get(key, self.stopped))
 
-    async def _try(self, client: httpx.AsyncClient, server: JudgeServer, key: str) -> Reply:
+    async def _try(self, client: httpx.AsyncClient, key: str) -> Reply:
         """Return a reply. Raises Failure that says why there is none."""
-        chat, question = self.chat, self.questions[key]
+        chat, server, question = self.chat, self.chat.server, self.questions[key]
         arguments = request(question, chat.model, chat.thinking, server.left_out)
         server.open += 1
         try:
@@ -257,13 +250,14 @@ class _Batch:
             chat.account.store(key, reply)
         return reply
 
-    def _note(self, server: JudgeServer, failure: Failure, sent_at: float) -> None:
+    def _note(self, failure: Failure, sent_at: float) -> None:
         """Record what a failure says about the server."""
+        server = self.chat.server
         if failure.limited:
             server.note_refusal(sent_at)
             self.chat.account.add("requests", -1)  # nobody charges for these
         if failure.retry_after is not None:
-            self.chat.account.raise_to(f"rest {server.url}", now() + failure.retry_after)
+            server.rests_until = max(server.rests_until, now() + failure.retry_after)
         if failure.refuses and failure.refuses not in server.left_out:
             server.left_out.add(failure.refuses)
             said = redacted(str(failure), self.secret)
@@ -272,26 +266,13 @@ class _Batch:
             said = redacted(str(failure), self.secret)
             self.stopped = f"the judge {self.chat.model} at {server.url} {said}"
 
-    # --- turns, rests and budgets
+    # --- rests and budgets
 
-    def _next(self, turn: int) -> int:
-        """Return the number of the server whose turn it is, or of one that rests less long."""
-        count = len(self.chat.servers)
-        turns = [(turn + ahead) % count for ahead in range(count)]
-        return min(turns, key=lambda at: self._rest(self.chat.servers[at]))
-
-    def _rest(self, server: JudgeServer) -> float:
-        """Return the seconds that a server still rests, whatever an older version has stored."""
-        until = self.chat.account.number(f"rest {server.url}")
-        return min(max(0.0, until - now()), LONGEST_REST_S)
-
-    async def _wait_for_room(self, server: JudgeServer) -> None:
-        """Wait until the server does not rest, has room, and the rate allows one more."""
-        while (rest := self._rest(server)) or server.open >= int(server.limit):
+    async def _wait_for_room(self) -> None:
+        """Wait until the server does not rest, and has room."""
+        server = self.chat.server
+        while (rest := server.rest) or server.open >= int(server.limit):
             await asyncio.sleep(rest + random.uniform(0.001, 0.01))
-        if self.chat.requests_per_minute is not None:
-            interval = 60 / self.chat.requests_per_minute
-            await asyncio.sleep(self.chat.account.take_turn(f"turn {self.chat.model}", interval))
 
     def _pay(self) -> bool:
         """Count a request against the budget; return False when that is spent."""
@@ -311,23 +292,20 @@ class _Batch:
     # --- replies that did not come
 
     def _resting(self, key: str) -> Reply:
-        """Return the reply to a question whose servers all rest beyond the deadline."""
-        rests = "; ".join(
-            f"{server.url} asked for a rest until "
-            + time.strftime("%H:%M:%S", time.localtime(time.time() + self._rest(server)))
-            for server in self.chat.servers
-        )
+        """Return the reply to a question whose server rests beyond the deadline."""
+        server = self.chat.server
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + server.rest))
         reason = f"{self.trouble[key]}; " if key in self.trouble else ""
         return Reply(
-            missing=f"{reason}{rests}, which is after the deadline of {self.chat.deadline:g} s"
+            missing=f"{reason}{server.url} asked for a rest until {until}, which is after the "
+            f"deadline of {self.chat.deadline:g} s"
         )
 
     def _late(self, key: str) -> Reply:
         reason = f" ({self.trouble[key]})" if key in self.trouble else ""
         return Reply(
-            missing=f"{' and '.join(self.chat.urls)} gave no answer within the deadline of "
-            f"{self.chat.deadline:g} s{reason}: raise deadline, or start more servers and list "
-            "them in base_url"
+            missing=f"{self.chat.server.url} gave no answer within the deadline of "
+            f"{self.chat.deadline:g} s{reason}: raise deadline, or give the server more GPUs"
         )
 
 

@@ -178,7 +178,7 @@ _ADVICE = {  # by status
     408: "raise timeout, or lower in_flight",
     413: "the images are too large: lower longest",
     422: "see that model is one that the server lists, and that it takes images",
-    429: "lower in_flight, or set requests_per_minute",
+    429: "lower in_flight",
     503: "it is loading or overloaded: wait, or lower in_flight",
     504: "a proxy gave up waiting: lower in_flight, or raise its timeout",
 }

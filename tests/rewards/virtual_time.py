@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-from flowrl_rewards.chat import account, client
+from flowrl_rewards.chat import client
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -36,8 +36,7 @@ class Clock:
 
         monkeypatch.setattr(client, "connect", connect)
         monkeypatch.setattr(client, "_run", self.loop.run_until_complete)
-        for module in (client, account):
-            monkeypatch.setattr(module, "now", self.loop.time)
+        monkeypatch.setattr(client, "now", self.loop.time)
 
     def __call__(self) -> float:
         return self.loop.at

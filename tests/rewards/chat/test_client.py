@@ -157,17 +157,6 @@ def test_replies_that_came_before_the_deadline_are_kept():
     assert "deadline of 0.5 s" in slow.missing and server.url in slow.missing
 
 
-def test_two_servers_share_the_questions_and_a_dead_one_leaves_its_own_to_the_other():
-    several = [question(f"q{n}") for n in range(8)]
-    with scripted(echo) as one, scripted(echo) as two:
-        replies = Chat("m", [one.url, two.url]).ask(several)
-        assert [r.text[:2] for r in replies] == [f"q{n}" for n in range(8)]
-        assert len(one.asked) == len(two.asked) == 4
-        dead = f"http://127.0.0.1:{free_port()}/v1"
-        with no_longer_than(SLACK):
-            assert all(reply.text for reply in Chat("m", [dead, one.url]).ask(several))
-
-
 @pytest.mark.parametrize("in_folder", [False, True])
 def test_with_a_cache_a_question_is_never_asked_again_and_other_ones_are(tmp_path, in_folder):
     different = [

@@ -13,7 +13,7 @@ import pytest
 import torch
 from chat_servers import completion, free_port, scripted, text_of
 from flowrl_rewards.chat import client as chat_module
-from flowrl_rewards.chat.account import Account, BudgetSpent
+from flowrl_rewards.chat.account import BudgetSpent
 from flowrl_rewards.chat.client import Chat, is_loopback
 from flowrl_rewards.chat.messages import Question, Reply
 from flowrl_rewards.images import pngs
@@ -81,9 +81,7 @@ def test_a_judge_that_limits_answers_all_in_little_more_than_the_time_it_asks_fo
     assert judge.refused <= 2 * judge.count  # and not many in vain
 
 
-def test_a_rest_is_kept_by_all_questions_and_by_other_processes_of_the_folder(
-    monkeypatch, tmp_path
-):
+def test_a_rest_is_kept_by_all_questions(monkeypatch):
     asked: list[float] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -93,45 +91,21 @@ def test_a_rest_is_kept_by_all_questions_and_by_other_processes_of_the_folder(
         return httpx.Response(200, json=completion("ok"))
 
     clock = Clock(monkeypatch, answer)
-    url, folder = "https://example.com/v1", str(tmp_path)
-    Chat("m", url, in_flight=1, cache=folder).ask(questions(3))
+    chat = Chat("m", "https://example.com/v1", in_flight=1)
+    chat.ask(questions(3))
     assert asked[0] == 1000 and all(1020 <= at < 1022 for at in asked[1:])
-    Account(folder).raise_to(f"rest {url}", clock() + 50)  # as another process would
-    began = clock()
-    Chat("m", url, cache=folder).ask([Question(images=(), text="new")])
-    assert asked[-1] >= began + 50
 
 
-def test_a_huge_retry_after_is_capped_and_said_in_this_run_and_in_later_ones(monkeypatch, tmp_path):
+def test_a_huge_retry_after_is_capped_and_said(monkeypatch):
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(429, headers={"Retry-After": "1000000000"}, json={})
 
     clock = Clock(monkeypatch, answer)
-    url, folder = "https://example.com/v1", str(tmp_path)
-    for deadline in (300.0, 60.0):
-        (reply,) = Chat("m", url, cache=folder, deadline=deadline).ask(questions(1))
-        assert url in reply.missing and "rest until" in reply.missing
-    assert Account(folder).number(f"rest {url}") <= clock() + 120
-    Account(folder).raise_to(f"rest {url}", clock() + 1e9)  # of an older version
-    began = clock()
-    Chat("m", url, cache=folder, deadline=400.0).ask(questions(1))
-    assert clock() - began <= 400
-
-
-def test_requests_per_minute_spaces_the_requests_of_all_who_share_a_folder(monkeypatch, tmp_path):
-    asked: list[float] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(clock())
-        return httpx.Response(200, json=completion("ok"))
-
-    clock = Clock(monkeypatch, answer)
-    for count in (4, 8):  # two objects, as two processes would be
-        chat = Chat("m", "https://example.org", requests_per_minute=30, cache=str(tmp_path))
-        chat.ask(questions(count))
-    assert len(asked) == 8
-    gaps = [b - a for a, b in zip(asked, asked[1:], strict=False)]
-    assert all(gap == pytest.approx(2, abs=0.05) for gap in gaps)
+    url = "https://example.com/v1"
+    chat = Chat("m", url, deadline=300.0)
+    (reply,) = chat.ask(questions(1))
+    assert url in reply.missing and "rest until" in reply.missing
+    assert chat.server.rest <= 120 and clock() <= 1300
 
 
 def test_a_refused_parameter_is_left_out_from_then_on():
