@@ -84,7 +84,7 @@ class Mask2FormerDetector:
         """Load the weights. Raises FileNotFoundError when they are not there, ValueError when the
         model knows other classes.
         """
-        labels = self._network.config.id2label
+        labels = self.network.config.id2label
         names = tuple(RENAMES.get(labels[i], str(labels[i])) for i in range(len(labels)))
         if names != self.classes:
             raise ValueError(
@@ -93,7 +93,7 @@ class Mask2FormerDetector:
             )
 
     @functools.cached_property
-    def _network(self) -> Any:
+    def network(self) -> Any:
         return self._shared.load(self._load_network)
 
     def _load_network(self) -> Any:
@@ -127,11 +127,11 @@ class Mask2FormerDetector:
         pixels = self._processor(
             list(images), return_tensors="pt", input_data_format="channels_last",
             size=self.size, size_divisor=0,
-        )["pixel_values"].to(self._network.device, DTYPES[self.dtype])  # fmt: skip
+        )["pixel_values"].to(self.network.device, DTYPES[self.dtype])  # fmt: skip
         seen = (pixels.shape[2], pixels.shape[3])
         # As mmdet does: zeros at the right and below, which the masks then lose again.
         below, right = (-side % DIVISOR for side in seen)
-        outputs = self._network(pixel_values=F.pad(pixels, (0, right, 0, below)))
+        outputs = self.network(pixel_values=F.pad(pixels, (0, right, 0, below)))
         classes = outputs.class_queries_logits.float().softmax(-1)[..., :-1]
         padded = (seen[0] + below, seen[1] + right)
         return [

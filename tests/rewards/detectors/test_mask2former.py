@@ -81,7 +81,7 @@ def test_an_image_has_the_same_objects_alone_and_among_others(folder):
 def test_masks_lie_where_the_network_saw_the_object(folder):
     """A network whose one object is wherever the image is bright, in the lower right."""
     find = made(folder)
-    network = find.model.network
+    network = find.network
 
     def bright(pixel_values):
         light = pixel_values.mean(1, keepdim=True)
@@ -108,7 +108,7 @@ def test_images_keep_their_proportions_as_published(folder):
     """512 x 512 is seen as 800 x 800, a panorama by its longer edge; sides become multiples of 32
     by zeros that no mask keeps."""
     find = Mask2FormerDetector(folder, classes=CLASSES, device="cpu")
-    shapes, network = [], find.model.network
+    shapes, network = [], find.network
 
     def seen(pixel_values):
         shapes.append(tuple(pixel_values.shape[2:]))
