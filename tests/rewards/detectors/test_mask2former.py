@@ -96,7 +96,7 @@ def test_masks_lie_where_the_network_saw_the_object(folder):
         return Output(class_queries_logits=classes, masks_queries_logits=masks)
 
     bright.device, bright.config = network.device, network.config
-    find.model.__dict__["network"] = bright
+    find.__dict__["network"] = bright
     image = np.zeros((1, 48, 96, 3), np.uint8)  # not square: each axis has its own scale
     image[:, 24:, 64:] = 255
     (found,) = find(image)
@@ -124,7 +124,7 @@ def test_images_keep_their_proportions_as_published(folder):
         return Output(class_queries_logits=classes, masks_queries_logits=masks)
 
     seen.device, seen.config = network.device, network.config
-    find.model.__dict__["network"] = seen
+    find.__dict__["network"] = seen
     for (height, width), expected in [((512, 512), (800, 800)), ((100, 400), (352, 1344))]:
         (found,) = find(np.full((1, height, width, 3), 200, np.uint8))
         assert shapes[-1] == expected
