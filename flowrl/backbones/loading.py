@@ -11,7 +11,9 @@ import torch
 from flowrl.backbones.families import FAMILIES
 from flowrl.backbones.offload import place_pipeline
 from flowrl.errors import UserError
+from flowrl.utils.untrusted import check_regular, read_json
 
+MAX_JSON = 2**28  # bytes; tokenizers have tens of megabytes
 TINY = tuple(family.built_in for family in FAMILIES.values() if family.built_in)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NETWORK = {
@@ -59,6 +61,8 @@ def load_pipeline(
             "only pipelines from the Hub have revisions: leave it out, or set pipeline.revision "
             "to null"
         )
+    if not on_hub:
+        check_folder(Path(pipeline_path(path)))
     from diffusers import DiffusionPipeline
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
@@ -87,6 +91,16 @@ def load_pipeline(
     return pipeline if device is None else place_pipeline(pipeline, torch.device(device), away)
 
 
+def check_folder(folder: Path) -> None:
+    """Check a pipeline's files before libraries open them by name.
+
+    Raises UserError for what is no regular file, and for JSON that is damaged or nested too deeply.
+    """
+    check_regular(folder)
+    for path in folder.rglob("*.json"):
+        read_json(path, limit=MAX_JSON)
+
+
 def outline(path: str, revision: str | None = None) -> tuple[type, torch.nn.Module]:
     """Return a pipeline's class and its network without weights, on the meta device.
 
@@ -95,6 +109,8 @@ def outline(path: str, revision: str | None = None) -> tuple[type, torch.nn.Modu
     import diffusers
 
     try:
+        if (folder := Path(pipeline_path(path))).is_dir():
+            check_folder(folder)
         index: Any = diffusers.DiffusionPipeline.load_config(pipeline_path(path), revision=revision)
         part = next(name for name in ("transformer", "unet") if name in index)
         kind, network = (

@@ -116,6 +116,8 @@ def fit_lora(lora: LoRA, network: nn.Module, pipeline: type) -> LoRA:
             parts = from_original(name, factors, kind)
         if parts is None or not parts.keys() <= modules.keys():
             unknown.append(name)
+        elif twice := parts.keys() & layers.keys():
+            raise UserError(f"{lora.path} holds two LoRAs: {min(twice)} is adapted twice")
         else:
             layers |= parts
             scales |= dict.fromkeys(parts, lora.scales[name])

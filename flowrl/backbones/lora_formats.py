@@ -213,10 +213,11 @@ CONVERTED = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)  # to fp32
 # Names that wrappers and programs put before a layer's.
 WRAPPERS = (
     PEFT_PREFIX, "model.diffusion_model.", "diffusion_model.", PREFIX, "unet.", "module.",
-    "lora_unet_", "lora_transformer_", "lycoris_",
+    "lora_unet_", "lora_transformer_", "lycoris_", "pipe.", "model.", "dit.", "net.",
 )  # fmt: skip
-INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "processor.")  # anywhere in a name
-TEXT_ENCODERS = ("text_encoder", "lora_te", "text_model.")
+# Anywhere in a name.
+INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "processor.")
+TEXT_ENCODERS = re.compile(r"text_encoder|lora_te|text_model\.|te\d?[._]")
 SUFFIX = re.compile(
     r"(?:\.lora_(?P<side>A|B|down|up)(?:\.\w+)?|[._]lora(?:_linear_layer)?\.(?P<old>down|up))"
     r"\.weight$"
@@ -259,15 +260,16 @@ def _factors(
     alphas: dict[str, float] = {}
     text, odd = 0, []
     for key, tensor in tensors.items():
-        if key.removeprefix(PEFT_PREFIX).startswith(TEXT_ENCODERS):
+        if TEXT_ENCODERS.match(plain_name(key)):
             text += 1
-        elif key.endswith(".alpha") and tensor.numel() == 1:
+        elif key.endswith(".alpha") and tensor.numel() == 1 and not tensor.is_complex():
             alphas[plain_name(key).removesuffix(".alpha")] = float(tensor)
         elif (match := SUFFIX.search(key)) is not None:
             side = SIDES[match["side"] or match["old"]]
-            state[f"{plain_name(key[: match.start()])}.lora_{side}.weight"] = _float(
-                tensor, key, path
-            )
+            name = f"{plain_name(key[: match.start()])}.lora_{side}.weight"
+            if name in state:
+                raise UserError(f"{path} holds two LoRAs: {key} stands for a layer a second time")
+            state[name] = _float(tensor, key, path)
         else:
             odd.append(key)
     if not state:
@@ -350,7 +352,7 @@ def _configuration(texts: Mapping[str, str], path: Path, make: str) -> dict[str,
         config = isinstance(header, dict) and {
             key.removeprefix(PREFIX): value
             for key, value in header.items()
-            if not key.startswith(TEXT_ENCODERS)
+            if not TEXT_ENCODERS.match(key)
         }
     if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
         raise UserError(f"{where} has no configuration of a LoRA: {REMEDY}")
@@ -369,6 +371,11 @@ def _check_entries(config: Mapping[str, Any], where: str) -> None:
                 f"{where} has {name} = {value!r:.40}, but flowrl reads plain LoRAs only: convert "
                 "it, for example with PEFT's merge_and_unload"
             )
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise UserError(
+            f"{where} has use_rslora = {config['use_rslora']!r:.40}, expected true or false: "
+            f"{REMEDY}"
+        )
     for name in ("r", "lora_alpha"):
         if name in config:
             _check_number(name, config[name], whole=name == "r", where=where)

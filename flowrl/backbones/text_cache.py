@@ -26,6 +26,7 @@ from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning
 from flowrl.utils.digests import check_seal, seal
 from flowrl.utils.files import write_bytes
+from flowrl.utils.untrusted import read_json
 
 LOG = logging.getLogger(__name__)
 VERSION = 3  # of the files
@@ -212,7 +213,7 @@ def index_file(path: str, revision: str | None) -> Path | None:
     """Return the index file of a pipeline in a folder, or in this machine's cache of the Hub."""
     if Path(path).is_dir():
         file = Path(path) / INDEX
-        return file if file.is_file() else None
+        return file if file.exists() else None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -225,7 +226,7 @@ def index_file(path: str, revision: str | None) -> Path | None:
 
 def encoder_names(index: Path) -> list[str]:
     """Return the names of the text encoders in the pipeline."""
-    return [name for name in json.loads(index.read_text()) if name.startswith(ENCODER)]
+    return [name for name in read_json(index) if name.startswith(ENCODER)]
 
 
 def identify_by_files(index: Path) -> dict[str, Any]:

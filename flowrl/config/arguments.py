@@ -8,6 +8,9 @@ from flowrl.config import Config
 from flowrl.config.messages import show
 from flowrl.errors import UserError
 
+# Options of `flowrl train` itself, for suggestions.
+TRAIN_OPTIONS = ("resume", "gpus", "dry-run", "print-config", "encode-only", "accept-changes")
+
 # The names that diffusers' own training scripts use for the same options.
 ALIASES = {
     "pretrained_model_name_or_path": "pipeline.path",
@@ -123,7 +126,7 @@ def _translate(name: str, value: str) -> list[str]:
         )
     if plain not in ALIASES or (key == name and plain in _SECTION_NAMES):
         if key != name and "." not in key and plain not in Config.model_fields:
-            near = difflib.get_close_matches(plain[:100], ALIASES, 1, 0.5)
+            near = difflib.get_close_matches(plain[:100], [*ALIASES, *TRAIN_OPTIONS], 1, 0.5)
             hint = f" Did you mean --{near[0]}?" if near else " Options are written KEY=VALUE."
             raise UserError(f"There is no option {show(name)}.{hint}")
         return [f"{key}={value}"]

@@ -19,6 +19,7 @@ from flowrl.backbones.loading import TINY, pipeline_path
 from flowrl.backbones.text_cache import index_file
 from flowrl.errors import UserError
 from flowrl.utils.progress import announced
+from flowrl.utils.untrusted import read_json
 
 PUBLISHED = Path(__file__).parent / "published"
 # Values in a text encoder's config.json that are no arguments of its configuration.
@@ -263,9 +264,9 @@ def _text_encoders(folder: Path, index: dict[str, Any]) -> Iterator[TextEncoder]
 def _read(path: Path) -> dict[str, Any]:
     """Return a configuration without diffusers' own notes, except the class of a pipeline."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         return {k: v for k, v in config.items() if not k.startswith("_") or k == "_class_name"}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, AttributeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
 
 

@@ -145,11 +145,23 @@ def _table_rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
         rows = csv.DictReader(
             io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", quoting=quoting
         )
+        header = [name for name in rows.fieldnames or () if name]
+        lower = [name.lower() for name in header]
+        if twice := [name for name in header if lower.count(name.lower()) > 1]:
+            raise UserError(f"{path}: the columns {', '.join(twice)} have one name: rename them")
         for number, row in enumerate(rows, start=1):
             where = f"{path}, row {number}"
             if None in row:
                 raise UserError(f"{where}: it has more cells than the header: quote its commas")
-            yield where, {name: cell for name, cell in row.items() if cell}
+            # Empty cells are left out, but for texts, whose absence is an error.
+            yield (
+                where,
+                {
+                    name: cell if name.lower() in COLUMNS else _read(cell)
+                    for name, cell in row.items()
+                    if cell or name.lower() in COLUMNS
+                },
+            )
     except csv.Error as error:
         raise UserError(f"{path}: not a table that can be read: {error}") from error
 

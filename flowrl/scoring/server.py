@@ -9,7 +9,7 @@ origins and connections are guarded by `utils.serving`.
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -100,8 +100,8 @@ def make_app(
         return RawResponse(service.info().model_dump_json(), media_type="application/json")
 
     async def score(request: "Request") -> RawResponse:
-        with budget.held(int(request.headers["content-length"])):  # the guard has checked it
-            response = await service.answer(*await read_request(request))
+        with budget.share() as hold:
+            response = await service.answer(*await read_request(request, hold))
         return RawResponse(response.model_dump_json(), media_type="application/json")
 
     @asynccontextmanager
@@ -147,33 +147,51 @@ def _error_handlers() -> dict[Any, Any]:
 
 
 class ByteBudget:
-    """At most `limit` bytes of requests are held at a time."""
+    """At most `limit` bytes of requests are held at a time, counted as they arrive."""
 
     def __init__(self, limit: int):
         self.limit, self.used = limit, 0
 
     @contextmanager
-    def held(self, size: int) -> Iterator[None]:
-        """Hold `size` bytes inside. Raises Refused when they are not free."""
-        if self.used + size > self.limit:
-            raise Refused(
-                503, f"requests of {self.used} bytes are being answered, and {self.limit} is the "
-                "limit: retry later", retry_after=1,
-            )  # fmt: skip
-        self.used += size
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that holds further bytes until the block ends.
+
+        It raises Refused when they are not free.
+        """
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            if self.used + size > self.limit:
+                raise Refused(
+                    503, f"requests of {self.used} bytes are being answered, and {self.limit} is "
+                    "the limit: retry later", retry_after=1,
+                )  # fmt: skip
+            self.used += size
+            held += size
+
         try:
-            yield
+            yield hold
         finally:
-            self.used -= size
+            self.used -= held
 
 
-async def read_request(request: "Request") -> tuple[ScoreRequest, bytes]:
-    """Return a request's message and a digest of its body. Raises Refused for another body."""
+async def read_request(
+    request: "Request", hold: Callable[[int], None]
+) -> tuple[ScoreRequest, bytes]:
+    """Return a request's message and a digest of its body; `hold` counts its bytes.
+
+    Raises Refused for another body, and what `hold` raises.
+    """
     from starlette.requests import ClientDisconnect
 
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = b"".join([chunk async for chunk in request.stream()])
+            chunks = []
+            async for chunk in request.stream():
+                hold(len(chunk))
+                chunks.append(chunk)
+            body = b"".join(chunks)
         message = await asyncio.to_thread(ScoreRequest.model_validate_json, body)
     except TimeoutError as error:
         text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"

@@ -20,6 +20,7 @@ from torch import Tensor
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.executors.base import Executor, InlineExecutor, Reward
+from flowrl.scoring.executors.user_code import contained_settings
 from flowrl.utils.imports import load_callable
 
 BUILT_IN = {
@@ -75,7 +76,10 @@ class RewardSpec:
         try:
             test = getattr(self.reward, "applies", None)
             present = all(key in metadata for key in getattr(self.reward, "required_metadata", ()))
-            return present and (test is None or bool(test(prompt, metadata)))
+            if test is None or not present:
+                return present
+            with contained_settings(self.name):
+                return bool(test(prompt, metadata))
         except Exception as error:
             expected = isinstance(error, UserError)
             message = str(error) if expected else (
@@ -184,13 +188,15 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(BUILT_IN)}."
         raise UserError(f"unknown reward {name!r}: {hint} Your own is written 'module:attribute'.")
     try:
-        attribute = load_callable(target)
+        with contained_settings(name):
+            attribute = load_callable(target)
     except Exception as error:  # a user's module may raise anything
         raise UserError(f"cannot load reward {name!r} from {target}: {_one_line(error)}") from error
     if not inspect.isclass(attribute):
         return cast(Reward, functools.partial(attribute, **args) if args else attribute)
     try:
-        return cast(Reward, attribute(**(args or {})))
+        with contained_settings(name):
+            return cast(Reward, attribute(**(args or {})))
     except UserError:
         raise
     except (TypeError, ValueError) as error:
@@ -265,7 +271,8 @@ def check_judges(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -
         check = getattr(spec.reward, "check", None)
         try:
             if check is not None and spec.applies(p.text, p.metadata):
-                check(p.text, p.metadata)
+                with contained_settings(spec.name):
+                    check(p.text, p.metadata)
         except UserError:
             raise
         except Exception as error:

@@ -27,16 +27,14 @@ _HALF_WRITTEN = re.compile(rf"\.(.+)\.[a-z0-9_]{{8}}{re.escape(TEMPORARY)}")
 
 FolderKind = Literal["start", "run", "images", "leaderboard", "votes", "dataset"]
 # What a start writes in a folder before its run begins there, removed again if it is refused.
-_START = (
-    ".lock", ".owner.json", "precision.json", "training-precision.json", "metrics.jsonl",
-    "tensorboard", "wandb",
-)  # fmt: skip
+_START = (".lock", ".owner.json", "precision.json", "training-precision.json")
 # Every name that flowrl writes at the top of a folder, as patterns. Nothing else in a folder is
 # ever deleted, and everything else there is somebody else's.
 WRITTEN: dict[FolderKind, tuple[str, ...]] = {
     "start": _START,
     "run": (
-        *_START, "config.yaml", "ledger.jsonl", "audits.jsonl", "reference.safetensors",
+        *_START, "metrics.jsonl", "tensorboard", "wandb", "config.yaml", "ledger.jsonl",
+        "audits.jsonl", "reference.safetensors",
         "pytorch_lora_weights.safetensors", "README.md", "checkpoints", "evaluations",
         "samples", "gallery", "card", "comparison", "set-aside",
     ),

@@ -4,7 +4,9 @@ An SQLite file in a folder, also for later runs; without a folder, the same in m
 """
 
 import contextlib
+import hashlib
 import json
+import logging
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 
 from .messages import Reply
 
+LOG = logging.getLogger(__name__)
 FILE = "judge.sqlite"
 WAIT_S = 30.0  # for another process that writes
 REPLIES = 4096  # of an account in memory
@@ -20,6 +23,11 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, reply TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS numbers (name TEXT PRIMARY KEY, value REAL NOT NULL);
 """
+
+
+def _digest(key: str, text: str) -> str:
+    """Return 16 hex digits of a reply and its question."""
+    return hashlib.blake2b(f"{key} {text}".encode(), digest_size=8).hexdigest()
 
 
 class BudgetSpent(RuntimeError):
@@ -39,13 +47,18 @@ class Account:
         self._lock = threading.Lock()
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
-        path = ":memory:" if folder is None else str(Path(folder) / FILE)
+        self.path = ":memory:" if folder is None else str(Path(folder) / FILE)
         self._file = sqlite3.connect(
-            path, timeout=WAIT_S, isolation_level=None, check_same_thread=False
+            self.path, timeout=WAIT_S, isolation_level=None, check_same_thread=False
         )
-        with contextlib.suppress(sqlite3.OperationalError):  # a disk that cannot do it
-            self._file.execute("PRAGMA journal_mode=WAL")
-        self._file.executescript(SCHEMA)
+        try:
+            with contextlib.suppress(sqlite3.OperationalError):  # a disk that cannot do it
+                self._file.execute("PRAGMA journal_mode=WAL")
+            self._file.executescript(SCHEMA)
+        except sqlite3.DatabaseError as error:
+            raise ValueError(
+                f"{self.path} cannot be used ({error}): remove it; its questions are asked again"
+            ) from error
 
     def reply(self, key: str) -> Reply | None:
         """Return the stored reply, None where there is none."""
@@ -53,15 +66,19 @@ class Account:
             row = self._file.execute("SELECT reply FROM answers WHERE key = ?", (key,)).fetchone()
         if row is None:
             return None
-        stored = json.loads(row[0])
+        digest, _, text = row[0].partition(" ")
+        if digest != _digest(key, text):
+            LOG.warning("a reply in %s is damaged: the judge is asked again", self.path)
+            return None
+        stored = json.loads(text)
         return Reply(text=stored["text"], first=tuple((t, p) for t, p in stored["first"]))
 
     def store(self, key: str, reply: Reply) -> None:
         fields = {name: value for name, value in asdict(reply).items() if name != "missing"}
+        text = json.dumps(fields)
+        row = key, f"{_digest(key, text)} {text}"
         with self._lock:
-            self._file.execute(
-                "INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, json.dumps(fields))
-            )
+            self._file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", row)
             if self.folder is None:  # only the newest stay in memory
                 newest = "(SELECT MAX(rowid) FROM answers)"
                 self._file.execute(f"DELETE FROM answers WHERE rowid <= {newest} - ?", (REPLIES,))

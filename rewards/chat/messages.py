@@ -16,6 +16,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 LEAST_SECRET = 8  # characters of a key that are never shown in a row
 MESSAGE = 200  # characters of a server's message that are shown
 LONGEST_REST_S = 120.0  # whatever Retry-After a server sends
+FILTERED = "content_filter"  # how an answer ends that the server withholds
 T = TypeVar("T")
 
 
@@ -134,6 +135,9 @@ def read_reply(answer: Any, question: Question, thinking: bool | None) -> Reply:
     if not question.alternatives and choice.get("finish_reason") == "length":
         words = f"did not complete its answer in {question.max_tokens} tokens: raise max_tokens"
         raise Failure(words, "never")
+    if not text.strip() and (message.get("refusal") or choice.get("finish_reason") == FILTERED):
+        words = _quote(message.get("refusal") or choice)
+        raise Failure(f"refuses to answer ({words}): look at the prompt and the image", "never")
     first: tuple[tuple[str, float], ...] = ()
     if question.alternatives:
         try:

@@ -99,7 +99,8 @@ def test_every_field_of_pefts_configuration_is_understood_irrelevant_or_refused(
         *({"lora_alpha": value} for value in (
             "8", None, 0, -1, True, float("nan"), float("inf"), 1e308)),
         {"alpha_pattern": {"(": 2}}, {"alpha_pattern": {"([a-z._0-9]+)+!": 2}},
-        {"rank_pattern": {".*": 4}}, {"alpha_pattern": {"to_q": -1}},
+        {"use_rslora": "false"}, {"use_rslora": 1}, {"rank_pattern": {".*": 4}},
+        {"alpha_pattern": {"to_q": -1}},
     ],
     ids=str,
 )  # fmt: skip
@@ -174,9 +175,10 @@ def test_every_type_of_tensors_is_converted_or_refused(tmp_path):
             open_lora(tmp_path)
 
 
-@pytest.mark.parametrize("alpha", [1e308, float("inf"), float("nan"), -1.0, 0.0])
+@pytest.mark.parametrize("alpha", [1e308, float("inf"), float("nan"), -1.0, 0.0, 1j])
 def test_an_alpha_without_meaning_is_refused(tmp_path, alpha):
-    tensors = pair("transformer.a") | {"transformer.a.alpha": torch.tensor(alpha).double()}
+    kind = torch.complex64 if isinstance(alpha, complex) else torch.float64
+    tensors = pair("transformer.a") | {"transformer.a.alpha": torch.tensor(alpha, dtype=kind)}
     save_file(tensors, tmp_path / FILE)
     with pytest.raises(UserError, match="alpha"):
         open_lora(tmp_path)
@@ -209,6 +211,8 @@ def test_tensors_that_are_no_pairs_of_matrices_are_refused(tmp_path):
         "base_model.model.{}.lora_A.weight", "base_model.model.transformer.{}.lora_A.weight",
         "module._orig_mod.{}.lora_A.default.weight", "_fsdp_wrapped_module.{}.lora_A.weight",
         "model.diffusion_model.{}.lora_A.weight", "transformer.{}.lora.down.weight",
+        "pipe.transformer.{}.lora_A.weight", "model.{}.lora_A.weight", "dit.{}.lora_A.weight",
+        "_checkpoint_wrapped_module.{}.lora_A.weight",
         "transformer.{}_lora.down.weight", "unet.{}.lora_linear_layer.down.weight",
     ],
 )  # fmt: skip
@@ -222,7 +226,11 @@ def test_wrappers_and_trainers_names_are_taken_off(tmp_path, key):
 
 
 def test_the_transformers_part_is_taken_of_a_file_that_also_has_a_text_encoders(tmp_path, caplog):
-    for text in ("text_encoder.text_model.encoder.layers.0.mlp.fc1", "lora_te1_layers_0_fc1"):
+    for text in (
+        "text_encoder.text_model.encoder.layers.0.mlp.fc1", "module.text_encoder.layers.0.fc1",
+        "transformer.text_encoder.layers.0.fc1", "lycoris_te1_layers_0_fc1",
+        "lora_te1_layers_0_fc1",
+    ):  # fmt: skip
         save_file(pair("transformer.a") | pair(text), tmp_path / FILE)
         caplog.clear()
         assert list(open_lora(tmp_path).scales) == ["a"]
@@ -230,6 +238,19 @@ def test_the_transformers_part_is_taken_of_a_file_that_also_has_a_text_encoders(
     save_file(pair(text), tmp_path / FILE)
     with pytest.raises(UserError, match="holds no LoRA of a transformer"):
         open_lora(tmp_path)
+
+
+def test_two_loras_in_one_file_are_refused(tmp_path):
+    first, other = pair("transformer.a.b"), pair("unet.a.b", 2.0)
+    adapters = {
+        key.replace("weight", f"{name}.weight"): tensor.clone()
+        for name in "xy"
+        for key, tensor in first.items()
+    }
+    for tensors in (first | other, adapters):
+        save_file(tensors, tmp_path / FILE)
+        with pytest.raises(UserError, match="two LoRAs"):
+            open_lora(tmp_path)
 
 
 def test_a_file_without_alpha_warns_unless_it_is_given(tmp_path, caplog):

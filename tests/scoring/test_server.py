@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -242,7 +243,16 @@ def test_requests_beyond_the_budget_are_told_to_come_back_and_bodies_must_arrive
             assert_refused(reply, 503, "limit")
             assert reply.headers["Retry-After"] == "1"
         monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.3)
-        with socket.create_connection(("127.0.0.1", urlsplit(url).port)) as slow:
+        address, claim = ("127.0.0.1", urlsplit(url).port), str(2 * size).encode()
+        with ExitStack() as stack:  # bodies that never come take nothing from others
+            for _ in range(5):
+                slow = stack.enter_context(socket.create_connection(address))
+                slow.sendall(
+                    b"POST /v1/score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: " + claim
+                )
+                slow.sendall(b"\r\nContent-Type: application/json\r\n\r\n[")
+            assert post(url, message("waits", image=image)).status_code == 200
+        with socket.create_connection(address) as slow:
             head = "POST /v1/score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n"
             slow.sendall(f"{head}Content-Type: application/json\r\n\r\n[".encode())
             assert b" 408 " in slow.recv(4096).splitlines()[0]

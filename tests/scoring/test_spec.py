@@ -1,9 +1,11 @@
 """Rewards are loaded by name or path, and say which prompts they are for."""
 
+import numpy as np
 import pytest
+import torch
 
 from flowrl.errors import UserError
-from flowrl.prompts.records import PromptRecord, load_prompts
+from flowrl.prompts.records import PromptRecord, load_prompts, records_of
 from flowrl.scoring.spec import (
     BUILT_IN,
     RewardSpec,
@@ -87,6 +89,35 @@ def test_whatever_a_users_module_raises_is_a_sentence(tmp_path, monkeypatch, tex
     with pytest.raises(UserError, match=words) as caught:
         load_reward(f"{name}:Mine")
     assert "\n" not in str(caught.value)
+
+
+class Loud:
+    """Changes settings where it is made and where it is asked about a prompt."""
+
+    def __init__(self):
+        torch.set_default_dtype(torch.float64)
+
+    def applies(self, prompt, metadata):
+        torch.set_grad_enabled(False)
+        return True
+
+    def check(self, prompt, metadata):
+        np.seterr(all="raise")
+
+    def __call__(self, images, prompts, metadata):
+        return [1.0] * len(images)
+
+
+def test_what_loading_and_checking_a_reward_changes_in_the_process_is_restored():
+    before = np.geterr()
+    with pytest.warns(UserWarning, match="reward") as caught:
+        spec = RewardSpec(name="loud", reward=load_reward(f"{__name__}:Loud"))
+        assert torch.get_default_dtype() == torch.float32
+        check_prompts([spec], records_of([{"prompt": "a"}]))
+    assert torch.is_grad_enabled() and np.geterr() == before
+    assert {str(w.message).rpartition(": ")[2] for w in caught} == {
+        "torch.set_default_dtype", "torch.set_grad_enabled", "numpy.seterr",
+    }  # fmt: skip
 
 
 def test_prompts_that_rewards_cannot_score_are_named_before_training():

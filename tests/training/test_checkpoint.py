@@ -148,7 +148,6 @@ def test_a_refused_start_removes_what_it_wrote_and_nothing_else(tmp_path):
     deep = tmp_path / "new" / "deeper" / "run"
     with pytest.raises(UserError, match="no reward"), claim(deep, resume=None):
         write_text(deep / "precision.json", "{}")
-        (deep / "tensorboard").mkdir()
         raise UserError("no reward")
     assert not (tmp_path / "new").exists()
     # What was there before stays, and what others write meanwhile: notes, further runs.
@@ -157,10 +156,13 @@ def test_a_refused_start_removes_what_it_wrote_and_nothing_else(tmp_path):
     with pytest.raises(KeyboardInterrupt), claim(shared, resume=None):
         write_text(shared / "precision.json", "{}")
         write_text(shared / "notes.txt", "mine")
+        write_text(shared / "wandb" / "another.log", "theirs")
         write_text(shared / "other" / CONFIG, "run: {}")
         raise KeyboardInterrupt
     left = {path.relative_to(shared).as_posix() for path in shared.rglob("*") if path.is_file()}
-    assert left - {".lock"} == {"metrics.jsonl", "notes.txt", f"other/{CONFIG}"}
+    assert left - {".lock"} == {
+        "metrics.jsonl", "notes.txt", f"other/{CONFIG}", "wandb/another.log",
+    }  # fmt: skip
     with pytest.raises(UserError, match="out of memory"), claim(deep, resume=None):
         write_text(deep / CONFIG, "run: {}")
         raise UserError("out of memory")

@@ -1,9 +1,12 @@
 """Run a user's code: contain what it changes in the process, and say where it failed."""
 
+import gc
 import linecache
 import locale
+import logging
 import os
 import random
+import signal
 import socket
 import sys
 import sysconfig
@@ -12,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,28 @@ import torch
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # read, write
 
+DEVICES = ("cpu", "cuda")
+
+
+def _attribute(owner: Any, name: str) -> Setting:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
 # What training depends on and code can change: for its own thread, and for the whole process.
 OF_THREAD: Mapping[str, Setting] = {
     "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch.set_default_device": (
+        lambda: str(torch.get_default_device()),
+        lambda value: torch.set_default_device(None if value == "cpu" else value),
+    ),
+    "torch.set_autocast_enabled": (
+        lambda: {device: torch.is_autocast_enabled(device) for device in DEVICES},
+        lambda value: [torch.set_autocast_enabled(*pair) for pair in value.items()],
+    ),
+    "torch.set_autocast_dtype": (
+        lambda: {device: torch.get_autocast_dtype(device) for device in DEVICES},
+        lambda value: [torch.set_autocast_dtype(*pair) for pair in value.items()],
+    ),
     "numpy.seterr": (np.geterr, lambda value: np.seterr(**value)),
 }
 OF_PROCESS: Mapping[str, Setting] = {
@@ -39,14 +62,25 @@ OF_PROCESS: Mapping[str, Setting] = {
         ),
         lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
     ),
-    "torch.backends.cudnn.deterministic": (
-        lambda: torch.backends.cudnn.deterministic,
-        lambda value: setattr(torch.backends.cudnn, "deterministic", value),
+    "torch.autograd.set_detect_anomaly": (
+        torch.is_anomaly_enabled,
+        torch.autograd.set_detect_anomaly,
     ),
-    "torch.backends.cudnn.benchmark": (
-        lambda: torch.backends.cudnn.benchmark,
-        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+    "torch.utils.deterministic.fill_uninitialized_memory": _attribute(
+        torch.utils.deterministic, "fill_uninitialized_memory"
     ),
+    **{
+        f"torch.backends.cudnn.{name}": _attribute(torch.backends.cudnn, name)
+        for name in ("deterministic", "benchmark", "enabled")
+    },
+    "torch.backends.mkldnn.enabled": _attribute(torch.backends.mkldnn, "enabled"),
+    **{
+        f"torch.backends.cuda.enable_{name}_sdp": (
+            getattr(torch.backends.cuda, f"{name}_sdp_enabled"),
+            getattr(torch.backends.cuda, f"enable_{name}_sdp"),
+        )
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+    },
     "numpy.set_printoptions": (np.get_printoptions, lambda value: np.set_printoptions(**value)),
     "os.chdir": (os.getcwd, os.chdir),
     "locale.setlocale": (
@@ -55,6 +89,17 @@ OF_PROCESS: Mapping[str, Setting] = {
     ),
     "socket.setdefaulttimeout": (socket.getdefaulttimeout, socket.setdefaulttimeout),
     "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
+}
+# What flowrl changes itself in the main thread, so that calls beside it must not restore it, and
+# handlers of signals, which that thread alone can set.
+OF_MAIN_THREAD: Mapping[str, Setting] = {
+    "gc.disable": (gc.isenabled, lambda value: gc.enable() if value else gc.disable()),
+    "logging.disable": (lambda: logging.root.manager.disable, logging.disable),
+    "sys.stdout": _attribute(sys, "stdout"),
+    "sys.stderr": _attribute(sys, "stderr"),
+} | {
+    f"signal.{number.name}": (partial(signal.getsignal, number), partial(signal.signal, number))
+    for number in (signal.SIGINT, signal.SIGTERM)
 }
 _reported: set[tuple[str, str]] = set()
 # Calls of rewards in all threads share one record of the settings, read before the first of them:
@@ -74,7 +119,8 @@ def contained_settings(name: str) -> Iterator[None]:
     """
     global _open_calls
     in_main = threading.current_thread() is threading.main_thread()
-    before_thread = {setting: read() for setting, (read, _) in OF_THREAD.items()}
+    of_thread = OF_THREAD | (OF_MAIN_THREAD if in_main else {})
+    before_thread = {setting: read() for setting, (read, _) in of_thread.items()}
     with _calls:
         if not _open_calls:
             _before_calls.update({setting: read() for setting, (read, _) in OF_PROCESS.items()})
@@ -83,7 +129,7 @@ def contained_settings(name: str) -> Iterator[None]:
         try:
             yield
         finally:
-            changed = _restore(OF_THREAD, before_thread)
+            changed = _restore(of_thread, before_thread)
             with _calls:
                 _open_calls -= 1
                 # In the background only after the last call: another may be loading a model,

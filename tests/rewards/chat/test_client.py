@@ -1,6 +1,7 @@
 """Questions to a judge: what is sent, what is read, and what becomes of faults."""
 
 import json
+import sqlite3
 
 import numpy as np
 import pytest
@@ -98,6 +99,10 @@ NO_PROBABILITY = completion("5")
 NO_PROBABILITY["choices"][0]["logprobs"] = {
     "content": [{"top_logprobs": [{"token": "5", "logprob": None}]}]
 }
+REFUSED = completion("")
+REFUSED["choices"][0]["message"]["refusal"] = "I cannot judge people"
+WITHHELD = completion("")
+WITHHELD["choices"][0]["finish_reason"] = "content_filter"
 LARGE = json.dumps(completion("x" * 30 * 2**20)).encode()
 FAULTS = (  # what the server answers, or a function of it; the words of the reason
     (None, "cannot be reached"),
@@ -111,6 +116,8 @@ FAULTS = (  # what the server answers, or a function of it; the words of the rea
     (b"[" * 100_000, "without a chat completion"),
     (completion({"a": 1}), "without a chat completion"),
     (NO_PROBABILITY, "without a chat completion"),
+    (REFUSED, "I cannot judge people"),
+    (WITHHELD, "content_filter"),
     ({"error": {"message": "model is loading", "code": 503}}, r"\(model is loading\)"),
     ({"object": "error", "message": "no such adapter"}, "no such adapter"),
     (LARGE, "more than"),
@@ -155,6 +162,22 @@ def test_replies_that_came_before_the_deadline_are_kept():
         slow, fast = ask(server, question("slow"), question("fast"), deadline=0.5, in_flight=2)
     assert fast.text == "here"
     assert "deadline of 0.5 s" in slow.missing and server.url in slow.missing
+
+
+def test_a_damaged_reply_is_asked_for_again_and_a_damaged_file_is_named(tmp_path, caplog):
+    with scripted(lambda body: completion("4")) as server:
+        Chat("m", server.url, cache=str(tmp_path)).ask([question("a")])
+        file = tmp_path / "judge.sqlite"
+        with sqlite3.connect(file) as stored:
+            stored.execute("UPDATE answers SET reply = replace(reply, '\"4\"', '\"5\"')")
+        stored.close()
+        (reply,) = Chat("m", server.url, cache=str(tmp_path)).ask([question("a")])
+        assert reply.text == "4" and len(server.asked) == 2 and str(file) in caplog.text
+    other = tmp_path / "other" / "judge.sqlite"
+    other.parent.mkdir()
+    other.write_bytes(b"no database" * 100)
+    with pytest.raises(ValueError, match=r"judge\.sqlite"):
+        Chat("m", server.url, cache=str(other.parent)).ask([question("a")])
 
 
 @pytest.mark.parametrize("in_folder", [False, True])

@@ -1,10 +1,12 @@
 """Code of a user's reward: what it changes in the process, and where it failed."""
 
 import importlib
+import io
 import locale
 import logging
 import os
 import random
+import signal
 import socket
 import sys
 import threading
@@ -34,6 +36,19 @@ CHANGES = {  # by the name in the warning: a change, and what reads the setting
         lambda: setattr(torch.backends.cudnn, "benchmark", True),
         lambda: torch.backends.cudnn.benchmark,
     ),
+    "torch.set_default_device": (
+        lambda: torch.set_default_device("meta"), torch.get_default_device,
+    ),
+    "torch.set_autocast_enabled": (
+        lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu"),
+    ),
+    "torch.backends.mkldnn.enabled": (
+        lambda: setattr(torch.backends.mkldnn, "enabled", False),
+        lambda: torch.backends.mkldnn.enabled,
+    ),
+    "torch.backends.cuda.enable_flash_sdp": (
+        lambda: torch.backends.cuda.enable_flash_sdp(False), torch.backends.cuda.flash_sdp_enabled,
+    ),
     "numpy.seterr": (lambda: np.seterr(all="raise"), np.geterr),
     "numpy.set_printoptions": (lambda: np.set_printoptions(precision=2), np.get_printoptions),
     "os.chdir": (lambda: os.chdir("/"), os.getcwd),
@@ -43,6 +58,18 @@ CHANGES = {  # by the name in the warning: a change, and what reads the setting
     "socket.setdefaulttimeout": (lambda: socket.setdefaulttimeout(3), socket.getdefaulttimeout),
     "sys.setrecursionlimit": (lambda: sys.setrecursionlimit(5000), sys.getrecursionlimit),
 }  # fmt: skip
+IN_MAIN = {  # of calls in the main thread alone
+    "signal.SIGINT": (
+        lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        lambda: signal.getsignal(signal.SIGINT),
+    ),
+    "logging.disable": (
+        lambda: logging.disable(logging.ERROR), lambda: logging.root.manager.disable,
+    ),
+    "sys.stdout": (lambda: setattr(sys, "stdout", io.StringIO()), lambda: sys.stdout),
+}  # fmt: skip
+CASES = [(name, background) for name in CHANGES for background in (False, True)]
+CASES += [(name, False) for name in IN_MAIN]
 
 
 @pytest.fixture
@@ -57,12 +84,11 @@ def plain_settings(tmp_path):
 
 
 @pytest.mark.parametrize("raises", [False, True])
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("setting", CHANGES)
+@pytest.mark.parametrize(("setting", "background"), CASES)
 def test_a_setting_of_the_process_is_restored_in_any_thread_and_reported_once(
     setting, background, raises, plain_settings
 ):
-    change, read = CHANGES[setting]
+    change, read = (CHANGES | IN_MAIN)[setting]
     before = read()
 
     def reward(images, prompts, metadata):
