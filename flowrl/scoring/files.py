@@ -16,7 +16,7 @@ from flowrl.prompts.records import load_prompts
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import RewardSpec
 from flowrl.utils.images import read_image, to_tensor
-from flowrl.utils.untrusted import parse_json, read_text
+from flowrl.utils.untrusted import is_readable, parse_json, read_text
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 METADATA, SAMPLES = "metadata.jsonl", "samples"  # of a prompt's folder in GenEval's layout
@@ -52,7 +52,7 @@ def labelled_images(source: Path) -> list[ImageFile] | None:
     Otherwise `metadata.jsonl` or `metadata.csv` has a row an image with `file_name` (or
     `file_path`) and `prompt` (or `text`); other keys are metadata.
 
-    Raises UserError for labels that are malformed or name a file that is not there.
+    Raises UserError for labels that are malformed, and for files that are missing or lie outside.
     """
     if (source / SAMPLES).is_dir() and (source / METADATA).is_file():
         return _of_prompt(source)
@@ -74,6 +74,8 @@ def _of_prompt(folder: Path) -> list[ImageFile]:
     row = dict(rows[0][1])
     text = row.pop("prompt")
     images = [p for p in sorted((folder / SAMPLES).glob("*")) if p.suffix.lower() in SUFFIXES]
+    for image in images:
+        _check_image(image, folder, str(folder / SAMPLES))
     return [ImageFile(path=path, prompt=text, metadata=row) for path in images]
 
 
@@ -101,10 +103,14 @@ def _of_row(folder: Path, row: dict[str, Any], where: str) -> ImageFile:
     if not names or not texts:
         raise UserError(f"{where}: expected 'file_name' and 'prompt', got {', '.join(row) or '{}'}")
     path = folder / str(names[0])
-    if not path.is_file():
-        raise UserError(f"{where}: there is no {path}")
+    _check_image(path, folder, where)
     nested = {key: _parsed(value) for key, value in row.items()}
     return ImageFile(path=path, prompt=texts[0], metadata=nested)
+
+
+def _check_image(path: Path, folder: Path, where: str) -> None:
+    if not is_readable(path, inside=folder):
+        raise UserError(f"{where}: {path} is no image file inside of {folder}")
 
 
 def _parsed(value: Any) -> Any:

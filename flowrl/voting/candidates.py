@@ -9,7 +9,6 @@ from pathlib import Path
 
 from flowrl.errors import UserError
 from flowrl.scoring.files import labelled_images
-from flowrl.utils.untrusted import is_readable
 
 Pair = tuple[int, int]  # two images of one prompt, by their rows
 
@@ -48,9 +47,6 @@ def read_candidates(folder: Path) -> Candidates:
             f"{folder} has no prompts: expected 00000/metadata.jsonl beside 00000/samples, or "
             "metadata.jsonl with file_name and prompt"
         )
-    for image in images:
-        if not is_readable(image.path, inside=folder):
-            raise UserError(f"{image.path} is no image file inside of {folder}: leave its row out")
     candidates = Candidates(
         folder=folder,
         files=tuple(image.path.relative_to(folder).as_posix() for image in images),

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import threading
 import time
 from collections import OrderedDict
@@ -119,7 +120,8 @@ class RunFiles:
         if reason == "time":
             total = _whole(_at(self.recipe(), "run", "iterations"))
             done = f"{_whole(event.get('step'))} of {total} iterations"
-            advice = f"continue: flowrl train --resume {self.path} run.max_minutes=null"
+            folder = shlex.quote(str(self.path))
+            advice = f"continue: flowrl train --resume {folder} run.max_minutes=null"
             detail = f"stopped by run.max_minutes after {done}; {advice}"
             return RunState(name="stopped", detail=detail)
         if event.get("complete"):

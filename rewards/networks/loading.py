@@ -127,6 +127,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Of a checkpoint that holds more, its "state_dict". Raises ValueError for a file that holds
     more than tensors and plain values: loading it could run code.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 

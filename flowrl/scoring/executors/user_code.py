@@ -97,9 +97,10 @@ OF_MAIN_THREAD: Mapping[str, Setting] = {
     "logging.disable": (lambda: logging.root.manager.disable, logging.disable),
     "sys.stdout": _attribute(sys, "stdout"),
     "sys.stderr": _attribute(sys, "stderr"),
-} | {
-    f"signal.{number.name}": (partial(signal.getsignal, number), partial(signal.signal, number))
-    for number in (signal.SIGINT, signal.SIGTERM)
+    **{
+        f"signal.{number.name}": (partial(signal.getsignal, number), partial(signal.signal, number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    },
 }
 _reported: set[tuple[str, str]] = set()
 # Calls of rewards in all threads share one record of the settings, read before the first of them:
@@ -119,7 +120,7 @@ def contained_settings(name: str) -> Iterator[None]:
     """
     global _open_calls
     in_main = threading.current_thread() is threading.main_thread()
-    of_thread = OF_THREAD | (OF_MAIN_THREAD if in_main else {})
+    of_thread = {**OF_THREAD, **(OF_MAIN_THREAD if in_main else {})}
     before_thread = {setting: read() for setting, (read, _) in of_thread.items()}
     with _calls:
         if not _open_calls:
