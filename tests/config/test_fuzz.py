@@ -1,7 +1,6 @@
 """Mutated recipes and command lines: each is taken as it is written, or refused in sentences.
 
-The mutations come from the JSON schema of the options and from the shipped recipes; case n is a
-function of n alone.
+The mutations come from the options and from the shipped recipes; case n is a function of n alone.
 """
 
 import contextlib
@@ -14,27 +13,28 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_origin
 
 import pytest
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from flowrl.cli import main
 from flowrl.config import Config
 from flowrl.config.load import load_recipe, preset_folder, preset_names
-from flowrl.config.messages import name_of, walk
+from flowrl.config.messages import name_of, sections_in, type_text, walk
 from flowrl.config.rollout import RolloutOptions
-from flowrl.config.yaml12 import dump_yaml, load_yaml
+from flowrl.config.yaml12 import dump_yaml, flow_yaml, load_yaml
 from flowrl.errors import UserError
+from flowrl.utils.fields import Options
 
 CASES = 5000
 SAMPLE = 100  # of the default tests
 SECONDS = 60  # after which a case hangs
 PLANS = 40_000  # a case may look at
 FILE = "mine.yaml"
-SCHEMA = Config.model_json_schema()
-PATHS = [option.path.split(".") for option in walk(Config)]
-NAMES = {".".join(path[:i]) for path in PATHS for i in range(1, len(path) + 1)}
+NAMES = {option.path for option in walk(Config)} | {"rewards.0"}
 
 # Values as a recipe has them, that most options should not take.
 ODD = [
@@ -63,46 +63,40 @@ SPECIAL = [
 ]  # fmt: skip
 
 
-@dataclass
+@dataclass(frozen=True)
 class Leaf:
-    """An option of the schema: where it is, what it takes, and what has to be set to reach it."""
+    """An option: where it is, what it takes, and what has to be set to reach it."""
 
     path: str
-    schema: dict[str, Any]
-    needs: list[str] = field(default_factory=list)
+    field: FieldInfo
+    needs: tuple[str, ...]
 
 
-def leaves(schema: dict[str, Any], path: str = "", needs: tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """Yield the options below a part of the schema, sections and items of lists too."""
-    if "$ref" in schema:
-        schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
-    if path:
-        yield Leaf(path, schema, list(needs))
-    for name, inner in schema.get("properties", {}).items():
-        yield from leaves(inner, f"{path}.{name}" if path else name, needs)
-    if "items" in schema and path == "rewards":
-        yield from leaves(schema["items"], f"{path}.0", needs)
-    choices = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
-    for choice in choices:
-        ref = choice.get("$ref", "").rpartition("/")[2]
-        section = SCHEMA["$defs"].get(ref, {})
-        kind = section.get("properties", {}).get("kind", {}).get("const")
-        own = (f"{path}.kind={kind}",) if kind else ()
-        required = (n for n in section.get("required", ()) if n != "kind")
-        own += tuple(f"{path}.{name}={example(section['properties'][name])}" for name in required)
-        if section or "oneOf" in choice:
-            yield from list(leaves(choice, path, (*needs, *own)))[bool(section) :]
+def leaves(
+    model: type[Options] = Config, above: str = "", needs: tuple[str, ...] = ()
+) -> Iterator[Leaf]:
+    """Yield the options of a section and of those below it, of every kind."""
+    for name, field in model.model_fields.items():
+        sections, path = sections_in(field.annotation), f"{above}{name}"
+        yield Leaf(path, field, needs)
+        below = f"{path}.0." if get_origin(field.annotation) is list else f"{path}."
+        for section in sections:
+            wanted = tuple(
+                f"{below}{key}={example(inner)}"
+                for key, inner in section.model_fields.items()
+                if len(sections) > 1 and (key == "kind" or inner.is_required())
+            )
+            yield from leaves(section, below, needs + wanted)
 
 
-def example(schema: dict[str, Any]) -> str:
+def example(field: FieldInfo) -> str:
     """Return a value that fits."""
-    if "default" in schema:
-        return dump_yaml(schema["default"]).removesuffix("...\n").strip().replace("\n", " ")
-    kinds = {"integer": "2", "number": "0.5", "boolean": "true", "string": "a:b", "array": "[a]"}
-    return kinds.get(schema.get("type", ""), "1")
+    if not field.is_required():
+        return flow_yaml(to_jsonable_python(field.default))
+    return {"text": "a:b", "whole number": "2"}.get(type_text(field.annotation), "[a]")
 
 
-LEAVES = [leaf for leaf in leaves(SCHEMA) if not leaf.path.endswith(".kind")]
+LEAVES = [leaf for leaf in leaves() if not leaf.path.endswith(".kind")]
 
 
 @dataclass
@@ -143,14 +137,13 @@ def put(preset: str, leaf: Leaf, value: str, *, in_file: bool = False) -> Case:
 def bound(rng: random.Random, preset: str) -> Case:
     """A value at or beside a limit, one of a list of words, or the default."""
     leaf = rng.choice(LEAVES)
-    found: list[Any] = [example(leaf.schema)]
-    for part in [leaf.schema, *leaf.schema.get("anyOf", ())]:
-        found += [str(word) for word in part.get("enum", ())]
-        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-            if name in part:
-                found += [f"{part[name] + step:g}" for step in (-1, -1e-9, 0, 1e-9, 1)]
-        if part.get("type") in ("integer", "number"):
-            found += [str(rng.randint(0, 2 ** rng.randint(1, 70))), f"{rng.lognormvariate(0, 9):g}"]
+    takes = type_text(leaf.field.annotation)
+    found = [example(leaf.field), *takes.split(", ")]
+    for limit in leaf.field.metadata:
+        for name in {"ge", "le", "gt", "lt"} & set(dir(limit)):
+            found += [f"{getattr(limit, name) + step:g}" for step in (-1, -1e-9, 0, 1e-9, 1)]
+    if "number" in takes:
+        found += [str(rng.randint(0, 2 ** rng.randint(1, 70))), f"{rng.lognormvariate(0, 9):g}"]
     return put(preset, leaf, rng.choice(found))
 
 
@@ -159,7 +152,7 @@ def misspelt(rng: random.Random, preset: str) -> Case:
     key, i = leaf.path, rng.randrange(len(leaf.path))
     changes = [key[:i] + key[i + 1 :], key[:i] + rng.choice("_x.- \u00e9") + key[i:], key.upper()]
     changes += [f"{key}.{rng.choice(['0', 'x', 'kind', '-1'])}", key * 200, f"{key}\n", f"--{key}"]
-    return Case([preset, f"{rng.choice(changes)}={example(leaf.schema)}"])
+    return Case([preset, f"{rng.choice(changes)}={example(leaf.field)}"])
 
 
 def text(rng: random.Random, preset: str) -> Case:
