@@ -1,22 +1,20 @@
 """Fit LoRAs to a pipeline's network; save, load and merge them."""
 
 import inspect
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from flowrl.backbones.lora_formats import (
     FILE,
-    METADATA,
     PREFIX,
     LoRA,
     few,
+    lora_bytes,
     open_lora,
     plain_name,
 )
@@ -30,7 +28,6 @@ from flowrl.backbones.original_layers import (
     weight_change,
 )
 from flowrl.errors import UserError
-from flowrl.utils.digests import seal
 from flowrl.utils.files import write_bytes
 
 
@@ -55,31 +52,23 @@ def file_prefix(pipeline: type) -> str:
 def save_lora(pipeline: Any, folder: Path, *, adapter: str) -> Path:
     """Save an adapter for diffusers' `load_lora_weights` or `load_lora_adapter`; return the path.
 
-    The file holds the adapter's configuration, without which diffusers would take alpha = rank, and
-    a digest of tensors and header. Written atomically. Raises UserError, and writes nothing, for
-    weights that are NaN or infinite.
+    Written atomically. Raises UserError, and writes nothing, for weights that are NaN or infinite.
     """
     from peft import get_peft_model_state_dict
 
     network: Any = network_of(pipeline)
-    layers = get_peft_model_state_dict(network, adapter_name=adapter)
-    if not all(bool(tensor.isfinite().all()) for tensor in layers.values()):
+    state = get_peft_model_state_dict(network, adapter_name=adapter)
+    if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
         raise UserError(f"the LoRA has NaN or infinite numbers: {folder / FILE} was not written")
-    prefix = file_prefix(type(pipeline))
-    config = network.peft_config[adapter].to_dict()
-    named = {f"{prefix}{key}": _plain(value) for key, value in config.items()}
-    header = {"format": "pt", METADATA: json.dumps(named, indent=2, sort_keys=True)}
-    tensors = {f"{prefix}{name}": tensor.contiguous() for name, tensor in layers.items()}
-    write_bytes(folder / FILE, seal(save(tensors, metadata=header)))
-    return folder / FILE
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: sets sorted, enumerations by their text."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    json_types = (bool, int, float, str, list, dict, type(None))
-    return value if isinstance(value, json_types) else str(value)
+    config = network.peft_config[adapter]
+    scale: float = config.lora_alpha / config.r
+    lora = LoRA(
+        name=adapter, path=folder / FILE, make="diffusers", state=state,
+        scales=dict.fromkeys(layers_of(state), scale),
+        prefix=file_prefix(type(pipeline)),
+    )  # fmt: skip
+    write_bytes(lora.path, lora_bytes(lora))
+    return lora.path
 
 
 def read_lora(source: str | Path) -> tuple[dict[str, Tensor], float]:
@@ -138,7 +127,8 @@ def fit_lora(lora: LoRA, network: nn.Module, pipeline: type) -> LoRA:
                 f"{lora.path} changes {name} by {len(up)} x {down.shape[1]}, but it is "
                 f"{shape[0]} x {shape[1]} in {kind}: it was trained for another pipeline"
             )
-    return replace(lora, state=state_of(layers), scales=scales)
+    prefix = file_prefix(pipeline)
+    return replace(lora, state=state_of(layers), scales=scales, prefix=prefix)
 
 
 def _shape(module: Any) -> tuple[int, int]:

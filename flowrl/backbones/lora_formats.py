@@ -49,7 +49,7 @@ class LoRA:
     make: str  # whose keys: diffusers, PEFT, kohya, ComfyUI
     state: dict[str, Tensor]  # LAYER.lora_A.weight (r, in) and LAYER.lora_B.weight (out, r)
     scales: dict[str, float]  # alpha / rank, by layer
-    prefix: str | None = None  # of the keys, where diffusers loads the file with these scales
+    prefix: str = PREFIX  # of the keys in a file for diffusers
 
     @functools.cached_property
     def layers(self) -> dict[str, Factors]:
@@ -134,15 +134,11 @@ def open_lora(
     state, alphas = _factors(tensors, path)
     make = _make(tensors, path)
     config = _configuration(texts, path, make)
-    prefix = PREFIX if any(key.startswith(PREFIX) for key in tensors) else ""
-    # Whether diffusers loads the file as it is: nothing was renamed, converted or left out.
-    complete = make == "diffusers" and bool(config and config.get("target_modules"))
-    complete &= {f"{prefix}{name}" for name in state} == set(tensors)
-    complete &= all(tensor.dtype in COMPUTED for tensor in tensors.values())
     return LoRA(
         name=str(source), path=path, make=make, state=state,
         scales=_scales(state, alphas, config, path, alpha, default_alpha),
-        prefix=prefix if complete else None,
+        # A network's own file has neither prefixes nor alphas beside the factors.
+        prefix="" if make == "diffusers" and config and state.keys() == tensors.keys() else PREFIX,
     )  # fmt: skip
 
 
@@ -458,10 +454,13 @@ def _configured(layer: str, rank: int, config: Mapping[str, Any], path: Path) ->
     return values["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def lora_bytes(lora: LoRA, prefix: str = PREFIX) -> bytes:
-    """Return the LoRA as diffusers' file; its header holds ranks, alphas and a digest."""
+def lora_bytes(lora: LoRA) -> bytes:
+    """Return the LoRA as diffusers' file; its header holds ranks, alphas and a digest.
+
+    The same for the LoRA that is read from it.
+    """
     from safetensors.torch import save
 
-    header = {f"{prefix}{key}": value for key, value in lora.header().items()}
-    tensors = {f"{prefix}{key}": tensor.contiguous() for key, tensor in lora.state.items()}
+    header = {f"{lora.prefix}{key}": value for key, value in lora.header().items()}
+    tensors = {f"{lora.prefix}{key}": tensor.contiguous() for key, tensor in lora.state.items()}
     return seal(save(tensors, {"format": "pt", METADATA: json.dumps(header, sort_keys=True)}))

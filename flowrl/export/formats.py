@@ -9,8 +9,8 @@ from typing import Any, Literal
 from safetensors.torch import save
 
 from flowrl.backbones.loading import load_pipeline, outline
-from flowrl.backbones.lora_files import converted_layers, file_prefix, fit_lora, merge_lora
-from flowrl.backbones.lora_formats import FILE, PREFIX, lora_bytes, lora_file, open_lora
+from flowrl.backbones.lora_files import converted_layers, fit_lora, merge_lora
+from flowrl.backbones.lora_formats import FILE, lora_bytes, lora_file, open_lora
 from flowrl.backbones.original_layers import comfyui_state, key_map_of, kohya_state
 from flowrl.config import Config, load_config
 from flowrl.errors import UserError
@@ -48,20 +48,16 @@ def export_diffusers(
 ) -> Path:  # fmt: skip
     """Write the LoRA for diffusers to a folder or a file; return the file.
 
-    One that is such a file already, and says its alpha, is copied byte by byte.
-
     Args:
         base: the pipeline; needed where neither the keys nor a run name the layers.
     """
     path = to if to.suffix == SUFFIX else to / FILE
     _check_free(path)
     lora = open_lora(source, alpha=alpha)
-    prefix = PREFIX if lora.prefix is None else lora.prefix
     if base or lora.make in ("kohya", "ComfyUI"):
         kind, network = outline(*_check_base(base, revision, source))
-        lora, prefix = fit_lora(lora, network, kind), file_prefix(kind)
-    copied = lora.prefix == prefix
-    write_bytes(path, lora.path.read_bytes() if copied else lora_bytes(lora, prefix))
+        lora = fit_lora(lora, network, kind)
+    write_bytes(path, lora_bytes(lora))
     return path
 
 
@@ -147,10 +143,10 @@ def export_hub(source: str, *, repository: str | None, private: bool) -> str:
     folder = Path(source)
     if not (folder / FILE).is_file():
         raise UserError(f"--to hub takes a run's folder with {FILE}, got {source}")
-    if open_lora(folder).prefix is None:
+    if lora_bytes(open_lora(folder)) != (folder / FILE).read_bytes():
         raise UserError(
-            f"{folder / FILE} has no alpha, or other keys: export it with --to diffusers and "
-            "--lora-alpha first"
+            f"{folder / FILE} is not as flowrl writes it, with its alpha: export it with "
+            "--to diffusers first"
         )
     recipe = load_config(folder / CONFIG) if (folder / CONFIG).is_file() else None
     name = repository or (recipe and recipe.run.hub_model_id) or folder.resolve().name
