@@ -1,5 +1,6 @@
 """`flowrl plan`: how a recipe's work is split over GPUs, how much it is, and whether it fits."""
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -104,9 +105,9 @@ def _show_shares(planned: "Plan") -> None:
 
 def _share_rows(planned: "Plan") -> list[dict[str, Any]]:
     """Return one row for all GPUs with the same share."""
-    kinds: dict[tuple, list[int]] = {}
-    for number, share in enumerate(planned.geometry.shares):
-        row = {
+    return [
+        {
+            "GPUs": count,
             "prompts": share.prompts,
             **({"candidates": share.candidates} if share.candidates else {}),
             "trees": share.trees,
@@ -114,8 +115,8 @@ def _share_rows(planned: "Plan") -> list[dict[str, Any]]:
             f"{_rows(planned)} an update": _range(share.rows),
             "micro-batches": _range(share.micro_batches),
         }
-        kinds.setdefault(tuple(row.items()), []).append(number)
-    return [{"GPU": _numbers(at)} | dict(row) for row, at in kinds.items()]
+        for share, count in Counter(planned.geometry.shares).items()
+    ]
 
 
 def _rows(planned: "Plan") -> str:
@@ -252,17 +253,6 @@ def _gpus(count: int) -> str:
 
 def _gb(count: int | None) -> str:
     return f"{(count or 0) / GB:.2f}"
-
-
-def _numbers(at: list[int]) -> str:
-    """Write numbers as ranges: "0-3, 6"."""
-    runs: list[list[int]] = []
-    for number in at:
-        if runs and runs[-1][-1] + 1 == number:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _range(values: tuple[int, ...]) -> str:
