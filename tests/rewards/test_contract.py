@@ -90,9 +90,9 @@ def test_the_contract_covers_every_built_in_reward():
 @pytest.mark.parametrize("name", [*OFFLINE, *NETWORKS, *JUDGES])
 def test_scores_do_not_depend_on_the_batch_the_order_or_seeds(cases, random_images, name, size):
     case = cases(name)
-    reward, images = case.load(), random_images(3, *size)
+    reward, images, prompts = case.load(), random_images(3, *size), case.prompts
     before = _generators()
-    reward(images.clone(), case.prompts, [METADATA] * 3)
+    reward(images.clone(), prompts, [METADATA] * 3)
     used = _generators() != before
     assert not used or name in JUDGES  # a judge's pauses between retries are random
     whole = case.score(reward, images).scores
