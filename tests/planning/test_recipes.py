@@ -47,19 +47,9 @@ def kind(config: Config) -> str:
 def test_the_head_of_a_recipe_tells_what_it_is_and_how_to_run_it():
     for name in REAL:
         config = load_config(name)
-        size = spec_name(config.pipeline.path)
-        assert size is not None and re.fullmatch(rf"{re.escape(size)}-{kind(config)}-\d+gb", name)
-    for name in REAL:
-        text = head(name)
-        ((gpus, memory),) = re.findall(
-            r"^Hardware: (1 GPU|8 GPUs) of (\d+) GB, such as ", text, re.M
-        )
-        assert name.endswith(f"-{memory}gb") and int(memory) in (12, 16, 24, 48, 80, 141)
-        (source,) = re.findall(r"^Source: (.*?)^NOT RUN HERE: ", text, re.MULTILINE | re.DOTALL)
-        assert re.search(r"arXiv\s\d{4}\.\d{5}", source)
-        many = [words for words in commands(name) if words[:1] == ["accelerate"]]
-        assert bool(many) == (gpus == "8 GPUs")
-        assert all(words[1:4] == ["launch", "--num_processes", "8"] for words in many)
+        ((gpus, memory),) = re.findall(r"^Hardware: (1 GPU|8 GPUs) of (\d+) GB", head(name), re.M)
+        assert name == f"{spec_name(config.pipeline.path)}-{kind(config)}-{memory}gb"
+        assert any(words[0] == "accelerate" for words in commands(name)) == (gpus == "8 GPUs")
     for name in [path.stem for path in FILES]:
         module = ["accelerate", "launch", "--num_processes", "8", "-m", "flowrl", "train"]
         starts = (["flowrl", "train"], module)
@@ -81,7 +71,6 @@ def test_the_head_of_a_recipe_tells_what_it_is_and_how_to_run_it():
                 folder = words[words.index("-o") + 1]
                 assert load_config(name).prompts.train == f"{folder}/train.jsonl"
                 assert load_config(name).evaluation.prompts == f"{folder}/test.jsonl"
-            assert words[0] in ("flowrl", "accelerate", "vllm"), words
 
 
 def test_settings_of_a_recipe_fit_its_objective():
