@@ -254,7 +254,10 @@ class NVFP4Native:
         }
 
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
-        left, right = _operand(self._quantise(x)), _operand(state)
+        left, right = (
+            (part["codes"].view(torch.float4_e2m1fn_x2), [part["scale"], part["global_scale"]])
+            for part in (self._quantise(x), state)
+        )
         recipe = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
         layout = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
         product = F.scaled_mm(
@@ -366,23 +369,6 @@ def _exact_product(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda and left.dtype == torch.bfloat16 and hasattr(torch.ops.aten.mm, "dtype"):
         return torch.mm(left, right.t(), out_dtype=torch.float32)
     return torch.mm(left.float(), right.float().t())
-
-
-def _operand(state: State) -> tuple[Tensor, list[Tensor]]:
-    """Return the packed matrix and its two scales, checked, since the kernel does not."""
-    codes, scale, whole = state["codes"], state["scale"], state["global_scale"]
-    rows, columns = codes.shape[0], codes.shape[1] // 8
-    size = -(-rows // 128) * 128 * -(-columns // 4) * 4
-    if codes.dtype != torch.uint8 or not codes.is_contiguous():
-        raise ValueError(f"NVFP4 codes are two to a byte, row by row, got {codes.dtype}")
-    if scale.dtype != torch.float8_e4m3fn or scale.shape != (size,):
-        raise ValueError(
-            f"the scales of {rows} x {columns} blocks are {size} swizzled E4M3 numbers, got "
-            f"{tuple(scale.shape)} of {scale.dtype}"
-        )
-    if whole.dtype != torch.float32 or whole.ndim:
-        raise ValueError(f"a tensor has one fp32 scale, got {tuple(whole.shape)} {whole.dtype}")
-    return codes.view(torch.float4_e2m1fn_x2), [scale, whole]
 
 
 def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:

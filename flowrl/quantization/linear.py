@@ -27,7 +27,7 @@ class RolloutLinear(nn.Module):
         packed: what the backend has packed already, to share instead of packing again.
 
     Raises:
-        ValueError: a weight of another shape, or one that the backend cannot pack.
+        ValueError: a weight that the backend cannot pack.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RolloutLinear(nn.Module):
         super().__init__()
         self.backend, self.pointwise = backend, pointwise
         self.shared = packed is not None
-        self.out_features, self.in_features = _matrix(weight, pointwise).shape
+        self.out_features, self.in_features = weight.shape[:2]
         state = self._pack(weight) if packed is None else packed
         for name, value in state.items():
             self._hold(PACKED + name, value if self.shared else value.clone())
@@ -51,18 +51,12 @@ class RolloutLinear(nn.Module):
 
     @torch.no_grad()
     def load(self, weight: Tensor) -> None:
-        """Overwrite the packed weight by another one; fp32 loses no small update.
+        """Overwrite the packed weight by another one of its shape; fp32 loses no small update.
 
-        Raises ValueError for another shape, and where the weight is shared.
+        Raises ValueError where the weight is shared.
         """
         if self.shared:
             raise ValueError("this layer shares its weight, which is not its own to overwrite")
-        shape = tuple(_matrix(weight, self.pointwise).shape)
-        if shape != (self.out_features, self.in_features):
-            raise ValueError(
-                f"a weight of {shape} does not fit the layer's "
-                f"{(self.out_features, self.in_features)}"
-            )
         for name, value in self._pack(weight).items():
             self.get_buffer(PACKED + name).copy_(value)
 
@@ -102,7 +96,7 @@ class RolloutLinear(nn.Module):
 
     @torch.no_grad()
     def _pack(self, weight: Tensor) -> dict[str, Tensor]:
-        return self.backend.pack(_matrix(weight, self.pointwise))
+        return self.backend.pack(weight.detach().flatten(1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RolloutLinear":
         """Follow the network to another device, not dtype: codes and scales have only one."""
@@ -110,15 +104,6 @@ class RolloutLinear(nn.Module):
             if value is not None:
                 self._buffers[name] = value.to(fn(value.new_empty(0)).device)
         return self
-
-
-def _matrix(weight: Tensor, pointwise: bool) -> Tensor:
-    """Return a weight (out, in) or, of a 1x1 convolution, (out, in, 1, 1) as a matrix, detached."""
-    if weight.ndim != 2 and not (pointwise and weight.shape[2:] == (1, 1)):
-        raise ValueError(
-            f"a weight of {tuple(weight.shape)} is not {'1x1' if pointwise else 'a matrix'}"
-        )
-    return weight.detach().flatten(1)
 
 
 # --- training in the precision of the rollout ---------------------------------------------------

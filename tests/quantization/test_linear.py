@@ -99,14 +99,6 @@ def test_a_layer_owns_its_weight_unless_it_is_given_it_packed():
     assert torch.equal(weight, randn(48, 64))
 
 
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"\(48, 65\) does not fit .* \(48, 64\)"):
-        layer(FP32).load(randn(48, 65))
-    for shape, pointwise in (((48, 64, 3, 3), True), ((48, 64, 3), True), ((48, 64, 1, 1), False)):
-        with pytest.raises(ValueError, match="1x1" if pointwise else "matrix"):
-            RolloutLinear(randn(*shape), None, FP32, pointwise=pointwise)
-
-
 def test_buffers_keep_their_dtypes_are_not_saved_and_are_copied_by_deepcopy():
     for backend in PACKING:
         made = layer(backend)
