@@ -21,24 +21,27 @@ def call_arguments(
     """Return the arguments of `pipeline(prompt, ...)` that generate as flowrl's backbone does.
 
     Args:
-        guidance: The pipeline's own guidance; up to 1 is none.
+        guidance: The pipeline's own guidance, see `is_guided`.
         negative: The negative prompt, "" for none.
         max_sequence_length: Text tokens; None for the pipeline's default.
         height, width: Pixels; None for the size that the networks were made for.
 
     Raises:
-        UserError: A negative prompt that the pipeline would ignore.
+        UserError: Guidance or a negative prompt that the pipeline would ignore.
     """
     name = type(pipeline).__name__
     family, parameters = family_of(name), inspect.signature(type(pipeline).__call__).parameters
+    if guidance > 1 and family.guidance not in parameters:
+        raise UserError(f"guidance is {guidance:g}, and {name} has none: leave it at 1")
     side = native_side(pipeline)
     call = {**SWITCHES, **family.call, "height": height or side, "width": width or side}
     call["max_sequence_length"] = max_sequence_length
-    guided = is_guided(pipeline, guidance)
+    distilled = getattr(pipeline, "config", {}).get("is_distilled", False)
+    guided = is_guided(name, guidance) and not distilled
     call[family.guidance] = guidance if guided or family.unguided is None else family.unguided
     if negative and ("negative_prompt" not in parameters or family.unguided is None):
         raise UserError(
-            f"the negative prompt is {negative!r}, but {name} takes none: leave "
+            f"the negative prompt is {negative!r}, and flowrl gives {name} none: leave "
             "rollout.negative_prompt and the prompts' own empty"
         )
     if guided and family.unguided is not None:
@@ -50,9 +53,21 @@ def call_arguments(
     }
 
 
-def is_guided(pipeline: Any, guidance: float) -> bool:
-    """Whether the pipeline makes a second forward for this guidance."""
-    return family_of(type(pipeline).__name__).unguided is not None and guidance > 1
+def is_guided(pipeline_class: str, guidance: float) -> bool:
+    """Return whether a pipeline class makes a second forward for this guidance.
+
+    Up to 1 is none, for all classes. Where 0 is none, numbers between have no meaning here.
+
+    Raises:
+        UserError: A number between 0 and 1 for a class whose guidance begins at 0.
+    """
+    unguided = family_of(pipeline_class).unguided
+    if unguided == 0 and 0 < guidance < 1:
+        raise UserError(
+            f"guidance is {guidance:g}, which {pipeline_class} has and flowrl does not train: take "
+            "0 for none, or more than 1"
+        )
+    return unguided is not None and guidance > 1
 
 
 def default_guidance(pipeline: Any) -> float:

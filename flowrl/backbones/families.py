@@ -38,8 +38,8 @@ class Family:
     # Guidance "off", without a second forward; None where the number is an input of the network.
     unguided: float | None = 1.0
     call: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the call
-    text_tokens: int | None = None  # most that the network was trained with
-    network_tokens: int = 0  # tokens that the network sees beside max_sequence_length
+    # Components that are left out, since training cannot have them.
+    without: tuple[str, ...] = ()
 
 
 # Parameters that change the prompt, the size or the number of frames, and the value that does not.
@@ -73,7 +73,6 @@ SD3 = Family(
         ),
         min_dim=2432,
     ),
-    network_tokens=77,  # of CLIP
 )  # fmt: skip
 
 # Flow-GRPO's list for FLUX.1: attention and feed-forward of both streams. Of the single-stream
@@ -90,7 +89,6 @@ FLUX = Family(
         keep=("x_embedder", "context_embedder", "time_text_embed", "norm_out"), min_dim=1000
     ),
     unguided=None,
-    text_tokens=512,
 )  # fmt: skip
 
 # Sol-RL's list: self-attention, then attention to the text. SANA's self-attention is one layer,
@@ -113,45 +111,47 @@ SANA = Family(
         min_dim=2240,
         pointwise=True,
     ),
-    text_tokens=300,
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "StableDiffusion3Pipeline": SD3,
     "FluxPipeline": FLUX,
     "SanaPipeline": SANA,
-    "Flux2Pipeline": Family(
-        name="flux2", unguided=None, text_tokens=512
-    ),
-    "Flux2KleinPipeline": Family(name="flux2-klein", text_tokens=512),
+    "Flux2Pipeline": Family(name="flux2", unguided=None),
+    "Flux2KleinPipeline": Family(name="flux2-klein"),
     "QwenImagePipeline": Family(
-        name="qwen-image", guidance="true_cfg_scale",
-        lora_targets=_JOINT, text_tokens=1024,
+        name="qwen-image", guidance="true_cfg_scale", lora_targets=_JOINT
     ),
     "QwenImage21Pipeline": Family(name="qwen-image-2.1", guidance="true_cfg_scale"),
     # As in diffusers' own training script.
     "ZImagePipeline": Family(
-        name="z-image", unguided=0.0, text_tokens=512,
+        name="z-image", unguided=0.0,
         lora_targets=tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
     ),
-    "Krea2Pipeline": Family(name="krea2", unguided=0.0, text_tokens=512),
+    "Krea2Pipeline": Family(name="krea2", unguided=0.0),
     # The default schedule is a list as long as the steps.
     "Ideogram4Pipeline": Family(name="ideogram4", call={"guidance_schedule": None}),
+    # Its guider begins at a step and carries momentum.
     "HunyuanImagePipeline": Family(
-        name="hunyuan-image", guidance="distilled_guidance_scale", unguided=None
+        name="hunyuan-image", guidance="distilled_guidance_scale", unguided=None,
+        without=("guider",),
     ),
 }  # fmt: skip
 
 # What a pipeline class is by a word of its name, where flowrl cannot train it.
 REFUSED = {
-    "Kontext|Edit|Img2Img|Inpaint|Fill|Redux|Control|Upscale": "edits images",
-    "Video|LTX|Mochi|CogVideo|Allegro|Latte|AnimateDiff|I2V|Wan|SkyReels": "makes videos",
+    "Kontext|Edit|Img2Img|ImageToImage|I2I|Inpaint|Fill|Redux|Control|Upscal|Upsampl|Refiner|SRPipe|"
+    "Layered|OmniPipe|Cloze": "edits images",
+    "Video|LTX|Mochi|Allegro|Latte|Animat|I2V|T2V|V2V|VACE|SkyReels|World|WM|Helios": (
+        "makes videos"
+    ),
+    "Modular|Prior": "is a part of a pipeline",
+    "PAG": "has a guidance of its own, by perturbed attention",
     "Cosmos": "has a schedule that is no straight line from noise to image",
     "Sprint|LCM|LatentConsistency": "samples in a few steps by another rule than a flow",
     "Audio|Music|AceStep": "makes sound",
-    "StableDiffusionXL|StableDiffusionPipeline|PixArt|Kolors|HunyuanDiT|Kandinsky3": (
-        "removes noise, where flowrl trains pipelines that sample a flow"
-    ),
+    "StableDiffusionXL|StableDiffusionPipeline|PixArt|Kolors|HunyuanDiT|Kandinsky3|StableCascade|"
+    "Wuerstchen|^IF": ("removes noise, where flowrl trains pipelines that sample a flow"),
 }
 
 # How names on the Hub begin, the licence, and its file, as the cards of these repositories say;
@@ -167,6 +167,16 @@ LICENCES = (
 def family_of(pipeline_class: str) -> Family:
     """Return what is known of a pipeline class (`_class_name` of model_index.json)."""
     return FAMILIES.get(pipeline_class) or Family(name=pipeline_class.removesuffix("Pipeline"))
+
+
+def check_trainable(pipeline_class: str) -> None:
+    """Raise UserError for a class that makes something else than images by a flow."""
+    for words, what in REFUSED.items():
+        if re.search(words, pipeline_class):
+            raise UserError(
+                f"{pipeline_class} {what}: flowrl trains text-to-image pipelines that sample a "
+                "flow; flowrl recipes names some"
+            )
 
 
 def lora_targets(family: Family, network: nn.Module) -> tuple[str, ...]:
@@ -202,14 +212,23 @@ def layer_rules_of(network: nn.Module) -> LayerRules:
     """Return a network's published low-bit rules, else general ones.
 
     In general, attention and feed-forward projections of the repeated blocks get few bits;
-    embeddings, norms, modulation, routers and the last layer stay exact.
+    embeddings, norms, modulation, routers and the last layer stay exact. A gate of a feed-forward
+    network or of attention is one of its projections.
     """
     for family in FAMILIES.values():
         if family.layer_rules is not None and family.network == type(network).__name__:
             return family.layer_rules
-    blocks = [name for name, child in network.named_children() if isinstance(child, nn.ModuleList)]
+    lists = [name for name, m in network.named_modules() if isinstance(m, nn.ModuleList)]
+    blocks = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
     layers = [name for name, module in network.named_modules() if not list(module.children())]
-    outside = [rf"^(?!(?:{'|'.join(blocks)})\.)"] if blocks else []
-    patterns = (*outside, "norm|mod|embed|ada|router|gate")
+    outside = [rf"^(?!(?:{'|'.join(map(re.escape, blocks))})\.)"] if blocks else []
+    routers = [
+        rf"^{re.escape(name)}$"
+        for name, module in network.named_modules()
+        if name.endswith("gate")
+        and isinstance(module, nn.Linear)
+        and module.in_features > 10 * module.out_features  # one output for each expert
+    ]
+    patterns = (*outside, "norm|mod|embed|ada|router", *routers)
     keep = tuple(p for p in patterns if any(re.search(p, name) for name in layers))
     return LayerRules(keep=keep, min_dim=1000)

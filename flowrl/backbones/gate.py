@@ -18,6 +18,8 @@ from tqdm import tqdm
 
 ENCODERS = ("encode_prompt", "generate_prior_tokens")
 NETWORKS = ("transformer", "unet")
+# What a scheduler notes of the schedule that it is in.
+STATE = ("timesteps", "sigmas", "num_inference_steps", "_step_index", "_begin_index")
 
 
 class Stop(Exception):
@@ -90,6 +92,7 @@ def _opened(pipeline: Any, visit: Visit, device: torch.device) -> Iterator[None]
             patches.append(
                 (pipeline, name, _encode(getattr(pipeline, name), visit, replay, device))
             )
+    before = {name: vars(scheduler)[name] for name in STATE if name in vars(scheduler)}
     kind = type(pipeline)
     inherited = vars(kind).get("_execution_device")
     kind._execution_device = property(lambda _: device)
@@ -100,6 +103,7 @@ def _opened(pipeline: Any, visit: Visit, device: torch.device) -> Iterator[None]
     finally:
         for owner, name, _ in patches:
             del vars(owner)[name]
+        vars(scheduler).update(before)
         if inherited is None:
             del kind._execution_device
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flowrl.backbones.families import FAMILIES
+from flowrl.backbones.families import FAMILIES, family_of
 from flowrl.backbones.offload import place_pipeline
 from flowrl.errors import UserError
 from flowrl.utils.untrusted import check_regular, read_json
@@ -86,6 +86,8 @@ def load_pipeline(
             f"cannot load the pipeline {path!r}: {str(error).splitlines()[0]}; give a folder, a "
             f"Hub name that this machine can reach, or {', '.join(TINY)}"
         ) from error
+    for name in family_of(type(pipeline).__name__).without:
+        pipeline.register_modules(**{name: None})
     pipeline.set_progress_bar_config(disable=True)
     _channels_last(pipeline.vae)  # its convolutions are faster for it
     return pipeline if device is None else place_pipeline(pipeline, torch.device(device), away)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowrl.backbones.base import in_fp32
 from flowrl.backbones.call import call_arguments, is_guided
-from flowrl.backbones.families import family_of, lora_targets
+from flowrl.backbones.families import check_trainable, family_of, lora_targets
 from flowrl.backbones.gate import NETWORKS, RowTimes, Stop, Visit, call_through
 from flowrl.backbones.latent_map import LatentMap
 from flowrl.backbones.texts import (
@@ -41,7 +41,7 @@ RGBA = 4  # channels of an image with transparency
 ROUNDING = {
     torch.float64: 1e-3,
     torch.float32: 1e-3,
-    torch.bfloat16: 0.05,
+    torch.bfloat16: 0.02,
     torch.float16: 0.01,
 }
 
@@ -79,7 +79,6 @@ class PipelineBackbone:
         self.device: torch.device = self.transformer.device
         self.family = family_of(type(pipeline).__name__)
         self.guidance = guidance
-        self.guided = is_guided(pipeline, guidance)
         self.max_sequence_length, self.in_step = max_sequence_length, in_step
         self.arguments = call_arguments(
             pipeline,
@@ -89,6 +88,9 @@ class PipelineBackbone:
             width=width,
         )
         self.parameters = inspect.signature(type(pipeline).__call__).parameters
+        self.guided = self.arguments.get(self.family.guidance) == guidance and is_guided(
+            type(pipeline).__name__, guidance
+        )
         self.height, self.width = self.arguments["height"], self.arguments["width"]
         self.inverted = bool(pipeline.scheduler.config.get("invert_sigmas"))
         self.example: Conditioning | None = None  # a row for calls that need a text, but not which
@@ -180,6 +182,7 @@ class PipelineBackbone:
     def _find_kinds(self) -> tuple[dict[str, str], list[str], bool]:
         """Return each entry's kind, the entries of varying shape, and whether texts are alone."""
         short, long = (SHORT, ""), (LONG, LONG)
+        name = type(self.pipeline).__name__
         logging.disable(logging.WARNING)  # from tokenizers that cut the longer text
         try:
             one, other, twice, both = map(
@@ -188,6 +191,11 @@ class PipelineBackbone:
         finally:
             logging.disable(logging.NOTSET)
         kinds = kinds_of(one, twice)
+        if entries_of(other) != kinds.keys():
+            raise UserError(
+                f"encode_prompt of {name} returns other parts for a longer text, which cannot be "
+                "kept row by row"
+            )
         first, second = rows_of(one, kinds, 1), rows_of(other, kinds, 1)
         shaped = [name for name in first if first[name].shape != second[name].shape]
         if shaped:
@@ -353,7 +361,7 @@ class PipelineBackbone:
             UserError: That way cannot be gone back.
         """
         with in_fp32(self.pipeline.vae) as vae:
-            way = LatentMap.measure(self._decoder_input, self.latent_shape(), self.device)
+            way = LatentMap.measure(self.decoder_input, self.latent_shape(), self.device)
             pixels = images.to(self.device, torch.float32) * 2 - 1
             if vae.config.get("in_channels") == RGBA:  # opaque
                 pixels = torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1)
@@ -363,7 +371,7 @@ class PipelineBackbone:
             z = code.latent_dist.mode() if hasattr(code, "latent_dist") else code.latent
             return way.back(z)
 
-    def _decoder_input(self, x: Tensor) -> Tensor:
+    def decoder_input(self, x: Tensor) -> Tensor:
         """Return what the autoencoder would decode for latents."""
 
         def decode(z: Tensor, *_: Any, **__: Any) -> None:
@@ -396,7 +404,7 @@ class PipelineBackbone:
         sigmas, _ = self._schedule(steps)
         assert self.example is not None
         cond = self.example.to(self.device)
-        name = type(self.pipeline).__name__
+        name, worst = type(self.pipeline).__name__, 0.0
         for number, (x, expected) in enumerate(visit.steps[:steps]):
             v = self._velocity(x, sigmas[number], cond)
             v = -v if self.inverted else v
@@ -407,18 +415,21 @@ class PipelineBackbone:
                 )
             largest = expected.abs().max().clamp(min=1e-12)
             error = ((v - expected).abs().max() / largest).item()
+            worst = max(worst, error)
             if not error <= ROUNDING[self.transformer.dtype]:
                 raise UserError(
                     f"the velocity of {name} at step {number + 1} of {steps} differs by "
                     f"{error:.2g} from that of its own run: it depends on the step or on earlier "
                     "steps, which the policy's probability cannot"
                 )
-        return f"checked: all {steps} steps are those of {name}'s own call"
+        apart = f" within {worst:.1g} of the largest number" if worst else ""
+        return f"checked: all {steps} steps are those of {name}'s own call{apart}"
 
 
 def check_class(pipeline: Any) -> None:
     """Raise UserError for a pipeline whose call is not the one that a backbone needs."""
     name = type(pipeline).__name__
+    check_trainable(name)
     for part in ("scheduler", "vae"):
         if getattr(pipeline, part, None) is None:
             raise UserError(f"{name} has no {part}, which training needs")

@@ -1,7 +1,7 @@
 """`flowrl init`: write a recipe for a pipeline, prompts and rewards of your own."""
 
 import json
-import re
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -15,6 +15,11 @@ from flowrl.errors import UserError
 if TYPE_CHECKING:
     from flowrl.config import Config
 
+FEW_STEPS = """\
+rollout:
+  num_inference_steps: {steps} # to which the checkpoint was distilled: others undo that
+
+"""
 RECIPE = """\
 # {what}
 #
@@ -35,11 +40,11 @@ prompts:
   allow_overlap: false
   held_out: 0.1 # of the prompts, never trained on: base and LoRA are compared on them
 
-evaluation:
+{few_steps}evaluation:
   prompts: null # or a file of your own in place of held_out
   balance: null
   quality: null
-
+{evaluation_steps}
 rewards: # what is learned; add {{name: ..., held_out: true}} for what is only measured
 {rewards}
 
@@ -92,6 +97,8 @@ def init(
     text = recipe_text(file, parent, name, source, rewards)
     config = _check(text, file)
     write_text(file, text)
+    if _bytes(size) and class_of(parent_path(parent)) != kind:
+        say(f"No recipe is for a {kind} yet: {parent} is the nearest in size.")
     say(f"{file} is written: {parent} with your own pipeline, prompts and rewards.\n")
     _show_plan(config, _bytes(size), f"flowrl plan {file} --memory {size}")
     say(f"next  flowrl train {file} --dry-run\n      flowrl train {file}")
@@ -116,23 +123,19 @@ def _bytes(memory: str) -> int:
 
 def class_of(model: str) -> str:
     """Return a pipeline's class by its model_index.json. Raises UserError if it cannot train."""
-    from flowrl.backbones.families import REFUSED
+    from flowrl.backbones.families import check_trainable
     from flowrl.planning.model_specs import pipeline_class
 
     kind = pipeline_class(model)
-    for words, what in REFUSED.items():
-        if re.search(words, kind):
-            raise UserError(
-                f"{model} is a {kind}, which {what}: flowrl trains text-to-image pipelines that "
-                "sample a flow; flowrl recipes names some."
-            )
+    check_trainable(kind)
     return kind
 
 
 def parent_of(kind: str, memory: int, model: str) -> str:
-    """Return the preset to start from: of the same class, DiffusionNFT first, the largest GPU.
+    """Return the preset to start from: DiffusionNFT first, the largest GPU.
 
-    memory: bytes of the GPU, 0 for a CPU. Raises UserError where no preset of the class fits.
+    It is of the same checkpoint, else of the same class and the nearest size, else of the nearest
+    size. memory: bytes of the GPU, 0 for a CPU. Raises UserError where none fits.
     """
     from flowrl.backbones.families import FAMILIES
     from flowrl.config import load_config
@@ -148,12 +151,20 @@ def parent_of(kind: str, memory: int, model: str) -> str:
         return (same or ["quickstart"])[0]  # which has nothing of a class but its small sizes
     sizes = {name: int(m[1]) * 10**9 for name in presets if (m := CARD.search(name))}
     same = [name for name in sizes if pipeline_class(presets[name]) == kind]
-    same = [n for n in same if spec_name(presets[n]) == spec_name(model)] or same
-    if not same:
-        raise UserError(
-            f"No recipe is for a {kind} yet: copy one for a model of a similar size (flowrl "
-            f"recipes), set pipeline.path to {model}, and see flowrl plan."
-        )
+    same = same or [name for name in sizes if "-nft-" in name]
+    if (spec := spec_name(model)) is not None:
+        same = [n for n in same if spec_name(presets[n]) == spec] or same
+    else:
+        try:
+            size = spec_for(model).parameters
+        except UserError as error:
+            raise UserError(
+                f"the size of {model} is not known here: download it and give its folder, or "
+                "extend a recipe of a similar size (flowrl recipes)"
+            ) from error
+        others = {path: spec_for(path).parameters for path in {presets[name] for name in same}}
+        nearest = min(others, key=lambda path: (abs(math.log(others[path] / size)), path))
+        same = [name for name in same if presets[name] == nearest]
     if not (fitting := [name for name in same if sizes[name] <= memory]):
         least = min(same, key=lambda name: (sizes[name], name))
         raise UserError(
@@ -163,9 +174,20 @@ def parent_of(kind: str, memory: int, model: str) -> str:
     return max(fitting, key=lambda name: ("-nft-" in name, sizes[name], name))
 
 
+def parent_path(parent: str) -> str:
+    """Return the pipeline of a preset."""
+    from flowrl.config import load_config
+
+    return load_config(parent).pipeline.path
+
+
 def recipe_text(file: Path, parent: str, model: str, prompts: str, rewards: Sequence[str]) -> str:
     """Return a commented recipe."""
     from flowrl.config.yaml12 import dump_yaml
+    from flowrl.planning.model_specs import MODEL_SPECS, spec_name
+
+    name = spec_name(model)
+    steps = None if name is None else MODEL_SPECS[name].few_steps.get(model)
 
     def scalar(text: str) -> str:
         return dump_yaml([text]).removeprefix("- ").strip()
@@ -178,6 +200,8 @@ def recipe_text(file: Path, parent: str, model: str, prompts: str, rewards: Sequ
         prompts=scalar(prompts),
         rewards="\n".join(f"  - {{name: {json.dumps(name)}}}" for name in rewards),
         name=scalar(file.stem),
+        few_steps="" if steps is None else FEW_STEPS.format(steps=steps),
+        evaluation_steps="" if steps is None else f"  num_inference_steps: {steps}\n",
     )
 
 

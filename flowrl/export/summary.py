@@ -9,6 +9,7 @@ from typing import Any
 
 from flowrl.assembly.backbone import FILE as TRAINING
 from flowrl.assembly.backbone import call_settings
+from flowrl.backbones.families import family_of
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import TINY
 from flowrl.backbones.lora_files import FILE as LORA
@@ -197,7 +198,9 @@ def card(
     p, e = config.pipeline, config.evaluation
     built_in = p.path in TINY
     on_hub = not built_in and is_hub_name(p.path)
-    of_revision = f", revision={p.revision!r}" if on_hub and p.revision else ""
+    options = f", revision={p.revision!r}" if on_hub and p.revision else ""
+    left_out = family_of(type(learner.policy.backbone.pipeline).__name__).without
+    options += "".join(f", {name}=None" for name in left_out)
     change = summary[0].change if summary else None
     measured = ""
     if change is not None:
@@ -206,7 +209,7 @@ def card(
     return Card(
         base_model=public(p.path),
         on_hub=on_hub,
-        load_from=f"pipeline_path({p.path!r})" if built_in else f"{p.path!r}{of_revision}",
+        load_from=f"pipeline_path({p.path!r})" if built_in else f"{p.path!r}{options}",
         imports=TINY_LOADING if built_in else "",
         dtype=p.dtype,
         loader=loader_of(learner.policy.backbone.pipeline),

@@ -7,7 +7,7 @@ source of its numbers; a folder or a repository in the Hub's cache is read as it
 import inspect
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ class ModelSpec:
     checkpoint: str  # repository on the Hub, or folder
     source: str = ""  # where the numbers are from
     also: tuple[str, ...] = ()  # other repositories with networks of the same shapes
+    # Steps that a repository among `also` was distilled to; others undo the distillation.
+    few_steps: Mapping[str, int] = field(default_factory=dict)
     transformer: str
     config: Mapping[str, Any]  # of the transformer
     autoencoder: str
@@ -83,11 +85,16 @@ class ModelSpec:
         return family_of(self.pipeline).name
 
     @property
+    def parameters(self) -> int:
+        """Return the parameters of the transformer."""
+        network = build_network(self.transformer, self.config, torch.bfloat16)
+        return sum(p.numel() for p in network.parameters())
+
+    @property
     def weights(self) -> int:
         """Return the bytes of the transformer and the text encoders in 16 bits."""
-        network = build_network(self.transformer, self.config, torch.bfloat16)
         texts = sum(encoder.nbytes(torch.bfloat16) for encoder in self.text_encoders)
-        return texts + sum(2 * p.numel() for p in network.parameters())
+        return texts + 2 * self.parameters
 
     @property
     def channels(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from flowrl.assembly.work_split import IterationWork, iteration_work, micro_batches
-from flowrl.backbones.families import family_of
+from flowrl.backbones.call import is_guided
 from flowrl.config import Config
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
@@ -116,8 +116,7 @@ def _iterations(
 
 def doubles(config: Config, guidance: float) -> bool:
     """Return whether guidance takes a forward with the negative prompt beside each."""
-    off = family_of(class_of(config)).unguided
-    return off is not None and guidance > off
+    return is_guided(class_of(config), guidance)
 
 
 @lru_cache(maxsize=32)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from flowrl.backbones.call import call_arguments
 from flowrl.backbones.pipeline import PipelineBackbone, check_scheduler, check_sigmas, images_of
 from flowrl.backbones.small import small_pipeline
 from flowrl.errors import UserError
@@ -61,6 +62,38 @@ def test_schedulers_that_draw_noise_and_schedules_of_no_flow_are_refused():
     for sigmas in (None, torch.tensor([80.0, 1.0, 0.0]), torch.tensor([1.0, 0.5, 0.1])):
         with pytest.raises(UserError, match="Mine"):
             check_sigmas(sigmas, False, "Mine")
+
+
+@pytest.mark.parametrize(
+    "name", ["FluxFillPipeline", "FluxKontextPipeline", "ZImageImg2ImgPipeline"]
+)
+def test_classes_that_edit_are_refused_by_what_they_are(name):
+    pipeline = object.__new__(getattr(diffusers, name))
+    with pytest.raises(UserError, match=f"{name} edits images"):
+        PipelineBackbone(pipeline)
+
+
+def test_guidance_that_a_pipeline_ignores_is_refused_and_none_is_its_own_number():
+    krea = small_pipeline(diffusers.Krea2Pipeline)
+    assert call_arguments(krea, guidance=1.0)["guidance_scale"] == 0.0
+    with pytest.raises(UserError, match=r"0\.5"):
+        call_arguments(krea, guidance=0.5)
+    with pytest.raises(UserError, match="guidance is 4"):
+        call_arguments(small_pipeline(diffusers.Flux2KleinKVPipeline), guidance=4.0)
+    distilled = small_pipeline(diffusers.Flux2KleinPipeline)
+    distilled.register_to_config(is_distilled=True)
+    assert not PipelineBackbone(distilled, guidance=4.0, height=64, width=64).guided
+
+
+def test_a_call_leaves_the_scheduler_as_it_was(load_tiny):
+    pipeline = load_tiny()
+    pipeline.scheduler.set_timesteps(7)
+    before = pipeline.scheduler.sigmas.clone()
+    backbone = PipelineBackbone(pipeline, max_sequence_length=12)
+    cond = backbone.encode(["a red circle"], [""])
+    with torch.no_grad():
+        backbone.velocity(torch.zeros(1, *backbone.latent_shape()), torch.tensor(0.5), cond)
+    assert torch.equal(pipeline.scheduler.sigmas, before) and len(pipeline.scheduler.timesteps) == 7
 
 
 def test_another_number_of_steps_than_the_pipelines_own_is_refused():

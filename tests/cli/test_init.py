@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from flowrl.backbones.small import small_folder
 from flowrl.cli import app, init, main
 from flowrl.config import load_config
+from flowrl.planning.model_specs import MODEL_SPECS
 from flowrl.planning.plan import make_plan
 
 
@@ -68,20 +69,48 @@ def test_a_small_folder_of_any_class_is_trained_on_a_cpu(tmp_path, capsys, promp
 
 UNTRAINABLE = [
     "FluxKontextPipeline", "QwenImageEditPipeline", "SanaSprintPipeline", "LTXPipeline",
-    "StableDiffusion3Img2ImgPipeline", "StableDiffusionXLPipeline",
+    "StableDiffusion3Img2ImgPipeline", "StableDiffusionXLPipeline", "FluxFillPipeline",
+    "QwenImageLayeredPipeline", "StableCascadeDecoderPipeline",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "memory"), [*((kind, "0") for kind in UNTRAINABLE), ("ChromaPipeline", "24GB")]
-)
-def test_classes_that_flowrl_cannot_train_are_refused_by_name(
-    kind, memory, tmp_path, capsys, prompts
-):
+@pytest.mark.parametrize("kind", UNTRAINABLE)
+def test_classes_that_flowrl_cannot_train_are_refused_by_name(kind, tmp_path, capsys, prompts):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind}))
     file = tmp_path / "mine.yaml"
-    code, _, err = run(capsys, str(file), "--model", str(tmp_path), *prompts, f"--memory={memory}")
+    code, _, err = run(capsys, str(file), "--model", str(tmp_path), *prompts, "--memory=0")
     assert code == 1 and kind in err and not file.exists()
+
+
+def test_a_checkpoint_of_another_name_gets_the_recipe_of_its_class_or_else_of_its_size(
+    tmp_path, capsys, prompts
+):
+    """A folder of klein-4B got the recipe of 9B, and one of Chroma none."""
+    for name, kind, config, parent in (
+        ("mine", "Flux2KleinPipeline", "flux.2-klein-4b", "flux.2-klein-4b-nft-24gb"),
+        ("sana", "SanaPipeline", "sana-1.6b", "sana-1.6b-nft-12gb"),
+        ("other", "ChromaPipeline", None, "flux.2-klein-9b-nft-24gb"),
+    ):
+        folder = tmp_path / name
+        small_folder(getattr(diffusers, kind), folder)
+        values = {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24,
+                  "attention_head_dim": 128, "axes_dims_rope": [16, 56, 56]}  # fmt: skip
+        values = values if config is None else dict(MODEL_SPECS[config].config)
+        file = folder / "transformer" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+        assert init.parent_of(kind, 24 * 10**9, str(folder)) == parent
+
+
+def test_a_distilled_checkpoint_is_trained_and_evaluated_at_its_own_steps(
+    tmp_path, capsys, prompts
+):
+    file = tmp_path / "mine.yaml"
+    model = ["--model", "black-forest-labs/FLUX.2-klein-4B", "--memory=24GB"]
+    code, out, _ = run(capsys, str(file), *model, *prompts)
+    assert code == 0, out
+    config = load_config(file)
+    assert config.rollout.num_inference_steps == 4
+    assert config.evaluation.num_inference_steps == 4
 
 
 def test_a_wrong_option_writes_nothing(tmp_path, capsys, prompts):

@@ -63,7 +63,7 @@ def test_a_tutorial_runs_as_printed(name, tmp_path):
         f"a {colour} {what}" for colour in ("red", "blue") for what in ("cat", "dog", "bus", "hat")
     ]
     (tmp_path / "my_prompts.txt").write_text("\n".join(texts))
-    if name == "own-model":
+    if name == "own-model":  # with a small pipeline of the class
         small_folder(Flux2KleinPipeline, tmp_path / "my-model")
     ran = 0
     for command in commands(PAGES[name]):
