@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,11 @@ if TYPE_CHECKING:
     from flowrl.training.loop import Learner
     from flowrl.training.run import Run
 
-settings.register_profile("flowrl", deadline=None, derandomize=True, database=None)
+QUICK, SLOW = 25, 100  # cases of a property, by default and with --slow
+settings.register_profile(
+    "flowrl", deadline=None, derandomize=True, database=None, max_examples=QUICK
+)
+settings.register_profile("slow", settings.get_profile("flowrl"), max_examples=SLOW)
 settings.load_profile("flowrl")
 
 
@@ -31,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("slow" if config.getoption("--slow") else "flowrl")
     config.option.showlocals = True  # a test that loops over cases names the one that fails
     if not config.getoption("--weights"):
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -68,10 +75,28 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_pipeline_path() -> str:
+def tiny_pipeline_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The built-in tiny SD3 with the first and the last of its blocks alone: half the work."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
     from flowrl.backbones.loading import pipeline_path
 
-    return pipeline_path("tiny-sd3")
+    folder = tmp_path_factory.mktemp("pipelines") / "tiny-sd3"
+    shutil.copytree(pipeline_path("tiny-sd3"), folder)
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    last = f"transformer_blocks.{config['num_layers'] - 1}."
+    path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    kept = {
+        name.replace(last, "transformer_blocks.1."): tensor
+        for name, tensor in load_file(path).items()
+        if not name.startswith("transformer_blocks.")
+        or name.startswith(("transformer_blocks.0.", last))
+    }
+    save_file(kept, path, {"format": "pt"})
+    (folder / "transformer" / "config.json").write_text(json.dumps(config | {"num_layers": 2}))
+    return str(folder)
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +125,20 @@ def load_tiny(tiny_pipeline_path: str) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def tiny_config(tiny_pipeline_path: str) -> Callable[..., Config]:
+def plain_cards() -> Iterator[None]:
+    """Cards of runs show a square in place of their curves, which take a second to draw."""
+    from PIL import Image
+
+    square = io.BytesIO()
+    Image.new("RGB", (300, 300)).save(square, "PNG")
+    with pytest.MonkeyPatch.context() as patch:
+        draw = "flowrl.export.model_card.draw_curves"
+        patch.setattr(draw, lambda *_, **__: square.getvalue())
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tiny_pipeline_path: str, plain_cards: None) -> Callable[..., Config]:
     """A complete configuration of a very small run, with changes as `section={key: value}`."""
     from flowrl.config import parse_config
 
@@ -108,7 +146,7 @@ def tiny_config(tiny_pipeline_path: str) -> Callable[..., Config]:
         base: dict[str, Any] = {
             "pipeline": {"device": "cpu", "max_sequence_length": 12},
             "lora": {"rank": 4, "alpha": 6},
-            "prompts": {"train": "tiny:geneval:train", "allow_overlap": True},
+            "prompts": {"train": "tiny:colors:train", "allow_overlap": True},
             "rollout": {
                 "prompts_per_iteration": 2,
                 "group_size": 4,

@@ -283,7 +283,7 @@ class _Stop(Exception):
 
 
 def _captured_call(small: Any, f: Forward) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call a small pipeline for `rows` prompts of the longest text; return its network's call."""
+    """Call a small pipeline for `rows` images of the longest text; return its network's call."""
     captured: list[Any] = []
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -298,16 +298,18 @@ def _captured_call(small: Any, f: Forward) -> tuple[tuple[Any, ...], dict[str, A
         "max_sequence_length": f.text_tokens,
         "guidance_scale": 1.0 if unguided is None else unguided,
         "num_frames": 1,
+        "num_images_per_prompt": f.rows,  # so that one text is encoded
         "use_resolution_binning": False,
         "output_type": "latent",
     }
     parameters = inspect.signature(type(small).__call__).parameters
+    texts = 1 if "num_images_per_prompt" in parameters else f.rows
     hook = small.transformer.register_forward_pre_hook(stop, with_kwargs=True)
     small.set_progress_bar_config(disable=True)
     small.check_inputs = lambda *_, **__: None  # sides of a small autoencoder may be odd
     try:
         with quiet_libraries(), torch.no_grad():
-            prompts = ["x" * 2 * f.text_tokens] * f.rows
+            prompts = ["x" * 2 * f.text_tokens] * texts
             small(prompt=prompts, **{k: v for k, v in wanted.items() if k in parameters})
     except _Stop:
         return captured[0]

@@ -20,10 +20,14 @@ from flowrl.backbones.small import small_folder
 from flowrl.cli import main
 from flowrl.errors import UserError
 
+# One class whose keys have ComfyUI's names, and, among the slow ones, one whose keys have none.
 CLASSES = (
-    "Flux2KleinPipeline", "QwenImagePipeline", "ZImagePipeline", "Krea2Pipeline",
-    "LongCatImagePipeline",
-)  # fmt: skip
+    "Flux2KleinPipeline",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("QwenImagePipeline", "ZImagePipeline", "Krea2Pipeline", "LongCatImagePipeline")
+    ),
+)
 STEPS = 4
 
 

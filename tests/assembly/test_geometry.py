@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flowrl.assembly.work_split import (
@@ -98,7 +98,6 @@ def test_micro_batches_are_those_of_a_batch(groups, draws, size, together):
     assert micro_batches(load, groups) == [len(chunk) for chunk in ALONE.micro_batches(batch, size)]
 
 
-@settings(max_examples=60)
 @given(load=loads(), gpus=st.integers(1, 12))
 def test_what_is_suggested_keeps_every_gpu_busy(load, gpus):
     suggested = nearest_gpus(load, gpus)

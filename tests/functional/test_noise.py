@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -39,7 +39,6 @@ def test_seeds_tell_all_keys_apart_and_stay_the_same():
     assert noise_seed(**{**KEY, "path": [2, 0]}) == noise_seed(**KEY)
 
 
-@settings(max_examples=30)
 @given(
     order=st.permutations(range(8)), shape=st.sampled_from([(1,), (3,), (15,), (4, 4), (16, 8, 8)])
 )

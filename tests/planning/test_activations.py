@@ -69,7 +69,7 @@ def tracked_peak(forward: Forward, checkpointing: bool) -> int:
 def klein(tmp_path_factory):
     folder = small_folder(diffusers.Flux2KleinPipeline, tmp_path_factory.mktemp("klein"))
     spec = spec_for(str(folder))
-    return replace(spec, config=spec.config | {"num_layers": 5, "num_single_layers": 6})
+    return replace(spec, config=spec.config | {"num_layers": 3, "num_single_layers": 4})
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -51,9 +51,8 @@ def test_a_missing_package_is_named_even_if_one_insists(changes, package, missin
         check_machine(load_config(REAL, [*changes, "rewards=[{name: brightness}]"]), insist=True)
 
 
-def test_a_real_checkpoint_without_a_gpu_names_the_hours_and_the_way_to_insist():
-    changes = ["rewards=[{name: brightness}]", "pipeline.height=64", "pipeline.width=64"]
-    config = load_config(REAL, changes)
+def test_a_real_checkpoint_without_a_gpu_names_the_hours_and_the_way_to_insist(even_activations):
+    config = load_config(REAL, ["rewards=[{name: brightness}]"])
     with pytest.raises(UserError, match=r"hours.*--yes"):
         check_machine(config)
     check_machine(config, insist=True)
@@ -66,10 +65,10 @@ def test_a_transformer_larger_than_the_machine_s_memory_is_refused(monkeypatch):
         check_machine(load_config(REAL, ["rewards=[{name: brightness}]"]))
 
 
-def test_train_refuses_before_it_says_that_it_loads(capsys, tmp_path):
-    words = ["train", REAL, "rewards=[{name: brightness}]", "pipeline.height=64"]
+def test_train_refuses_before_it_says_that_it_loads(even_activations, capsys, tmp_path):
+    words = ["train", REAL, "rewards=[{name: brightness}]", f"run.output_dir={tmp_path / 'run'}"]
     with pytest.raises(SystemExit) as end:
-        main([*words, "pipeline.width=64", f"run.output_dir={tmp_path / 'run'}"])
+        main(words)
     out, err = capsys.readouterr()
     assert end.value.code == 1 and "loading" not in out + err and "--yes" in err
     assert not (tmp_path / "run").exists()

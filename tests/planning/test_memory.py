@@ -24,6 +24,7 @@ from flowrl.trees import presets
 from flowrl.trees.memory import rollout_bytes
 from flowrl.trees.plan import ode_plan
 
+pytestmark = pytest.mark.usefixtures("even_activations")
 PHASES = ("encode", "rollout", "decode", "rewards", "training", "evaluation")
 BASE = {
     "pipeline": {"path": "tiny-sd3", "dtype": "bf16", "height": 64, "width": 64}

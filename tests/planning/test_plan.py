@@ -23,7 +23,7 @@ from flowrl.planning.rewards import (
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
+def run(capsys, monkeypatch, even_activations):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
 
@@ -148,7 +148,7 @@ def test_the_recipe_says_how_many_gpus_and_what_does_not_fit_ends_with_1(run, mo
     assert run("quickstart", "--memory", "4GB")[0] == 0
 
 
-def test_operations_are_counted_for_every_forward():
+def test_operations_are_counted_for_every_forward(even_activations):
     config = load_config("quickstart")
     plan = make_plan(config, gpus=2)
     time, first = plan.duration, plan.work.first

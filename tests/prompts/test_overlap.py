@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.errors import UserError
@@ -30,7 +30,6 @@ def one(name: str, count: int = 1, **more) -> dict:
     return {"class": name, "count": count, **more}
 
 
-@settings(max_examples=60)
 @given(st.sampled_from(KINDS), st.data())
 def test_a_request_is_the_same_in_every_wording_and_another_for_every_combination(name, data):
     kind = KINDS_OF[name]

@@ -137,7 +137,6 @@ def digest_of(state: dict) -> list:
 @pytest.fixture
 def drill(tiny_config, load_tiny, monkeypatch):
     """Makes the drill of a kind in a folder in memory, where that is, and its undisturbed end."""
-    monkeypatch.setattr("flowrl.export.model_card.draw_curves", lambda *_, **__: PICTURE)
     monkeypatch.setattr("flowrl.export.model_card.gallery_grid", lambda *_, **__: None)
     monkeypatch.setattr("flowrl.export.model_card.png", lambda *_: PICTURE)
     monkeypatch.setattr("flowrl.export.gallery.png", lambda *_: PICTURE)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -68,7 +68,6 @@ def test_resuming_cuts_what_comes_after_so_that_each_step_stands_once(tmp_path):
         assert read_metrics(tmp_path) == LOG[:resume_step] + new
 
 
-@settings(deadline=None, max_examples=60)
 @given(cut=st.integers(1, len(lines(LOG))))
 def test_wherever_a_crash_cuts_the_file_resuming_repairs_it(tmp_path_factory, cut):
     folder = tmp_path_factory.mktemp("run")

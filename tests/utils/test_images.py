@@ -6,7 +6,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -47,7 +47,6 @@ def test_images_are_enlarged_by_whole_factors():
     assert np.array_equal(large, pixels.repeat(3, 0).repeat(3, 1))
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=300), lines=st.integers(1, 4))
 def test_wrapped_text_never_leaves_its_column(text, lines):
     wrapped = wrap(text, WIDTH, lines=lines)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -49,7 +49,6 @@ def test_scores_may_be_a_tensor_an_array_or_numbers(answer):
     assert read.scores.dtype == torch.float32 and not read.scores.requires_grad
 
 
-@settings(max_examples=40)
 @given(st.lists(st.none() | st.floats(width=64), max_size=6), st.data())
 def test_a_row_without_a_finite_float32_or_with_a_reason_is_missing(values, data):
     reasons = data.draw(st.dictionaries(st.integers(0, 6), st.text(min_size=1)))
