@@ -83,9 +83,9 @@ def config(tiny_config):
 
 
 def test_sample_draws_what_peft_draws_and_not_what_the_base_draws(
-    trained, reference, load_tiny, tmp_path
+    trained, reference, load_tiny, tiny_pipeline_path, tmp_path
 ):
-    run("sample", "tiny-sd3", "a red star", "--lora", str(trained), "--count", "2", "--steps", "3",
+    run("sample", tiny_pipeline_path, "a red star", "--lora", str(trained), "--count", "2", "--steps", "3",
         "--guidance", "1", "--max-sequence-length", "12", "-o", tmp_path)  # fmt: skip
     found, expected = drawn(tmp_path), pictures(reference)
     assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -116,10 +116,10 @@ def test_training_that_starts_from_it_starts_with_pefts_pictures(
 
 
 def test_what_export_writes_loads_with_diffusers_and_draws_the_same(
-    trained, reference, load_tiny, tmp_path
+    trained, reference, load_tiny, tiny_pipeline_path, tmp_path
 ):
     expected = pictures(reference)
-    base = ["--base", "tiny-sd3"]
+    base = ["--base", tiny_pipeline_path]
     run("export", trained, "--to", "diffusers", "-o", tmp_path / "lora")
     run("export", trained, "--to", "comfyui", "-o", tmp_path / "comfyui.safetensors", *base)
     run("export", trained, "--to", "merged", "-o", tmp_path / "merged", *base, "--dtype", "fp32")
