@@ -93,7 +93,7 @@ def test_no_graph_is_compiled_after_the_first_iteration(
     tiny_config, load_tiny, monkeypatch, method, iterations
 ):
     # Graphs are the same whatever generates their code.
-    compiled = functools.partial(compile_blocks, backend="aot_eager")
+    compiled = functools.partial(compile_blocks, backend="eager")
     monkeypatch.setattr(assembly, "compile_blocks", compiled)
     torch.compiler.reset()
     objective, tree = method

@@ -1,6 +1,7 @@
 """Processes whose texts have other lengths call a network in parts equally often."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +20,20 @@ SCRIPT = Path(sharded_texts.__file__)
     ["ZImagePipeline", pytest.param("CogView4Pipeline", marks=pytest.mark.slow)],
 )
 def test_texts_of_several_lengths_give_what_the_whole_network_gives(tmp_path, name):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[2]), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), str(tmp_path), name],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-5000:]
-    for rank in ("0", "1"):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    place |= {"PYTHONPATH": str(SCRIPT.parents[2]), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(tmp_path), name], stderr=subprocess.PIPE, text=True,
+            env=os.environ | place | {"RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    for process in started:
+        told = process.communicate(timeout=300)[1]
+        assert process.returncode == 0, told[-5000:]
+    for rank in "01":
         seen = load_state(tmp_path / rank)
         assert seen["whole"].keys() == seen["parts"].keys()
         for what, tensor in seen["whole"].items():

@@ -64,7 +64,7 @@ def test_of_sd3_only_the_feed_forward_of_the_image_is_quantised(real, load_tiny)
         assert endings(choices) == {"ff.net.0.proj", "ff.net.2"}
     every = choose_layers(tiny, families.SD3.layer_rules, "nvfp4", min_dim=0)
     assert {c.name for c in choices if c.format} < {c.name for c in every if c.format}
-    with pytest.raises(UserError, match="50 by size .*2432.* 512: set min_dim"):
+    with pytest.raises(UserError, match="20 by size .*2432.* 512: set min_dim"):
         choose_layers(tiny, families.SD3.layer_rules, "nvfp4")
 
 
@@ -174,8 +174,8 @@ def test_adapters_change_neither_names_nor_choices(load_tiny):
     after = choose_layers(backbone.transformer, families.SD3.layer_rules, "nvfp4", min_dim=0)
     assert after == before
     assert {n: matrix_shape(layer) for n, layer in matrices(backbone.transformer)} == shapes
-    assert len(before) == 75
-    assert sum(c.format is not None for c in before) == 50
+    assert len(before) == 33
+    assert sum(c.format is not None for c in before) == 20
 
 
 def test_the_table_holds_every_layer_once_the_largest_part_first(real):
