@@ -68,7 +68,9 @@ def work(tiny_config, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["evaluate", "benchmark", "encode"])
-@pytest.mark.parametrize("number", [1, 2, 5, 17])
+@pytest.mark.parametrize(
+    "number", [1, 17, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 5))]
+)
 def test_a_killed_command_is_resumed_and_ends_equal(work, tmp_path, command, number):
     """geneval, benchmark and vote that were killed at their first write could never resume."""
     run = work[command]

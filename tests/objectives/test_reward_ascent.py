@@ -77,7 +77,7 @@ def test_draft_through_all_steps_is_the_gradient_of_the_images_reward(ascend):
     slope = torch.autograd.grad(loss, parameters)
     norm = torch.stack([g.square().sum() for g in slope]).sum().sqrt()
     along = [g / norm for g in slope]
-    step = 1e-3
+    step = 5e-3  # smaller ones are lost in the rounding of fp32
     up, down = (learner_reward(learner, drawn(along, s)) for s in (step, -step))
     assert ((up - down) / (2 * step)).item() == pytest.approx(-norm.item(), rel=0.01)
 
