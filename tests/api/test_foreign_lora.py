@@ -85,8 +85,8 @@ def config(tiny_config):
 def test_sample_draws_what_peft_draws_and_not_what_the_base_draws(
     trained, reference, load_tiny, tiny_pipeline_path, tmp_path
 ):
-    run("sample", tiny_pipeline_path, "a red star", "--lora", str(trained), "--count", "2", "--steps", "3",
-        "--guidance", "1", "--max-sequence-length", "12", "-o", tmp_path)  # fmt: skip
+    words = ["sample", tiny_pipeline_path, "a red star", "--lora", trained, "--count", "2"]
+    run(*words, "--steps", 3, "--guidance", 1, "--max-sequence-length", 12, "-o", tmp_path)
     found, expected = drawn(tmp_path), pictures(reference)
     assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
     base = pictures(load_tiny())
