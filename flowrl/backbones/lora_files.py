@@ -71,15 +71,6 @@ def save_lora(pipeline: Any, folder: Path, *, adapter: str) -> Path:
     return lora.path
 
 
-def read_lora(source: str | Path) -> tuple[dict[str, Tensor], float]:
-    """Return the tensors of a transformer's LoRA by PEFT name, and its scale alpha / rank.
-
-    Raises UserError for what `open_lora` refuses, and for layers of different scales.
-    """
-    lora = open_lora(source)
-    return lora.state, lora.scale
-
-
 # --- fit to a network -----------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from flowrl.backbones.lora_files import FILE, read_lora
+from flowrl.backbones.lora_formats import FILE, open_lora
 from flowrl.errors import DamagedFile, UserError
 from flowrl.training.owner import LOCK, owned
 from flowrl.utils.files import (
@@ -114,7 +114,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     state = load_state(folder / STATE)
     check_finite(state, folder / STATE)
     if (folder / FILE).exists():
-        read_lora(folder / FILE)
+        open_lora(folder / FILE)
     return state
 
 

@@ -18,7 +18,7 @@ from flowrl.assembly.learner import (
     evaluation_key,
 )
 from flowrl.assembly.text import TextCaches, prompts_to_encode
-from flowrl.backbones.lora_files import read_lora
+from flowrl.backbones.lora_formats import open_lora
 from flowrl.backbones.offload import ENCODER, are_freed, encoders_of
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
@@ -65,7 +65,7 @@ def run(tiny_config, prompts, tmp_path_factory):
         )
         assert align(config)
         assert (folder / "README.md").is_file() and (folder / "gallery" / "index.html").is_file()
-        return read_lora(folder)[0]
+        return open_lora(folder).state
 
     return train
 

@@ -20,7 +20,6 @@ from flowrl.backbones.lora_files import (
     load_lora,
     merge_lora,
     network_of,
-    read_lora,
     save_lora,
     unload_lora,
 )
@@ -189,7 +188,7 @@ def test_tensors_are_those_of_diffusers_own_file(load_tiny, tmp_path):
     layers = get_peft_model_state_dict(network, adapter_name="default")
     type(pipeline).save_lora_weights(tmp_path / "theirs", transformer_lora_layers=layers)
     save_lora(pipeline, tmp_path / "ours", adapter="default")
-    assert read_lora(tmp_path / "ours")[1] == 1.5
+    assert open_lora(tmp_path / "ours").scale == 1.5
     ours, theirs = (load_file(tmp_path / folder / FILE) for folder in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
@@ -263,7 +262,7 @@ def test_merging_adds_in_fp32_and_rounds_once(load_tiny, tmp_path):
     save_file(pair(BLOCK), tmp_path / FILE, {"lora_adapter_metadata": json.dumps(header)})
     base, merged = load_tiny("bf16").transformer, load_tiny("bf16")
     assert merge_lora(merged, tmp_path) == 1
-    state, scale = read_lora(tmp_path)
-    change = weight_change(*layers_of(state)[BLOCK], scale)
+    lora = open_lora(tmp_path)
+    change = weight_change(*lora.layers[BLOCK], lora.scale)
     exact = base.get_submodule(BLOCK).weight.float() + change
     assert torch.equal(merged.transformer.get_submodule(BLOCK).weight, exact.bfloat16())

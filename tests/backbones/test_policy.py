@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from flowrl.backbones.lora_files import count_layers, read_lora, save_lora
+from flowrl.backbones.lora_files import count_layers, save_lora
+from flowrl.backbones.lora_formats import open_lora
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import EMA, OLD, POLICY, Policy
 from flowrl.backbones.text_cache import TextCache
@@ -181,7 +182,7 @@ def test_adapters_that_do_not_fit_are_refused(load_tiny, make, tmp_path):
         first = make()
         save_lora(first.backbone.pipeline, tmp_path, adapter=POLICY)
         with pytest.raises(UserError, match="lora.rank and lora.targets"):
-            make(**options).start_from(read_lora(tmp_path)[0])
+            make(**options).start_from(open_lora(tmp_path).state)
     with pytest.raises(UserError, match="attn.nothing"):
         make(targets=["attn.nothing"])
 
@@ -199,10 +200,10 @@ def test_stored_and_exported_adapters_come_back(make, inputs, tmp_path):
     first = make()
     disturb(first)
     save_lora(first.backbone.pipeline, tmp_path, adapter=POLICY)
-    state, strength = read_lora(tmp_path)
-    assert strength == 6 / 4
+    lora = open_lora(tmp_path)
+    assert lora.scale == 6 / 4
     second = make(seed=9, ema_decay=0.9, keep_old=True)
-    second.start_from(state)
+    second.start_from(lora.state)
     assert torch.equal(velocity(second, inputs), velocity(first, inputs))
     for name in (EMA, OLD):
         with second.using(name):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flowrl
-from flowrl.backbones.lora_files import read_lora
+from flowrl.backbones.lora_formats import open_lora
 from flowrl.training.tracking import read_metrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_from_scratch.py"
@@ -38,10 +38,10 @@ def test_its_losses_and_lora_are_those_of_flowrl_train(example, tmp_path):
     )  # fmt: skip
     flowrl.align(config)
     assert losses == [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
-    (ours, strength), (its, its_strength) = map(read_lora, (tmp_path / "scratch", tmp_path / "run"))
-    assert ours.keys() == its.keys() and strength == its_strength
-    assert all(torch.equal(ours[name], its[name]) for name in its)
-    assert any(its[name].any() for name in its if ".lora_B." in name)  # something was learned
+    ours, its = map(open_lora, (tmp_path / "scratch", tmp_path / "run"))
+    assert ours.state.keys() == its.state.keys() and ours.scales == its.scales
+    assert all(torch.equal(ours.state[name], tensor) for name, tensor in its.state.items())
+    assert any(up.any() for _, up in its.layers.values())  # something was learned
 
 
 def test_it_is_read_in_one_sitting_and_knows_no_recipe():

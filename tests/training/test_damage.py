@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowrl.api import align, collect
-from flowrl.backbones.lora_files import FILE, read_lora
+from flowrl.backbones.lora_formats import FILE, open_lora
 from flowrl.errors import UserError
 from flowrl.offline.format import open_dataset
 from flowrl.training.checkpoint import STATE, read_checkpoint
@@ -43,7 +43,7 @@ def read_store(path: Path):
 READERS = {
     f"run/checkpoints/step-000001/{STATE}": lambda path: read_checkpoint(path.parent),
     f"run/checkpoints/step-000001/{FILE}": lambda path: read_checkpoint(path.parent),
-    f"run/{FILE}": read_lora,
+    f"run/{FILE}": open_lora,
     "run/evaluations/step-000000.safetensors": Evaluation.load,
     "store/store.json": read_store,
     "store/shards/000000.safetensors": read_store,

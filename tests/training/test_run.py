@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from flowrl.api import align
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_learner, build_run
-from flowrl.backbones.lora_files import FILE, read_lora
+from flowrl.backbones.lora_formats import FILE, open_lora
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import CONFIG, STATE
@@ -103,7 +103,7 @@ def test_the_last_files_hold_the_average_and_the_best(whole):
     state = load_state(newest(whole))
     assert state["iteration"] == ITERATIONS
     ema = state["policy"]["adapters"]["ema"]
-    tensors = read_lora(whole)[0].values()
+    tensors = open_lora(whole).state.values()
     assert sorted(t.double().sum().item() for t in tensors) == sorted(
         t.double().sum().item() for t in ema
     )
