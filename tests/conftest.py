@@ -218,6 +218,31 @@ def make_run(
     return make
 
 
+# --- plans ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def even_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans with activations in proportion to images and pixels, whose counting takes seconds."""
+    from flowrl.planning.activations import Activations
+
+    def sampled(rows: int, height: int, width: int, *, learn: bool = False) -> Activations:
+        size = 100 * rows * height * width
+        return Activations(peak=size * (8 if learn else 1), held=0, operations=10_000.0 * size)
+
+    def transformer(forward: Any, *, gradients: bool, checkpointing: bool = False) -> Activations:
+        return sampled(forward.rows, forward.height, forward.width, learn=gradients)
+
+    def decoder(
+        spec: Any, rows: int, height: int, width: int, dtype: Any, *, tiling: bool = False
+    ) -> Activations:
+        return sampled(rows, height, width)
+
+    for module in ("activations", "memory"):
+        monkeypatch.setattr(f"flowrl.planning.{module}.count_forward", transformer)
+        monkeypatch.setattr(f"flowrl.planning.{module}.count_decode", decoder)
+
+
 # --- networks of published make ----------------------------------------------------------------
 
 

@@ -26,7 +26,9 @@ def prompts(tmp_path):
     return ["--prompts", str(tmp_path / "prompts.txt"), "--reward", "brightness"]
 
 
-def test_answers_become_a_recipe_that_is_not_overwritten(tmp_path, capsys, prompts):
+def test_answers_become_a_recipe_that_is_not_overwritten(
+    tmp_path, capsys, prompts, even_activations
+):
     file = tmp_path / "mine.yaml"
     code, out, _ = run(capsys, str(file), "--model", "tiny-sana", *prompts, "--memory=0")
     assert code == 0 and f"flowrl train {file} --dry-run" in out
@@ -59,7 +61,9 @@ def test_the_parent_is_of_the_same_checkpoint_and_fits_the_gpu(model, memory, pa
     assert init.parent_of(kind, init._bytes(memory), model) == parent
 
 
-def test_a_small_folder_of_any_class_is_trained_on_a_cpu(tmp_path, capsys, prompts):
+def test_a_small_folder_of_any_class_is_trained_on_a_cpu(
+    tmp_path, capsys, prompts, even_activations
+):
     folder = small_folder(diffusers.Flux2KleinPipeline, tmp_path / "klein")
     file = tmp_path / "mine.yaml"
     code, out, _ = run(capsys, str(file), "--model", str(folder), *prompts, "--memory=0")
@@ -127,7 +131,9 @@ def test_a_wrong_option_writes_nothing(tmp_path, capsys, prompts):
     assert not file.exists()
 
 
-def test_a_refused_answer_is_asked_again_and_the_others_stay(tmp_path, monkeypatch):
+def test_a_refused_answer_is_asked_again_and_the_others_stay(
+    tmp_path, monkeypatch, even_activations
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text("a red circle\na blue square\n")
     answers = ["tiny-sd3", "none.txt", "mine.txt", "pikscore", "brightness", "much", "0"]
@@ -137,7 +143,7 @@ def test_a_refused_answer_is_asked_again_and_the_others_stay(tmp_path, monkeypat
 
 
 def test_it_says_whether_the_gpu_holds_it_and_the_work_of_an_iteration(
-    tmp_path, capsys, monkeypatch, prompts
+    tmp_path, capsys, monkeypatch, prompts, even_activations
 ):
     model = ["--model", "stabilityai/stable-diffusion-3.5-medium", "--memory", "24GB"]
     file = tmp_path / "mine.yaml"

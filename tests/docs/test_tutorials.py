@@ -43,11 +43,6 @@ def test_what_is_left_out_is_on_a_page():
         assert any(command.startswith(start) for command in told), start
 
 
-def test_a_model_of_ones_own_needs_few_lines():
-    fences = re.findall(r"```\w+\n(.*?)```", PAGES["own-model"], re.DOTALL)
-    assert len("".join(fences).splitlines()) <= 20
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", list(PAGES))

@@ -42,10 +42,3 @@ def test_its_losses_and_lora_are_those_of_flowrl_train(example, tmp_path):
     assert ours.state.keys() == its.state.keys() and ours.scales == its.scales
     assert all(torch.equal(ours.state[name], tensor) for name, tensor in its.state.items())
     assert any(up.any() for _, up in its.layers.values())  # something was learned
-
-
-def test_it_is_read_in_one_sitting_and_knows_no_recipe():
-    text = EXAMPLE.read_text()
-    assert text.count("\n") <= 250
-    assert "flowrl.assembly" not in text
-    assert "flowrl.training" not in text and "flowrl.api" not in text

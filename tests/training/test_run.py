@@ -223,13 +223,15 @@ def test_metrics_are_on_the_disk_before_what_a_resumed_run_takes_for_written(
 
 
 def test_too_little_cpu_time_is_said_once_with_the_remedy(
-    config_for, tmp_path, monkeypatch, caplog
+    tiny_config, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr("flowrl.training.run.CPU_CHECK", 0.0)
     monkeypatch.setattr("flowrl.training.run.cpu_share", lambda: 0.4)
     threads = torch.get_num_threads()
     try:
-        align(config_for(tmp_path / "run", iterations=2, threads=2))
+        rollout = {"prompts_per_iteration": 1, "group_size": 2, "num_inference_steps": 2}
+        run = {"output_dir": str(tmp_path / "run"), "iterations": 2, "threads": 2}
+        align(tiny_config(rollout=rollout, run=run))
     finally:
         torch.set_num_threads(threads)
     (said,) = [r.getMessage() for r in caplog.records if "run.threads" in r.getMessage()]
