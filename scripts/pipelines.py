@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.backbones.call import call_arguments
-from flowrl.backbones.families import REFUSED
+from flowrl.backbones.families import REFUSED, family_of
 from flowrl.backbones.gate import Visit, call_through
 from flowrl.backbones.latent_map import LatentMap
 from flowrl.backbones.lora_files import load_lora, save_lora
@@ -123,10 +123,16 @@ class Case:
         return images_of(result).float()
 
 
+def scales(kind: type) -> tuple[float, ...]:
+    """Return guidance off and on; off alone for a class that has none."""
+    has_guidance = family_of(kind.__name__).guidance in inspect.signature(kind.__call__).parameters
+    return (1.0, 3.0) if has_guidance else (1.0,)
+
+
 def equal_images(kind: type) -> None:
     """Velocities and images equal the pipeline's own bit for bit, with Euler's steps."""
     for dtype in (torch.float32, torch.bfloat16):
-        for guidance in (1.0, 3.0):
+        for guidance in scales(kind):
             case = Case(kind, dtype, guidance)
             case.backbone.check(STEPS)
             if "Euler" not in type(case.pipeline.scheduler).__name__:
@@ -139,7 +145,7 @@ def equal_images(kind: type) -> None:
 @torch.no_grad()
 def independent_rows(kind: type) -> None:
     """A row's velocity is the same alone and in a batch, with one noise level and with several."""
-    for guidance in (1.0, 3.0):
+    for guidance in scales(kind):
         case = Case(kind, torch.float32, guidance)
         for sigma in (case.sigmas[1], case.sigmas[:STEPS], torch.tensor([0.31, 0.31, 0.77])):
             together = case.backbone.velocity(case.x, sigma, case.cond)
