@@ -162,8 +162,8 @@ def parent_of(kind: str, memory: int, model: str) -> str:
                 f"the size of {model} is not known here: download it and give its folder, or "
                 "extend a recipe of a similar size (flowrl recipes)"
             ) from error
-        others = {path: spec_for(path).parameters for path in {presets[name] for name in same}}
-        nearest = min(others, key=lambda path: (abs(math.log(others[path] / size)), path))
+        parameters = {path: spec_for(path).parameters for path in {presets[name] for name in same}}
+        nearest = min(parameters, key=lambda path: (abs(math.log(parameters[path] / size)), path))
         same = [name for name in same if presets[name] == nearest]
     if not (fitting := [name for name in same if sizes[name] <= memory]):
         least = min(same, key=lambda name: (sizes[name], name))
