@@ -137,8 +137,7 @@ def align(
     config = _changed(config, "run", output_dir=str(start.folder))
     if start.finished:
         LOG.info("%s: nothing is left to do", start.finished)
-        quality = config.evaluation.quality
-        again = saved_comparisons(start.folder, quality) if runtime.is_main else []
+        again = saved_comparisons(start.folder) if runtime.is_main else []
         return TrainedRun(folder=start.folder, comparisons=again)
     if runtime.is_main and runtime.idle_gpus:
         LOG.info(
@@ -230,12 +229,12 @@ def evaluate(
         velocity = evaluator.backbone.velocity
         base = replace(evaluator, title="evaluating the base")(velocity, runtime)
         if not loras:
-            measures = base.measures(evaluator.quality).items()
+            measures = base.measures().items()
             rows = [{"reward": name, "mean": v.nanmean().item()} for name, v in measures]
         else:
             load_lora(evaluator.backbone.pipeline, loras[0])
             after = replace(evaluator, title="evaluating the LoRA")(velocity, runtime)
-            rows = table(compare(base, after, evaluator.quality))
+            rows = table(compare(base, after))
     return rows if runtime.is_main else []
 
 
@@ -333,7 +332,7 @@ def gallery(
     if not runtime.is_main:
         return folder
     title = f"{config.pipeline.path}: base and aligned"
-    rows, summary = gallery_rows(before, after), compare(before, after, evaluator.quality)
+    rows, summary = gallery_rows(before, after), compare(before, after)
     return write_gallery(folder, rows, title=title, summary=summary, caption=caption)[0]
 
 

@@ -46,7 +46,7 @@ from flowrl.scoring.combine import mean_reward
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_prompts
 from flowrl.training.checkpoint import Checkpoints, set_aside
-from flowrl.training.evaluate import Evaluation, Evaluator, check_quality
+from flowrl.training.evaluate import Evaluation, Evaluator
 from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner, Source
 from flowrl.training.run import Run
@@ -389,7 +389,6 @@ def build_evaluator(
         batch_size=e.batch_size,
         decode_batch=config.pipeline.decode_batch,
         key=evaluation_key(config, specs, prompts),
-        quality=e.quality,
         max_invalid_fraction=config.failures.max_invalid_fraction,
     )
 
@@ -457,10 +456,7 @@ def check_evaluations(
     config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
 ) -> None:
     """Check that evaluations have the scores they need. Raises UserError."""
-    e = config.evaluation
     check_evaluation(specs, held_out)
-    if e.quality is not None:
-        check_quality(specs, held_out, e.quality)
 
 
 def build_stop_rule(

@@ -43,7 +43,6 @@ prompts:
 {few_steps}evaluation:
   prompts: null # or a file of your own in place of held_out
   balance: null
-  quality: null
 {evaluation_steps}
 rewards: # what is learned; add {{name: ..., held_out: true}} for what is only measured
 {rewards}

@@ -42,15 +42,12 @@ _VALUES: dict[str, Callable[[str], list[str]]] = {
     "report_to": lambda v: [f"run.trackers=[{'' if v == 'none' else v}]"],
     "reward": lambda v: ["rewards=[" + ", ".join(f"{{name: '{n}'}}" for n in v.split(",")) + "]"],
 }
-# What a recipe says of its own prompts and rewards means nothing to others. Said first, so that
-# the rest of the command line can say otherwise.
-_REPLACED = {
-    "--prompts": (
-        "prompts.balance=null", "prompts.weights=null", "prompts.allow_overlap=false",
-        "prompts.held_out=0.1", "evaluation.prompts=null", "evaluation.balance=null",
-    ),
-    "--reward": ("evaluation.quality=null",),
-}  # fmt: skip
+# What a recipe says of its own prompts means nothing to others. Said first, so that the rest of the
+# command line can say otherwise.
+_OF_OWN_PROMPTS = (
+    "prompts.balance=null", "prompts.weights=null", "prompts.allow_overlap=false",
+    "prompts.held_out=0.1", "evaluation.prompts=null", "evaluation.balance=null",
+)  # fmt: skip
 _FLAGS = ("push_to_hub", "gradient_checkpointing")  # alone they are true
 _SECTION_NAMES = ("prompts", "rewards")  # with dashes they are aliases, without them sections
 
@@ -88,7 +85,7 @@ def sort_arguments(arguments: Sequence[str]) -> CommandArguments:
         plain = name.lstrip("-").replace("-", "_")
         if not equals:
             value = _next_value(word, plain, rest)
-        replaced += _REPLACED.get(name, ())
+        replaced += _OF_OWN_PROMPTS if name == "--prompts" else ()
         if plain in ("resume", "resume_from_checkpoint"):
             resume = value
         elif name == "--reward":

@@ -174,12 +174,6 @@ class EvaluationOptions(Options):
     )
     seed: Whole = option(1234, "Seed of the initial noise, the same at every evaluation.")
     batch_size: Count = option(60, "Most images that go through the network at once.")
-    quality: Text | None = option(
-        None,
-        "Name of a reward that tells how well made an image is, from 1 to 5; each other reward is "
-        "then also reported as reward * (quality - 3) + 0.2. null is none.",
-        "GDRO, arXiv 2601.02036, with UnifiedReward",
-    )
 
     @property
     def step_counts(self) -> tuple[int, ...]:

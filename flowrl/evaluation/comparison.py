@@ -225,7 +225,7 @@ def _measures(evaluation: Evaluation, evaluator: Evaluator) -> dict[str, Tensor]
     rewards = {spec.name for spec in evaluator.specs}
     measures = {
         name: values
-        for name, values in evaluation.measures(evaluator.quality).items()
+        for name, values in evaluation.measures().items()
         if name in rewards or bool(values.isfinite().any())
     }
     if any(spec.trained for spec in evaluator.specs):

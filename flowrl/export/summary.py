@@ -65,10 +65,10 @@ def _optional(path: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def saved_comparisons(folder: Path, quality: str | None) -> list[EvaluationComparison]:
+def saved_comparisons(folder: Path) -> list[EvaluationComparison]:
     """Return the comparison with the base of a run that has ended, from its files.
 
-    quality: as in `Evaluation.measures`. Empty where nothing was evaluated, or a file is damaged.
+    Empty where nothing was evaluated, or a file is damaged.
     """
     paths = sorted((folder / "evaluations").glob("step-*.safetensors"))
     if len(paths) < 2:
@@ -78,7 +78,7 @@ def saved_comparisons(folder: Path, quality: str | None) -> list[EvaluationCompa
     except DamagedFile as error:
         LOG.warning("%s: base and LoRA are not compared", error)
         return []
-    return compare(before, after, quality) if before.key == after.key else []
+    return compare(before, after) if before.key == after.key else []
 
 
 def finish_run(config: Config, learner: Learner, run: Run) -> list[EvaluationComparison]:
@@ -94,8 +94,7 @@ def write_summary(
 ) -> list[EvaluationComparison]:
     """Write gallery and card of a run; return the comparison with the base."""
     before = run.evaluation(0)
-    quality = run.evaluator.quality if run.evaluator else None
-    summary = compare(before, after, quality) if before and after else []
+    summary = compare(before, after) if before and after else []
     rows = gallery_rows(before, after) if before and after else []
     if rows:
         name = config.pipeline.path
@@ -175,15 +174,11 @@ def gallery_rows(base: Evaluation, *aligned: Evaluation) -> list[GalleryRow]:
     ]
 
 
-def legend(rows: list[EvaluationComparison], quality: str | None) -> str:
+def legend(rows: list[EvaluationComparison]) -> str:
     """Return an explanation of the rows that are not a reward's plain score."""
-    matches = (re.match(r"(\d+_steps/)?(.*)", row.name) for row in rows)
-    names = [(match[1] or "", match[2]) for match in matches if match]
-    counts = dict.fromkeys(steps.removesuffix("_steps/") for steps, _ in names if steps)
-    shown = [f"{n}_steps/R is R at {n} denoising steps." for n in counts]
-    if any(name.startswith("corrected/") for _, name in names):
-        shown.append(f"corrected/R is R ({quality} - 3) + 0.2, image by image.")
-    return " ".join(shown)
+    matches = (re.match(r"(\d+)_steps/", row.name) for row in rows)
+    counts = dict.fromkeys(match[1] for match in matches if match)
+    return " ".join(f"{n}_steps/R is R at {n} denoising steps." for n in counts)
 
 
 def card(
@@ -225,7 +220,7 @@ def card(
         evaluation=measured,
         planted=planted() if built_in else "",
         summary=summary,
-        legend=legend(summary, config.evaluation.quality),
+        legend=legend(summary),
         curves=reward_curves(read_metrics(run.folder)),
         rows=rows,
         pictures=pictures,

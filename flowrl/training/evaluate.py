@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +33,7 @@ from flowrl.utils.distributed import Postponed, Runtime
 from flowrl.utils.files import load_state, save_state
 from flowrl.utils.progress import SafeConsole, Steps
 
-Score = TypeVar("Score", float, Tensor)
-
 NO_ITERATION = -1  # in the keys of noise: no training iteration uses it
-QUALITY_BOUNDS = (1.0, 5.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,21 +56,14 @@ class Evaluation:
         """Return the mean of one reward over the images that have it, NaN when none has."""
         return self.scores[:, self.names.index(name)].nanmean().item()
 
-    def measures(self, quality: str | None = None) -> dict[str, Tensor]:
+    def measures(self) -> dict[str, Tensor]:
         """Return all measured values by name, (N,) each, NaN where an image has none.
 
-        Beside the rewards: corrected/<name>, see `corrected_score`, when `quality` names the reward
-        on 1 to 5; and <n>_steps/<name>, each of these at another number of denoising steps.
+        Beside the rewards: <n>_steps/<name>, each of these at another number of denoising steps.
         """
-        scores = dict(zip(self.names, self.scores.unbind(1), strict=True))
-        measures = dict(scores)
-        judged = None if quality is None else scores.get(quality)
-        if judged is not None:
-            for name, score in scores.items():
-                if name != quality:
-                    measures[f"corrected/{name}"] = corrected_score(score, judged)
+        measures = dict(zip(self.names, self.scores.unbind(1), strict=True))
         for other in self.at_steps:
-            for name, values in other.measures(quality).items():
+            for name, values in other.measures().items():
                 measures[f"{other.steps}_steps/{name}"] = values
         return measures
 
@@ -136,7 +126,6 @@ class Evaluator:
     decode_batch: int
     key: str = ""  # of everything that decides the base's images and their scores
     keep: int = 24  # images kept for people to look at
-    quality: str | None = None  # the reward on 1 to 5 that corrects the others
     max_invalid_fraction: float = 1.0
     title: str = "evaluating"  # of the progress bar
 
@@ -257,15 +246,13 @@ def prompt_numbers(prompts: Sequence[PromptRecord]) -> Tensor:
     return torch.tensor([numbers.setdefault(p.uid, len(numbers)) for p in prompts])
 
 
-def compare(
-    before: Evaluation, after: Evaluation, quality: str | None = None
-) -> list[EvaluationComparison]:
+def compare(before: Evaluation, after: Evaluation) -> list[EvaluationComparison]:
     """Compare what both evaluations measure, image by image, with 95 % intervals over prompts.
 
-    quality: as in `Evaluation.measures`. A measure without a pair is left out.
+    A measure without a pair is left out.
     """
-    rows, measures = [], after.measures(quality)
-    for name, a in before.measures(quality).items():
+    rows, measures = [], after.measures()
+    for name, a in before.measures().items():
         b = measures.get(name, torch.full_like(a, torch.nan))
         both = a.isfinite() & b.isfinite()
         if bool(both.any()):
@@ -295,29 +282,6 @@ def table(rows: Sequence[EvaluationComparison]) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
-
-
-def corrected_score(
-    reward: Score, quality: Score, pivot: float = 3.0, offset: float = 0.2
-) -> Score:
-    """Return reward (quality - pivot) + offset (GDRO, 2601.02036), quality being on 1 to 5.
-
-    Below the pivot it falls as the reward rises. Pivot and offset have no derivation: look at raw
-    reward and quality, too. NaN stays NaN.
-    """
-    return reward * (quality - pivot) + offset
-
-
-def check_quality(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord], name: str) -> None:
-    """Raise UserError unless evaluation.quality names a reward from 1 to 5."""
-    spec = named_reward(specs, prompts, name, "evaluation.quality")
-    bounds = getattr(spec.reward, "bounds", None)
-    if bounds is None or tuple(bounds) != QUALITY_BOUNDS:
-        raise UserError(
-            f"evaluation.quality is {name!r}, whose bounds are {bounds}, but the corrected score "
-            "is made for a quality from 1 to 5: name a reward with bounds = (1.0, 5.0), for "
-            "example tiny_quality"
-        )
 
 
 def named_reward(

@@ -243,7 +243,7 @@ class Run:
         if whole and self.steps is not None:
             self.steps.after = time.monotonic() - began  # as long as the last one will take
         if self.runtime.is_main:
-            measures = evaluation.measures(self.evaluator.quality)
+            measures = evaluation.measures()
             scores = {f"eval/{name}": values.nanmean().item() for name, values in measures.items()}
             # The line first: a resumed run evaluates the base again only if the file is missing.
             if self.report is not None:

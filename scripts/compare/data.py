@@ -30,7 +30,6 @@ PASSES = ("explore/forwards", "tree/forwards", "tree/train_forwards")
 TIMES = tuple(
     f"time/{part}" for part in ("audit", "explore", "explore_reward", "rollout", "reward", "train")
 )
-DERIVED = ("corrected/",)  # measures that others can compute, or that few have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +90,6 @@ def images_of(folder: Path, config: Config, method: str, seed: int, step: int) -
     measures = {
         name: values.tolist()
         for name, values in Evaluation.load(evaluation_file(folder, step)).measures().items()
-        if not any(part in name for part in DERIVED)
     }
     e, held_out = config.evaluation, evaluation_prompts(config, ProvidedObjects())
     prompts = PromptSampler(held_out, e.num_images, e.seed, balance=e.balance).at(0)

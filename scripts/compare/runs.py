@@ -229,7 +229,7 @@ def measure_rates(page: Page, runs: Path, data: Path, *, rounds: int, iterations
             folder = runs / "rates" / f"{slug(method.name)}-{turn}"
             changes = [*tuned.get(method.name, ()), f"run.iterations={iterations}"]
             changes += ["evaluation.prompts=null", "run.stop_when_hacking=null"]
-            changes += ["evaluation.quality=null", "run.sample_every=0"]
+            changes += ["run.sample_every=0"]
             config = page.config(method, TUNING_SEED + turn, folder, *changes)
             job = Job(name=folder.name, config=config, folder=folder)
             shutil.rmtree(folder, ignore_errors=True)  # an earlier measurement is not one of now

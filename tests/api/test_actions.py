@@ -142,18 +142,14 @@ def test_an_evaluation_measures_what_is_asked_of_it_or_refuses(tiny_config, tmp_
     prompts = tmp_path / "worded.jsonl"
     prompts.write_text('{"prompt": "a red circle"}\n')
     worded = small | {"prompts": str(prompts)}
-    rows = evaluate(tiny_config(evaluation=worded | {"quality": "tiny_quality"}, rewards=rewards))
+    rows = evaluate(tiny_config(evaluation=worded, rewards=rewards))
     means = {row["reward"]: row["mean"] for row in rows}
-    assert "corrected/brightness" in means
+    assert set(means) == {"brightness", "tiny_quality"}
     assert not any(math.isnan(mean) for mean in means.values())
     nowhere = {"path": str(tmp_path / "nowhere")}  # the refusal comes before it is loaded
-    for name, value in (
-        ("quality", "brightness"), ("quality", "beauty"), ("prompts", None)
-    ):  # fmt: skip
-        settings = small | {name: value}
-        config = tiny_config(pipeline=nowhere, evaluation=settings, rewards=rewards)
-        with pytest.raises(UserError, match=f"evaluation.{name}"):
-            evaluate(config)
+    config = tiny_config(pipeline=nowhere, evaluation=small | {"prompts": None}, rewards=rewards)
+    with pytest.raises(UserError, match="evaluation.prompts"):
+        evaluate(config)
     rule = {"held_out": "tiny_quality"}  # nothing is asked of training
     options = {"run": {"stop_when_hacking": rule}}
     (row,) = evaluate(tiny_config(**options, evaluation=small | {"every": 1}))

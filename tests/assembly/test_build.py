@@ -40,14 +40,13 @@ def test_options_of_measures_reach_the_evaluator_and_the_run(tiny_config, load_t
     rule = {"held_out": "tiny_quality", "patience": 2}
     config = tiny_config(
         rewards=[{"name": "brightness"}, {"name": "tiny_quality", "held_out": True}],
-        evaluation={"prompts": "tiny:colors:test", "every": 1, "quality": "tiny_quality"},
+        evaluation={"prompts": "tiny:colors:test", "every": 1},
         run={"stop_when_hacking": rule, "output_dir": str(tmp_path)},
     )
     learner = build_learner(config, Runtime(device="cpu"), ProvidedObjects(pipeline=load_tiny()))
     pipeline = learner.policy.backbone.pipeline
     evaluator = build_evaluator(config, pipeline, learner.specs, ProvidedObjects())
     assert evaluator is not None
-    assert evaluator.quality == "tiny_quality"
     run = build_run(config, learner, evaluator, None, resumed=False)
     assert run.stop == StopRule(options=config.run.stop_when_hacking)
 

@@ -59,10 +59,8 @@ def row(name: str) -> EvaluationComparison:
 
 def test_the_legend_and_precisions(tiny_config, tmp_path):
     # Only rows that are more than a score are explained.
-    assert legend([row("ocr"), row("corrected")], "q") == ""
-    assert legend([row("ocr"), row("corrected/ocr")], "q") == (
-        "corrected/R is R (q - 3) + 0.2, image by image."
-    )
+    assert legend([row("ocr")]) == ""
+    assert legend([row("ocr"), row("28_steps/ocr")]) == "28_steps/R is R at 28 denoising steps."
     # The card tells the precision of training.
     assert precisions(tiny_config(), tmp_path, 1) == ""
     low = tiny_config(pipeline={"precision": "nvfp4-emulated"})

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator
-from flowrl.errors import UserError
-from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardSpec
-from flowrl.training.evaluate import Evaluation, check_quality, compare, corrected_score
+from flowrl.training.evaluate import Evaluation, compare
 from flowrl.utils.distributed import Runtime
 
 
@@ -79,7 +77,7 @@ def test_the_key_changes_with_whatever_changes_the_base_images(tiny_config, load
     ):
         assert key(evaluation=change) != plain, change
     assert key(pipeline={"dtype": "bf16"}) != plain
-    unseen = {"quality": "mean", "batch_size": 1, "every": 7}
+    unseen = {"batch_size": 1, "every": 7}
     assert key(evaluation=unseen, optim={"lr": 1.0}) == plain
 
 
@@ -183,40 +181,12 @@ def test_a_repeated_prompt_has_noise_of_its_own(evaluator, runtime):
     assert not torch.equal(result.images[0], result.images[1])
 
 
-# --- the corrected score -------------------------------------------------------------------------
-
-
 def test_what_is_measured_both_times_is_compared_before_and_after():
     before = scored([0.5, 4.0], [1.0, 2.0], names=("a", "q"))
     after = scored([1.0, 4.0], [1.0, 1.0], names=("a", "q"))
-    rows = {row.name: row for row in compare(before, after, "q")}
-    assert set(rows) == {"a", "q", "corrected/a"}
-    assert rows["corrected/a"].before == pytest.approx((0.7 - 0.8) / 2)
-    assert rows["corrected/a"].after == pytest.approx((1.2 - 1.8) / 2)
-
-
-def judge_of(name: str, bounds=(1, 5), needs=()) -> RewardSpec:
-    def reward(images, prompts, metadata):
-        return [3.0] * len(images)
-
-    reward.bounds, reward.required_metadata = bounds, needs
-    return RewardSpec(name=name, reward=reward, held_out=True)
-
-
-def test_a_reward_that_cannot_be_the_quality_is_refused():
-    prompts = [PromptRecord(uid="a", text="a")]
-    check_quality([judge_of("q")], prompts, "q")
-    compares = judge_of("q")
-    compares.reward.scope = "group"  # type: ignore[attr-defined]
-    for spec, named in (
-        (judge_of("other"), "'q', expected .*: other"),
-        (judge_of("q", bounds=(0, 1)), r"\(0, 1\)"),
-        (judge_of("q", bounds=None), "None"),
-        (judge_of("q", needs=("ocr_text",)), "none of the 1 held-out prompts"),
-        (compares, "compares"),
-    ):
-        with pytest.raises(UserError, match=f"evaluation.quality .*{named}"):
-            check_quality([spec], prompts, "q")
+    rows = {row.name: row for row in compare(before, after)}
+    assert set(rows) == {"a", "q"}
+    assert (rows["a"].before, rows["a"].after, rows["q"].after) == (0.75, 1.0, 2.5)
 
 
 def test_an_evaluation_without_enough_scores_stops_unless_numbers_stand_in(evaluator, runtime):
@@ -233,10 +203,3 @@ def test_an_evaluation_without_enough_scores_stops_unless_numbers_stand_in(evalu
         else:
             scores = strict(strict.backbone.velocity, runtime).scores
             assert scores.isnan().sum() == 3  # what is reported are the scores themselves
-
-
-@pytest.mark.parametrize(("r", "q", "pivot", "offset"), [(0.8721, 3.5, 3.0, 0.2), (-2, 1, 4, -1)])
-def test_the_corrected_score_is_its_formula_and_missing_where_a_part_is(r, q, pivot, offset):
-    assert corrected_score(r, q, pivot, offset) == pytest.approx(r * (q - pivot) + offset)
-    assert corrected_score(r, q) == pytest.approx(r * (q - 3) + 0.2)
-    assert math.isnan(corrected_score(math.nan, q)) and math.isnan(corrected_score(r, math.nan))

@@ -131,7 +131,6 @@ class Scripted:
     backbone: Any = None
     calls: list[int] = field(default_factory=list)
     key: str = "scripted"
-    quality: str | None = None
     prompts: tuple = ()
     others: tuple = ()
     title: str = ""
