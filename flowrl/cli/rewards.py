@@ -61,7 +61,7 @@ def reward_check(
 
       flowrl reward-check my_rewards:sharpness --prompts prompts.jsonl
 
-      flowrl reward-check imagereward --server http://127.0.0.1:8400
+      flowrl reward-check hpsv3 --server http://127.0.0.1:8400
 
       flowrl reward-check --all
     """

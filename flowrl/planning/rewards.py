@@ -26,12 +26,15 @@ class Network:
 VIT_L14 = "openai/clip-vit-large-patch14"
 CLIP_L = Network(VIT_L14, 427_616_513, 4_210_688)
 CLIP_H = Network("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", 986_109_441, 5_263_360)
+# HPSv3's has no head for the next token; it is counted on 1,337 tokens of an image of 1024
+# pixels a side and 163 of text.
 REWARDS: Mapping[str, Network] = {
     "pickscore": Network("yuvalkirstain/PickScore_v1", CLIP_H.parameters, CLIP_H.image),
     "clipscore": CLIP_L,
     "aesthetic": CLIP_L,
     "hpsv2": Network("xswu/HPSv2", CLIP_H.parameters, CLIP_H.image),
     "imagereward": Network("THUDM/ImageReward", 446_206_689, 3_227_648),
+    "hpsv3": Network("MizzenAI/HPSv3", 7_748_610_610, 101_376_000),
 }
 DETECTORS: Mapping[str, Network] = {
     "mask2former": Network("mask2former", 68_741_083, 177_225_318),  # swin-small, COCO instances
@@ -60,6 +63,8 @@ def _networks_of(name: str, args: Mapping[str, Any]) -> dict[tuple, Network] | N
         networks = _network(DETECTORS.get(detector), args.get("detector_args") or {})
         clip = CLIP_L if colors == "clip" else None
         return networks | _network(clip, args.get("colors_args") or {})
+    if name == "hpsv3":
+        args = {"dtype": "bf16", **args}
     return _network(REWARDS.get(name), args)
 
 

@@ -148,7 +148,7 @@ def under(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
 
 
-def _mismatch(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
+def mismatch(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
     """Return how names and shapes differ from the expected ones, the first of each kind, or ""."""
     wrong = {
         "is missing": [name for name in expected if name not in state],
@@ -169,6 +169,6 @@ def fit(network: nn.Module, state: Mapping[str, Tensor], path: Path, what: str) 
 
     Raises ValueError of one sentence.
     """
-    if wrong := _mismatch(network.state_dict(), state):
+    if wrong := mismatch(network.state_dict(), state):
         raise ValueError(f"{path} does not hold the weights of {what}: {wrong}")
     network.load_state_dict(dict(state))

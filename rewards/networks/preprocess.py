@@ -40,6 +40,11 @@ def hps_pixels(images: Tensor, size: int = 224) -> Tensor:
     return _normalise(F.pad(_resize(images, height, width), padding))
 
 
+def resized(images: Tensor, height: int, width: int) -> Tensor:
+    """Resize to exactly that size and normalise images (B, 3, H, W) in [0, 1]."""
+    return _normalise(_resize_as_pil(images, height, width))
+
+
 def _resize_as_pil(images: Tensor, height: int, width: int) -> Tensor:
     """Resize the width, then the height, and clamp overshoot at edges each time."""
     images = _resize(images, images.shape[-2], width).clamp(-MARGIN, 1 + MARGIN)

@@ -65,7 +65,7 @@ STAND_INS = {  # names of what cannot be here -> what is
     "--reward ocr --prompt": "--reward brightness --prompt",
     "reward-serve ocr geneval": "reward-serve brightness",
     "reward-serve ocr --args '{mode: strict}'": "reward-serve tiny_quality",
-    "reward-serve pickscore": "reward-serve brightness",
+    "reward-serve hpsv3": "reward-serve brightness",
     "--host rewards.example.com --token-env REWARD_TOKEN": "",
     "address: auto": "address: null",
     "count: 8": "count: 1",

@@ -58,9 +58,9 @@ def test_networks_of_rewards_are_counted_once():
     assert size(pickscore | {"args": {"dtype": "bf16"}}) == 2 * clip_h
     assert size(pickscore | {"args": {"device": "cpu"}}) == 0
     assert (
-        size({"name": "hpsv2", "executor": {"kind": "http", "urls": ["http://127.0.0.1:1"]}}) == 0
+        size({"name": "hpsv3", "executor": {"kind": "http", "urls": ["http://127.0.0.1:1"]}}) == 0
     )
-    assert size({"name": "hpsv2"}, {"name": "hpsv2"}) == 4 * REWARDS["hpsv2"].parameters
+    assert size({"name": "hpsv3"}, {"name": "hpsv3"}) == 2 * REWARDS["hpsv3"].parameters
     geneval = {"name": "geneval", "args": {"detector": "mask2former", "colors": "clip"}}
     assert size(geneval) == 4 * (mask2former + clip_l)
     assert size({"name": "ocr"}) == size({"name": "geneval"}) == 0

@@ -73,6 +73,15 @@ def tiny_imagereward(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def tiny_hpsv3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from published_layout import save_hpsv3
+
+    folder = tmp_path_factory.mktemp("hpsv3")
+    save_hpsv3(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def tiny_aesthetic(tmp_path_factory: pytest.TempPathFactory) -> str:
     from published_layout import save_aesthetic
 

@@ -22,7 +22,7 @@ OFFLINE = (
     "geneval ocr diversity compressibility incompressibility brightness tiny_colors tiny_quality "
     "tiny_judge"
 ).split()
-NETWORKS = ("pickscore", "clipscore", "hpsv2", "aesthetic", "imagereward")
+NETWORKS = ("pickscore", "clipscore", "hpsv2", "aesthetic", "imagereward", "hpsv3")
 JUDGES = ("vlm_judge", "vlm_questions", "pairwise")
 METADATA = {"vqa_list": [["Is it red?", "yes"]], "ocr_text": "CAT"} | OBJECT
 
@@ -70,7 +70,9 @@ def server() -> Iterator[Scripted]:
 
 
 @pytest.fixture(scope="module")
-def cases(server, tiny_clip, tiny_hps, tiny_imagereward, tiny_aesthetic) -> Callable[[str], Case]:
+def cases(
+    server, tiny_clip, tiny_hps, tiny_imagereward, tiny_hpsv3, tiny_aesthetic
+) -> Callable[[str], Case]:
     clip = {"model": tiny_clip, "device": "cpu"}
     args = {
         "pickscore": clip | {"tokenizer": tiny_clip},
@@ -78,8 +80,14 @@ def cases(server, tiny_clip, tiny_hps, tiny_imagereward, tiny_aesthetic) -> Call
         "aesthetic": clip | {"head": tiny_aesthetic},
         "hpsv2": {"architecture": tiny_hps[0], "model": tiny_hps[1], "device": "cpu"},
         "imagereward": {"model": tiny_imagereward, "tokenizer": tiny_imagereward, "device": "cpu"},
+        "hpsv3": {
+            "model": tiny_hpsv3, "base": tiny_hpsv3, "device": "cpu", "dtype": "fp32",
+            "question": f"{tiny_hpsv3}/data_collator_qwen.py",
+        },
     } | dict.fromkeys(JUDGES, {"server": {"model": "m", "base_url": server.url}})  # fmt: skip
-    return lambda name: Case(name=name, args=args.get(name, {}))
+    return lambda name: Case(
+        name=name, args=args.get(name, {}), tolerance=1e-3 if name == "hpsv3" else 1e-4
+    )
 
 
 def test_the_contract_covers_every_built_in_reward():
@@ -160,8 +168,8 @@ def test_weights_that_are_missing_or_could_run_code_are_refused_in_one_sentence(
         with pytest.raises(FileNotFoundError) as caught:
             reward(random_images(1), ["a"], [{}])
         assert "\n" not in str(caught.value)
-    if name in ("pickscore", "clipscore"):
-        return  # read by transformers
+    if name in ("pickscore", "clipscore", "hpsv3"):
+        return  # read by transformers, or from safetensors
     names = {"hpsv2": "HPS_v2.1_compressed.pt", "aesthetic": AESTHETIC_FILE}
     file = tmp_path / names.get(name, "ImageReward.pt")
     torch.save({"state_dict": torch.nn.Linear(1, 1), "layers": torch.nn.Linear(1, 1)}, file)

@@ -18,6 +18,7 @@ LACKING = {  # what the others say on a machine without weights, packages and se
     "hpsv2": "run `hf download xswu/HPSv2",
     "aesthetic": "run `hf download trl-lib/ddpo-aesthetic-predictor",
     "imagereward": "run `hf download THUDM/ImageReward ImageReward.pt`",
+    "hpsv3": "`pip install --no-deps hpsv3` brings it",
     "vlm_judge": "a judge needs the server",
     "vlm_questions": "a judge needs the server",
     "pairwise": "a judge needs the server",

@@ -20,9 +20,9 @@ import sys
 import flowrl_rewards.detectors.tiny
 print("flowrl" in sys.modules)  # the tiny detector does not know the generator
 import flowrl
-from flowrl_rewards import aesthetic, clipscore, hpsv2, imagereward, pickscore
+from flowrl_rewards import aesthetic, clipscore, hpsv2, hpsv3, imagereward, pickscore
 for made in (pickscore.PickScore, clipscore.CLIPScore, hpsv2.HPSv2,
-             aesthetic.Aesthetic, imagereward.ImageReward):
+             aesthetic.Aesthetic, imagereward.ImageReward, hpsv3.HPSv3):
     made()
 from flowrl_rewards.detectors import *
 for name in DETECTORS: load_detector(name)
