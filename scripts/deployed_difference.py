@@ -7,7 +7,6 @@ import argparse
 
 import torch
 
-from flowrl.assembly.backbone import call_settings
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator
 from flowrl.backbones.loading import load_pipeline
 from flowrl.config import parse_config
@@ -26,12 +25,12 @@ def differences(path: str, dtype: str, steps: int, prompts: str, images: int) ->
             "prompts": {"train": prompts},
             "rewards": [{"name": "brightness"}],
             "evaluation": {"prompts": prompts, "num_images": images, "batch_size": images}
-            | {"num_inference_steps": steps},
+            | {"num_inference_steps": steps, "as_deployed": True},
         }
     )
     specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
     evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
-    assert evaluator is not None
+    assert evaluator is not None and evaluator.call is not None
     backbone, request = evaluator.backbone, evaluator.request()
     with torch.no_grad():
         cond = evaluator.text_cache(request.prompts)
@@ -39,8 +38,8 @@ def differences(path: str, dtype: str, steps: int, prompts: str, images: int) ->
             backbone, backbone.velocity, cond, request, ode_plan(steps), evaluator.schedule, images
         )
         noise = request.noise((), 0, "init", backbone.latent_shape()).to(backbone.dtype)
-        call = {**call_settings(config, pipeline), "output_type": "latent"}
-        theirs = pipeline([p.text for p in evaluator.prompts], latents=noise, **call).images
+        call = {**evaluator.call.settings, "num_inference_steps": steps, "output_type": "latent"}
+        theirs = pipeline([p.read for p in evaluator.prompts], latents=noise, **call).images
     ours = tree.leaves().float()
     return (ours - theirs.float()).flatten(1).norm(dim=1) / ours.flatten(1).norm(dim=1)
 

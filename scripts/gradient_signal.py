@@ -83,7 +83,7 @@ def measure(config: Any, rollouts: int, pipeline: Any = None) -> list[dict[str, 
     if learner.objective.needs.states != "transitions":
         raise UserError(
             f"objective.kind {config.objective.kind} does not learn from denoising steps: take "
-            "grpo, with a rollout.tree that has noise"
+            "grpo or spo, with a rollout.tree that has noise"
         )
     steps, parameters, each = (), learner.policy.parameters(), []
     with closing(learner.specs):

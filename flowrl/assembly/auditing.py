@@ -109,7 +109,7 @@ def candidate_rows(
 def compare_ranks(config: Config, proxy: Tensor, true: Tensor) -> Row:
     """Return the measures of candidates' scores (P, N) against exact ones; see `audit_ranks`."""
     keep = config.rollout.plan(0, config.run.seed).roots
-    return asdict(audit_ranks(proxy, true, keep))
+    return asdict(audit_ranks(proxy, true, keep, explore_options(config).select))
 
 
 def _timed(

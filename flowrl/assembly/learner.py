@@ -14,6 +14,7 @@ from flowrl.assembly.backbone import (
     adapted_layers,
     build_backbone,
     build_pipeline,
+    call_settings,
     evaluated_pipeline,
     rounding_key,
     set_precision,
@@ -46,7 +47,7 @@ from flowrl.scoring.combine import mean_reward
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_prompts
 from flowrl.training.checkpoint import Checkpoints, set_aside
-from flowrl.training.evaluate import Evaluation, Evaluator
+from flowrl.training.evaluate import Evaluation, Evaluator, PipelineCall
 from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner, Source
 from flowrl.training.run import Run
@@ -348,6 +349,8 @@ def build_evaluated_pipeline(
         config = config.model_copy(update={"memory": memory})
     caches = TextCaches(config)
     needed = prompts_to_encode(config, (), _evaluated(config, held_out))
+    if config.evaluation.as_deployed:  # the pipeline's own call encodes
+        needed = []
     with phase("encode"):
         loaded = caches.encode_first(needed, runtime)
     return build_pipeline(config, runtime.device, loaded=loaded, runtime=runtime), caches
@@ -385,11 +388,28 @@ def build_evaluator(
         specs=specs,
         schedule=first,
         at_steps=at_steps,
+        call=build_call(config, pipeline) if e.as_deployed else None,
         seed=e.seed,
         batch_size=e.batch_size,
         decode_batch=config.pipeline.decode_batch,
         key=evaluation_key(config, specs, prompts),
         max_invalid_fraction=config.failures.max_invalid_fraction,
+    )
+
+
+def build_call(config: Config, pipeline: Any) -> PipelineCall:
+    """Return the pipeline's own call with the settings of evaluation.
+
+    Raises UserError where its text encoders will not be there.
+    """
+    if config.memory.text_encoders == "free":
+        raise UserError(
+            "evaluation.as_deployed calls the pipeline, whose text encoders memory.text_encoders: "
+            "free removes: set memory.text_encoders to offload or keep, or use flowrl evaluate "
+            "--as-deployed memory.text_encoders=offload after the run"
+        )
+    return PipelineCall(
+        arguments=call_settings(config, pipeline), negative=config.rollout.negative_prompt
     )
 
 

@@ -155,7 +155,7 @@ def build_explorer(parts: RolloutParts, exact: RolloutGenerator) -> Explorer | N
         folder=Path(parts.config.run.output_dir),
     )
     plan = functools.partial(rollout.candidates, seed=seed)
-    return Explorer(preview=auditor, plan=plan)
+    return Explorer(preview=auditor, plan=plan, select=e.select)
 
 
 def _preview_generator(

@@ -106,6 +106,7 @@ class CreditOptions(AdvantageOptions):
 # --- Objectives on the reverse process: they learn from denoising steps -----------------------
 
 FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
+SPO = "SPO, arXiv 2406.04314"
 
 
 class StepObjectiveOptions(ObjectiveOptions):
@@ -152,6 +153,18 @@ class GRPOOptions(StepObjectiveOptions):
     )
     advantage: CreditOptions = option(
         CreditOptions(), "From the rewards of images to the advantages of steps."
+    )
+
+
+class SPOOptions(StepObjectiveOptions):
+    component: ClassVar[str] = "flowrl.objectives.spo:SPO"
+    title: ClassVar[str] = "SPO"
+    kind: Literal["spo"] = option("spo", "The best against the worst child of each split.", SPO)
+    tau: Positive = option(
+        0.1,
+        "Temperature of the rewards. A pair counts if softmax([best, worst] / tau) differ by more "
+        "than 0.3: if the rewards differ by more than 0.62 tau.",
+        f"1 in {SPO}, whose scores are logits of preferences; rewards in [0, 1] need less",
     )
 
 
@@ -478,7 +491,7 @@ def _grpo_unless_named(value: Any) -> Any:
 
 
 Objective = Annotated[
-    GRPOOptions | NFTOptions | DPOOptions | GDROOptions | LAIROptions | DGPOOptions
+    GRPOOptions | SPOOptions | NFTOptions | DPOOptions | GDROOptions | LAIROptions | DGPOOptions
     | KTOOptions | AWMOptions | RWROptions | SFTOptions | ReFLOptions | DRaFTOptions
     | DRaFTLVOptions | AlignPropOptions | SRPOOptions | CustomObjectiveOptions,
     Field(discriminator="kind"),

@@ -65,6 +65,12 @@ class ExploreOptions(Options):
         "because candidates without noise do not predict its images.",
         "6 of 10 in Sol-RL; 4 of 10 gave most of the gain",
     )
+    select: Literal["best_worst", "mean_deviation", "extremes_random", "random"] = option(
+        "best_worst",
+        "Which candidates are selected: the best and the worst half; those furthest from the mean; "
+        "the best, the worst and random ones; or random ones alone.",
+        SOL_RL,
+    )
     precision: Precision = option(
         "auto", f"Precision of candidates: {PRECISIONS}.", f"nvfp4 in {SOL_RL}"
     )

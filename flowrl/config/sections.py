@@ -172,6 +172,12 @@ class EvaluationOptions(Options):
     width: Count | None = option(
         None, "Width of evaluated images in pixels; null is pipeline.width."
     )
+    as_deployed: Flag = option(
+        False,
+        "Generate with the pipeline's own call, pipe(prompt, ...), hence with its own scheduler "
+        "and its arithmetic in pipeline.dtype, and not with Euler steps in fp32. It "
+        "starts from the same noise.",
+    )
     seed: Whole = option(1234, "Seed of the initial noise, the same at every evaluation.")
     batch_size: Count = option(60, "Most images that go through the network at once.")
 

@@ -7,6 +7,7 @@ from flowrl.config.objectives import (
     GRPOOptions,
     NoisingOptions,
     Objective,
+    SPOOptions,
 )
 from flowrl.config.rollout import OptimOptions, RolloutOptions
 from flowrl.config.sections import (
@@ -54,6 +55,8 @@ def check_plans(plans: Plans, rollout: RolloutOptions, objective: Objective, see
     for plan in plans:
         if isinstance(objective, GRPOOptions):
             check_credit(objective.advantage, plan)
+        if isinstance(objective, SPOOptions):
+            check_spo(plan)
 
 
 def check_states(states: str, plans: Plans, rollout: RolloutOptions, seed: int) -> None:
@@ -224,6 +227,16 @@ def check_credit(credit: CreditOptions, plan: TreePlan) -> None:
         raise ValueError(
             f"objective.advantage.scope is {credit.scope}, but fans are compared within their tree "
             "(leaf) or over those of the prompt (prompt): use one of these with edges: fan"
+        )
+
+
+def check_spo(plan: TreePlan) -> None:
+    """Raise ValueError for a tree without trained siblings."""
+    if not any(move.train and move.branch > 1 for move in plan.moves):
+        raise ValueError(
+            "objective.kind is spo, which compares the children of one latent, but no step that "
+            "rollout.tree trains has more than one child: use a tree that branches where it "
+            "trains, such as branch_grpo, tree_grpo or tempflow, or the objective grpo"
         )
 
 

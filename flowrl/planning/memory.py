@@ -220,11 +220,12 @@ class MemoryPlan:
         guided = doubles(self.config, e.guidance_scale)
         sampled = transformer_peak(self.forward(rows * (1 + guided)), "sample")
         scored = scoring_bytes(self.config.rewards, rows)
+        encodes = e.as_deployed and e.prompts is not None  # by the pipeline's own call
         return {
             "activations": max(sampled, self.decode(rows).peak, scored),
             "latents": self.latents(ode_plan(max(e.step_counts)), rows),
             "text embeddings": self.text(rows, guided),
-        }
+        } | ({"text encoders": self.encoders} if encodes else {})
 
     # --- sizes of batches -----------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from flowrl.config.rollout import ExploreOptions, RolloutOptions
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
 from flowrl.sampling.two_stage import (
+    SelectRule,
     best_and_worst,
     score_candidates,
     select_candidates,
@@ -42,7 +43,9 @@ class RankAudit:
     missing: int  # candidates of all prompts that lack one of their scores
 
 
-def audit_ranks(proxy: Tensor, true: Tensor, keep: int) -> RankAudit:
+def audit_ranks(
+    proxy: Tensor, true: Tensor, keep: int, select: SelectRule = "best_worst"
+) -> RankAudit:
     """Compare the scores of N candidates of each of P prompts with the exact ones.
 
     Args:
@@ -59,7 +62,7 @@ def audit_ranks(proxy: Tensor, true: Tensor, keep: int) -> RankAudit:
         )
     pairs = list(zip(proxy.double(), true.double(), strict=True))
     rho = [spearman_rho(p, t) for p, t in pairs]
-    contrast = [contrast_share(p, t, keep) for p, t in pairs]
+    contrast = [contrast_share(p, t, keep, select) for p, t in pairs]
     means = torch.tensor([rho, contrast], dtype=torch.float64).nanmean(1).tolist()
     missing = int((~(proxy.isfinite() & true.isfinite())).sum())
     return RankAudit(rho=means[0], contrast=means[1], missing=missing)
@@ -79,7 +82,7 @@ def spearman_rho(proxy: Tensor, true: Tensor) -> float:
     return float(spearmanr(a, b).statistic)  # type: ignore[attr-defined]
 
 
-def contrast_share(proxy: Tensor, true: Tensor, keep: int) -> float:
+def contrast_share(proxy: Tensor, true: Tensor, keep: int, select: SelectRule) -> float:
     """Return the contrast of a selection by `proxy`, as a share of that of one by `true`, (N,).
 
     The contrast is the mean exact score of the best half of a selection minus that of its rest.
@@ -87,8 +90,8 @@ def contrast_share(proxy: Tensor, true: Tensor, keep: int) -> float:
     both = proxy.isfinite() & true.isfinite()
 
     def contrast(score: Tensor) -> float:
-        score = score.masked_fill(~both, math.nan)
-        chosen = select_candidates(score, keep)
+        score, rng = score.masked_fill(~both, math.nan), torch.Generator().manual_seed(0)
+        chosen = select_candidates(score, keep, select, rng)
         ranked = true[chosen[score[chosen].argsort(descending=True, stable=True)]]
         best, worst = (ranked[half].mean() for half in best_and_worst(len(ranked), len(ranked)))
         return (best - worst).item()
@@ -122,7 +125,9 @@ class RankAuditor:
         plan = self.rollout.plan(iteration, self.seed)
         exact_plan = replace(plan, roots=self.explore.candidates)
         plans = self.rollout.candidates(iteration, self.seed), exact_plan
-        audit = audit_ranks(*self._score(generator, plans, candidates), plan.roots)
+        audit = audit_ranks(
+            *self._score(generator, plans, candidates), plan.roots, self.explore.select
+        )
         action = "keep" if audit.rho >= MIN_RHO else "warn"
         text = self._text(audit.rho, iteration, generator.num_inference_steps, plans)
         if self.exact.runtime.is_main:

@@ -6,13 +6,18 @@ very same noise, and only their images and scores are learned from.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from flowrl.functional.noise import noise_seed
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
 from flowrl.trajectory import Explored
 from flowrl.trees.plan import TreePlan, count
+
+SelectRule = Literal["best_worst", "mean_deviation", "extremes_random", "random"]
+SELECT_RULES: tuple[str, ...] = get_args(SelectRule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +28,7 @@ class Explorer:
     # learned from, and the metrics of an audit of its ranking, by name; none if none was due.
     preview: Callable[[int, RolloutRequest], tuple[RolloutGenerator, Mapping[str, float]]]
     plan: Callable[[int], TreePlan]  # of an iteration; as many roots as a group has candidates
+    select: SelectRule
 
     def explore(
         self, iteration: int, candidates: RolloutRequest, keep: int, timer: Timer
@@ -37,7 +43,12 @@ class Explorer:
         generator, audit = self.preview(iteration, candidates)
         timer.lap("time/audit")
         proxy = score_candidates(generator, candidates, plan, timer)
-        chosen = torch.stack([fill_selection(row, keep) for row in proxy])
+        # A seed of its own, apart from those of images and learning.
+        seed = noise_seed(
+            seed=candidates.seed, iteration=iteration, prompt="", root=0, step=0, role="select"
+        )
+        rng = torch.Generator().manual_seed(seed)
+        chosen = torch.stack([fill_selection(row, keep, self.select, rng) for row in proxy])
         rows = chosen + torch.arange(len(proxy))[:, None] * proxy.shape[1]
         forwards = count(plan).times(len(proxy)).forwards
         explored = Explored(proxy=proxy, chosen=chosen, forwards=forwards, audit=audit)
@@ -56,37 +67,51 @@ def score_candidates(
     return reward.view(-1, plan.roots, len(reward) // len(candidates.prompt)).nanmean(-1)
 
 
-def fill_selection(proxy: Tensor, keep: int) -> Tensor:
+def fill_selection(proxy: Tensor, keep: int, select: SelectRule, rng: torch.Generator) -> Tensor:
     """Select `keep` candidates of a group as `select_candidates` does: (keep,) long, ascending.
 
     Where fewer have a proxy score, the first of those without one are added.
     """
-    chosen = select_candidates(proxy, keep)
+    chosen = select_candidates(proxy, keep, select, rng)
     unscored = (~proxy.isfinite()).nonzero().squeeze(1)
     return torch.cat([chosen, unscored[: keep - len(chosen)]]).sort().values
 
 
-def select_candidates(proxy: Tensor, keep: int) -> Tensor:
-    """Return the best and the worst candidates' indices: (K,) long, ascending; fewer if fewer have
-    scores.
-
-    The floor(K / 2) highest and the K - floor(K / 2) lowest, as in Sol-RL.
+def select_candidates(proxy: Tensor, keep: int, select: SelectRule, rng: torch.Generator) -> Tensor:
+    """Return the selected candidates' indices: (keep,) long, ascending; fewer if fewer have scores.
 
     Args:
         proxy: (N,) scores of previews; candidates with NaN or infinity are not selected. Equal
             scores are ranked by index.
+        select: best_worst: the floor(K/2) highest and the K - floor(K/2) lowest (Sol-RL);
+            mean_deviation: those furthest from the mean; extremes_random: the highest, the lowest
+            and others at random; random: any.
 
     Raises:
-        ValueError: N < keep or keep < 1.
+        ValueError: N < keep or keep < 1, or there is no such rule.
     """
     if not 1 <= keep <= len(proxy):
         raise ValueError(f"{keep} of {len(proxy)} candidates cannot be kept: at least 1, at most N")
+    if select not in SELECT_RULES:
+        raise ValueError(f"select is {select!r}, expected one of {', '.join(SELECT_RULES)}")
     finite = proxy.isfinite().nonzero().squeeze(1)
     if len(finite) <= keep:
         return finite
     ranked = finite[proxy[finite].argsort(descending=True, stable=True)]
-    best, worst = best_and_worst(len(ranked), keep)
-    return torch.cat([ranked[best], ranked[worst]]).sort().values
+    if select == "best_worst":
+        best, worst = best_and_worst(len(ranked), keep)
+        chosen = torch.cat([ranked[best], ranked[worst]])
+    elif select == "mean_deviation":
+        score = proxy[finite].double()
+        order = (score - score.mean()).abs().argsort(descending=True, stable=True)
+        chosen = finite[order[:keep]]
+    else:
+        extremes = select == "extremes_random"
+        ends = ranked[[0, -1]][:keep] if extremes else ranked[:0]
+        middle = (ranked[1:-1] if extremes else ranked).sort().values  # whatever their scores
+        random = torch.randperm(len(middle), generator=rng)[: keep - len(ends)]
+        chosen = torch.cat([ends, middle[random]])
+    return chosen.sort().values
 
 
 def best_and_worst(count: int, keep: int) -> tuple[slice, slice]:

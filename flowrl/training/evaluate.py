@@ -1,7 +1,7 @@
 """Score images of the same held-out prompts and noise before, during and after training."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import Backbone, VelocityField
+from flowrl.backbones.gate import Visit, call_through
+from flowrl.backbones.offload import encoders_of, moved_to
+from flowrl.backbones.pipeline import images_of
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import DamagedFile, UserError
 from flowrl.functional.batches import ALONE, Batches, even_rows
@@ -101,6 +104,52 @@ class EvaluationComparison:
     change: Contrast
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineCall:
+    """The pipeline's own call, pipe(prompt, ...), with its own scheduler and its own dtype.
+
+    arguments: of the call, but for prompts, number of steps and noise. negative: for prompts that
+    bring no negative prompt of their own, used where guidance is on.
+    """
+
+    arguments: Mapping[str, Any]
+    negative: str = ""
+
+    def __call__(
+        self, backbone: Backbone, prompts: Sequence[PromptRecord], noise: Tensor, steps: int
+    ) -> Tensor:
+        """Return the images (B, 3, H, W) fp32 on the CPU from initial noise (B, *latent)."""
+        call: dict[str, Any] = {**self.arguments, "num_inference_steps": steps}
+        if "negative_prompt" in call:
+            negatives = [self.negative if p.negative is None else p.negative for p in prompts]
+            call["negative_prompt"] = negatives
+        pipeline, device = backbone.pipeline, backbone.device
+        parts = [*encoders_of(pipeline), pipeline.vae]
+        with moved_to(parts, device), without_progress(pipeline):
+            # Not in the autocast of training, which a user's own call does not have either.
+            with torch.autocast(device.type, enabled=False):
+                visit = Visit(latents=noise.to(device, backbone.dtype))
+                call |= {"prompt": [p.text for p in prompts], "output_type": "pt"}
+                if hasattr(pipeline, "prepare_latents"):  # whose result `visit` replaces
+                    call["generator"] = torch.Generator().manual_seed(0)
+                else:
+                    call["latents"] = visit.latents
+                with torch.no_grad():
+                    result = call_through(pipeline, visit, device, call)
+        return images_of(result).float().clamp(0, 1).cpu()
+
+
+@contextmanager
+def without_progress(pipeline: Any) -> Iterator[None]:
+    """Hide the progress bar of a pipeline's call inside the block."""
+    before = dict(getattr(pipeline, "_progress_bar_config", {}))
+    pipeline.set_progress_bar_config(disable=True)
+    try:
+        yield
+    finally:
+        pipeline.set_progress_bar_config(**before)
+
+
 def evaluation_file(folder: Path, step: int) -> Path:
     """Return where a run keeps what was measured after an iteration."""
     return folder / "evaluations" / f"step-{step:06d}.safetensors"
@@ -110,8 +159,8 @@ def evaluation_file(folder: Path, step: int) -> Path:
 class Evaluator:
     """Generates and scores one image of each of `prompts`, deterministically over `schedule`.
 
-    The k-th image of a prompt always has the same initial noise, also at other numbers of steps.
-    Raises RewardFailure when more than `max_invalid_fraction` of
+    The k-th image of a prompt always has the same initial noise, also at other numbers of steps
+    and in the pipeline's own call. Raises RewardFailure when more than `max_invalid_fraction` of
     the images lack a score of a trained reward.
     """
 
@@ -121,6 +170,7 @@ class Evaluator:
     specs: Sequence[RewardSpec]
     schedule: Schedule
     at_steps: Sequence[Schedule] = ()  # other numbers of steps, for whole evaluations
+    call: PipelineCall | None = None  # in place of the schedules' steps; their number stays
     seed: int
     batch_size: int
     decode_batch: int
@@ -186,7 +236,8 @@ class Evaluator:
         with runtime.raise_on_all(), steps or nullcontext():
             # All at once, so that offloaded encoders move once.
             prompts = [request.prompts[i] for i in request.prompt[share].tolist()]
-            self.text_cache.learn(prompts, self.batch_size)
+            if self.call is None:
+                self.text_cache.learn(prompts, self.batch_size)
             # In lockstep a process without a batch generates its last one again, or the first.
             batches = (share if len(share) else torch.zeros(1, dtype=torch.long)).split(size)
             for turn in range(turns):
@@ -228,6 +279,10 @@ class Evaluator:
         """
         rows = rows or min(self.batch_size, len(request.prompt))
         steps = len(self.schedule.sigmas) - 1
+        if self.call is not None:
+            noise = request.noise((), 0, "init", self.backbone.latent_shape())
+            prompts = [request.prompts[i] for i in request.prompt.tolist()]
+            return self.call(self.backbone, prompts, noise, steps).split(self.decode_batch)
         plan, cond = ode_plan(steps), self.text_cache(request.prompts)
         tree = sample_request(
             self.backbone, velocity, cond, request, plan, self.schedule, rows, calls

@@ -85,6 +85,10 @@ def test_every_exit_takes_the_run(finished, tmp_path):
     run("export", folder, "--to", "merged", "-o", tmp_path / "merged")
     merged = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "merged")
     assert abs(image(merged, call) - expected).max() <= 4
+    # Evaluation by the pipeline's own call, and the gallery.
+    deployed = config.evaluation.model_copy(update={"as_deployed": True})
+    (row,) = api.evaluate(config.model_copy(update={"evaluation": deployed}), lora=str(folder))
+    assert row["base"] != row["aligned"]
     run("gallery", folder, "--count", 1, "-o", tmp_path / "pages")
     # Files for diffusers and ComfyUI.
     run("export", folder, "--to", "diffusers", "-o", tmp_path / "lora")

@@ -39,6 +39,11 @@ def test_the_method_is_named_by_tree_objective_and_choice_of_candidates(tiny_con
     for explore, told in [
         ({"candidates": 9}, "4 of 9 candidates (Sol-RL)"),
         ({"candidates": 4}, "4 of 4 candidates"),
+        ({"candidates": 9, "select": "random"}, "4 of 9 candidates, chosen at random"),
+        (
+            {"candidates": 9, "select": "mean_deviation"},
+            "4 of 9 candidates, those furthest from the mean",
+        ),
     ]:
         explored = exploring(tiny_config, **explore)
         assert method_name(explored) == f"DiffusionNFT on {told}"

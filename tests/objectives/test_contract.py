@@ -32,6 +32,7 @@ STEPS = {
     "grpo": options.GRPOOptions(kl_coef=0.1, clip_nats=0.05),
     "grpo guard": options.GRPOOptions(ratio="normalised", step_weight="equal", kl_coef=0.1),
     "tempflow": options.GRPOOptions(step_weight="noise", kl_coef=0.1),
+    "spo": options.SPOOptions(tau=1e-3),
 }
 
 

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,14 @@ import torch
 
 import flowrl
 from flowrl.config import objectives as options
+from flowrl.config.validate import check_spo
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs, check_objective
+from flowrl.trees.plan import Fan, Step, TreePlan
+
+ODE, NOISY = Step(), Step(noise=True, train=True)
+TWICE = replace(NOISY, branch=2)
 
 
 def classes():
@@ -78,6 +84,16 @@ def test_components_get_their_options_and_the_rollouts_kernel():
 def test_options_that_cannot_work_are_refused():
     with pytest.raises(UserError, match="positive_words"):
         options.SRPOOptions(positive_words="good").build()
+    untrained = replace(TWICE, train=False)
+    for plan in (
+        TreePlan(4, (NOISY, NOISY, ODE)),
+        TreePlan(2, (untrained, NOISY, ODE)),
+        TreePlan(2, (ODE,) * 3, fans=(Fan(step=0, width=1),)),
+    ):
+        with pytest.raises(ValueError, match="spo"):
+            check_spo(plan)
+    check_spo(TreePlan(1, (TWICE, NOISY, ODE)))
+    check_spo(TreePlan(2, (ODE,) * 3, fans=(Fan(step=1, width=2),)))
 
 
 class OldSignature:

@@ -141,7 +141,7 @@ def test_candidates_without_a_score_are_not_ranked_and_are_counted(make_learner)
 
 def test_a_prompt_without_any_score_keeps_the_first_candidates_and_too_many_stop(make_learner):
     proxy = torch.tensor([math.nan] * 5)
-    assert fill_selection(proxy, 3).tolist() == [0, 1, 2]
+    assert fill_selection(proxy, 3, "best_worst", torch.Generator()).tolist() == [0, 1, 2]
     gone = Twofold(lambda bright: bright * math.nan, calls=9)
     with pytest.raises(UserError, match="18 of 18"):
         explorer(make_learner, gone).iterate(0)

@@ -53,11 +53,12 @@ def test_a_candidate_without_one_score_is_left_out_of_both():
     assert asdict(audit_ranks(broken[:1], lost[:1], 4)) == asdict(alone) | {"missing": 2}
 
 
-def test_perfect_and_reversed_candidates():
+@pytest.mark.parametrize("select", ["best_worst", "mean_deviation", "extremes_random", "random"])
+def test_perfect_and_reversed_candidates(select):
     true = scores()
-    perfect = audit_ranks(true.exp(), true, 24)
+    perfect = audit_ranks(true.exp() if select != "mean_deviation" else 2 * true, true, 24, select)
     assert [perfect.rho, perfect.contrast] == pytest.approx([1, 1])
-    reverse = audit_ranks(-true, true, 24)
+    reverse = audit_ranks(-true, true, 24, select)
     assert reverse.rho == pytest.approx(-1) and reverse.contrast < 0
 
 

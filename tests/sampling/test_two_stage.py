@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.sampling.two_stage import best_and_worst, select_candidates
+from flowrl.sampling.two_stage import SELECT_RULES, best_and_worst, select_candidates
 
 SCORES = st.lists(
     st.sampled_from([0.0, 0.25, 0.5, 1.0, math.nan, math.inf]) | st.floats(-3, 3, width=32),
@@ -14,8 +14,9 @@ SCORES = st.lists(
 )
 
 
-def chosen(proxy, keep):
-    return select_candidates(torch.tensor(proxy), keep).tolist()
+def chosen(proxy, keep, mode="best_worst", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return select_candidates(torch.tensor(proxy), keep, mode, generator).tolist()
 
 
 def test_the_best_and_the_worst_are_kept_one_more_of_the_worst_where_the_number_is_odd():
@@ -31,10 +32,29 @@ def test_of_equal_proxies_the_first_count_as_the_better_ones():
     assert chosen([0.0, 1.0, 1.0, 0.0, 1.0, 0.0], 2) == [1, 5]
 
 
+def test_those_furthest_from_the_mean_are_kept():
+    assert chosen([0.0, 0.4, 0.5, 0.6, 3.0], 2, "mean_deviation") == [0, 4]
+    assert chosen([0.0, 0.1, 0.1, 4.0, 4.2], 3, "mean_deviation") == [0, 3, 4]
+
+
+def test_extremes_are_kept_with_others_at_random():
+    found = {tuple(chosen(list(range(9)), 4, "extremes_random", seed)) for seed in range(40)}
+    assert len(found) > 5
+    assert all(kept[0] == 0 and kept[-1] == 8 for kept in found)
+    assert chosen([0.2, 0.1], 1, "extremes_random") == [0]
+
+
+def test_a_random_choice_reads_no_proxies():
+    assert chosen([0.1, 0.2, 0.3, 0.4], 2, "random") == chosen([4.0, 3.0, 2.0, 1.0], 2, "random")
+    assert len({tuple(chosen([0.0] * 6, 3, "random", seed)) for seed in range(200)}) == 20
+
+
 def test_candidates_without_a_proxy_are_never_kept():
-    assert chosen([math.nan, 0.1, math.inf, 0.2, -math.inf], 2) == [1, 3]
-    assert chosen([math.nan, 0.1, math.nan], 2) == [1]
-    assert chosen([math.nan, math.nan], 2) == []
+    for mode in SELECT_RULES:
+        assert chosen([math.nan, 0.1, math.inf, 0.2, 0.3], 2, mode) != []
+        assert set(chosen([math.nan, 0.1, math.inf, 0.2, -math.inf], 2, mode)) == {1, 3}
+        assert chosen([math.nan, 0.1, math.nan], 2, mode) == [1]
+        assert chosen([math.nan, math.nan], 2, mode) == []
 
 
 def test_more_than_there_are_cannot_be_kept():
@@ -43,10 +63,10 @@ def test_more_than_there_are_cannot_be_kept():
             chosen([0.1, 0.2, 0.3], keep)
 
 
-@given(SCORES, st.integers(1, 40))
-def test_the_kept_are_distinct_ascending_finite_and_as_many_as_can_be(proxy, keep):
+@given(SCORES, st.integers(1, 40), st.sampled_from(SELECT_RULES), st.integers(0, 9))
+def test_the_kept_are_distinct_ascending_finite_and_as_many_as_can_be(proxy, keep, mode, seed):
     keep = min(keep, len(proxy))
-    found = chosen(proxy, keep)
+    found = chosen(proxy, keep, mode, seed)
     finite = [i for i, score in enumerate(proxy) if math.isfinite(score)]
     assert found == sorted(set(found))
     assert set(found) <= set(finite)
@@ -56,7 +76,7 @@ def test_the_kept_are_distinct_ascending_finite_and_as_many_as_can_be(proxy, kee
 @given(SCORES, st.integers(1, 40))
 def test_no_other_is_better_than_the_best_or_worse_than_the_worst(proxy, keep):
     score = torch.tensor(proxy)
-    found = select_candidates(score, min(keep, len(proxy)))
+    found = select_candidates(score, min(keep, len(proxy)), "best_worst", torch.Generator())
     others = [i for i in range(len(proxy)) if i not in found.tolist() and math.isfinite(proxy[i])]
     if not others:
         return

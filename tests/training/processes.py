@@ -45,6 +45,7 @@ SCORED = {
     "grpo": ({"kind": "grpo"}, CHAINS),
     "tree": ({"kind": "grpo", "kl_coef": 0.1}, TREE),
     "two_stage": ({"kind": "grpo"}, TWO_STAGE),
+    "spo": ({"kind": "spo", "tau": 1e-3}, FAN),
     "nft": (NFT, ODE),
     "dpo": ({"kind": "dpo", "kl_coef": 0.1, "noising": {"count": 2}}, ODE),
     "kto": ({"kind": "kto", "noising": {"count": 2}}, ODE),

@@ -73,6 +73,7 @@ def test_the_key_changes_with_whatever_changes_the_base_images(tiny_config, load
         {"num_images": 4},
         {"prompts": "tiny:counting:test"},
         {"height": 32},
+        {"as_deployed": True},
         {"num_inference_steps": [2, 3]},
     ):
         assert key(evaluation=change) != plain, change
@@ -90,7 +91,7 @@ def test_evaluations_come_back_from_disk(evaluation, tmp_path):
         assert getattr(again, name) == getattr(evaluation, name)
 
 
-# --- other numbers of steps, other sizes ----------------------------------------------------------
+# --- other numbers of steps, other sizes, the pipeline's own call --------------------------------
 
 SETTINGS = {"prompts": "tiny:colors:test", "num_images": 3, "batch_size": 3}
 
@@ -131,6 +132,31 @@ def test_evaluated_images_have_a_size_of_their_own(make_evaluator, runtime):
     wide = make_evaluator(num_inference_steps=2, height=32, width=48)
     found = wide(wide.backbone.velocity, runtime)
     assert found.images.shape[1:] == (3, 32, 48)
+
+
+def test_as_deployed_is_the_pipelines_own_call_from_the_same_noise(make_evaluator, runtime):
+    options = {"num_inference_steps": 2, "guidance_scale": 3.0}
+    ours, called = (make_evaluator(**options, as_deployed=own) for own in (False, True))
+    own = ours(ours.backbone.velocity, runtime)
+    found = called(called.backbone.velocity, runtime)
+    # The same Euler steps in fp32, by other code.
+    torch.testing.assert_close(found.scores, own.scores, rtol=0, atol=1e-5)
+    request, backbone = called.request(), called.backbone
+    noise = request.noise((), 0, "init", backbone.latent_shape())
+    texts = [p.text for p in called.prompts]
+    call = {"num_inference_steps": 2, "guidance_scale": 3.0, "max_sequence_length": 12}
+    with torch.no_grad():
+        images = backbone.pipeline(texts, latents=noise, output_type="pt", **call).images
+    assert torch.equal(found.images, (images * 255).round().to(torch.uint8))
+    assert called.key != ours.key
+
+
+def test_as_deployed_needs_the_pipelines_text_encoders(tiny_config, load_tiny):
+    config = tiny_config(
+        evaluation=SETTINGS | {"as_deployed": True}, memory={"text_encoders": "free"}
+    )
+    with pytest.raises(UserError, match="as_deployed .* set memory.text_encoders to offload"):
+        build_evaluator(config, load_tiny(), [], ProvidedObjects())
 
 
 def scored(*rows: list[float], names=("a", "b")) -> Evaluation:
