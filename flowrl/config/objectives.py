@@ -389,6 +389,7 @@ REFL = "ImageReward, arXiv 2304.05977"
 DRAFT = "DRaFT, arXiv 2309.17400"
 ALIGNPROP = "AlignProp, arXiv 2310.03739"
 SRPO = "SRPO, arXiv 2509.06942"
+FLOWBP = "FlowBP, arXiv 2606.11075"
 ACTIVE = "Steps of each chain with a gradient, a forward each."
 
 
@@ -458,6 +459,44 @@ class SRPOOptions(RewardBackpropOptions):
         return 2
 
 
+class LeapAlignOptions(RewardBackpropOptions):
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.leap_align:LeapAlign"
+    title: ClassVar[str] = "LeapAlign"
+    kind: Literal["leap_align"] = option("leap_align", "Two leaps between states.", FLOWBP)
+
+    def forwards(self, steps: int) -> int:
+        return 2
+
+
+class FlowBPSparseOptions(RewardBackpropOptions):
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.flowbp:FlowBPSparse"
+    title: ClassVar[str] = "FlowBP-Sparse"
+    kind: Literal["flowbp_sparse"] = option("flowbp_sparse", "A few steps, each alone.", FLOWBP)
+    steps: Count = option(4, ACTIVE, f"4 of 25 in {FLOWBP}; 3 in DRTune, arXiv 2405.00760")
+
+    def forwards(self, steps: int) -> int:
+        return min(self.steps, steps)
+
+
+class FlowBPBridgeOptions(RewardBackpropOptions):
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.flowbp:FlowBPBridge"
+    title: ClassVar[str] = "FlowBP-Bridge"
+    kind: Literal["flowbp_bridge"] = option("flowbp_bridge", "A few steps around a state.", FLOWBP)
+    steps: Annotated[Count, Field(ge=2)] = option(5, ACTIVE, f"5 of 25 in {FLOWBP}")
+
+    def forwards(self, steps: int) -> int:
+        return min(self.steps, steps)
+
+
+class FlowBPLagrangeOptions(RewardBackpropOptions):
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.leap_align:FlowBPLagrange"
+    title: ClassVar[str] = "FlowBP-Lagrange"
+    kind: Literal["flowbp_lagrange"] = option("flowbp_lagrange", "Leaps of higher order.", FLOWBP)
+
+    def forwards(self, steps: int) -> int:
+        return min(4, steps)  # two velocities of each leap
+
+
 class CustomObjectiveOptions(ObjectiveOptions):
     title: ClassVar[str] = "a custom objective"
     states: ClassVar[str] = "any"
@@ -493,7 +532,8 @@ def _grpo_unless_named(value: Any) -> Any:
 Objective = Annotated[
     GRPOOptions | SPOOptions | NFTOptions | DPOOptions | GDROOptions | LAIROptions | DGPOOptions
     | KTOOptions | AWMOptions | RWROptions | SFTOptions | ReFLOptions | DRaFTOptions
-    | DRaFTLVOptions | AlignPropOptions | SRPOOptions | CustomObjectiveOptions,
+    | DRaFTLVOptions | AlignPropOptions | SRPOOptions | LeapAlignOptions | FlowBPSparseOptions
+    | FlowBPBridgeOptions | FlowBPLagrangeOptions | CustomObjectiveOptions,
     Field(discriminator="kind"),
     BeforeValidator(_grpo_unless_named),
 ]  # fmt: skip

@@ -223,6 +223,11 @@ class Trajectories:
         """Return the states of chains `row` before steps `step`, both (n,) long. (n, *latent)"""
         return at_least_fp32(self.x[row, step])
 
+    def velocity(self, row: Tensor, step: Tensor) -> Tensor:
+        """Return each step's velocity from the states before and after it. (n, *latent)"""
+        moved = self.at(row, step + 1) - self.at(row, step)
+        return moved / self.dt[step].view(-1, *[1] * (moved.ndim - 1))
+
     def take(self, rows: Tensor) -> "Trajectories":
         """Return the chains of `rows` (n,) long."""
         names = ("x", "prompt", "group", "image", "forwards")

@@ -60,7 +60,8 @@ OBJECTIVES |= {
 }
 FOLLOWED = {
     "refl": {}, "draft": {"steps": 2, "kl_coef": 0.1}, "draft_lv": {}, "srpo": {},
-    "align_prop": {},
+    "align_prop": {}, "leap_align": {}, "flowbp_sparse": {"steps": 2},
+    "flowbp_bridge": {"steps": 2}, "flowbp_lagrange": {},
 }  # fmt: skip
 OBJECTIVES |= {
     kind: {"objective": {"kind": kind} | changes, "rollout": ODE | {"group_size": 2}} | COLORS

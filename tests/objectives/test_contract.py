@@ -26,6 +26,10 @@ CHAINS = {
     "draft_lv": options.DRaFTLVOptions(),
     "align_prop": options.AlignPropOptions(),
     "srpo": options.SRPOOptions(positive_words="good", negative_words="rather bad"),
+    "leap_align": options.LeapAlignOptions(),
+    "flowbp_sparse": options.FlowBPSparseOptions(steps=3),
+    "flowbp_bridge": options.FlowBPBridgeOptions(steps=4),
+    "flowbp_lagrange": options.FlowBPLagrangeOptions(),
 }
 PATHS = pytest.mark.parametrize("name", CHAINS)
 STEPS = {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 import flowrl
 from flowrl.config import objectives as options
@@ -84,6 +85,8 @@ def test_components_get_their_options_and_the_rollouts_kernel():
 def test_options_that_cannot_work_are_refused():
     with pytest.raises(UserError, match="positive_words"):
         options.SRPOOptions(positive_words="good").build()
+    with pytest.raises(ValidationError):
+        options.FlowBPBridgeOptions(steps=1)
     untrained = replace(TWICE, train=False)
     for plan in (
         TreePlan(4, (NOISY, NOISY, ODE)),

@@ -37,18 +37,24 @@ def rollout(plan=ODE, dtype=torch.float32) -> Rollout:
     return rollout_of(tree, reward, cond, prompts=("a", "b", "c"), seed=5)
 
 
-def test_a_chain_holds_its_states_in_32_bits():
+def test_a_chain_holds_its_states_and_velocities_in_32_bits():
+    # A chain holds all states and the velocities between them.
     batch = Trajectories.from_rollout(rollout())
     assert batch.x.shape == (PROMPTS * GROUP, STEPS + 1, D) and batch.steps == STEPS
     assert torch.equal(batch.x0, batch.x[:, -1]) and batch.seed == 5
-    step = torch.tensor([0, 3, 2])
+    row, step = torch.tensor([0, 3, 5]), torch.tensor([0, 3, 2])
+    x = batch.at(row, step)
+    expected = velocity(x, None, batch.prompt[row])
+    torch.testing.assert_close(batch.velocity(row, step), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(batch.sigma(step), torch.tensor([1.0, 0.25, 0.5]))
     assert torch.equal(batch.dt, torch.full((STEPS,), -0.25))
     # States of 16 bits are widened when they are used.
     batch = Trajectories.from_rollout(rollout(dtype=torch.bfloat16))
     row = torch.tensor([0])
     assert batch.x.dtype == torch.bfloat16
-    assert {batch.x0.dtype, batch.at(row, row).dtype} == {torch.float32}
+    assert {batch.x0.dtype, batch.at(row, row).dtype, batch.velocity(row, row).dtype} == {
+        torch.float32
+    }
 
 
 def test_images_without_a_reward_and_of_other_processes_are_left_out():

@@ -3,14 +3,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.config.objectives import DRaFTOptions, SRPOOptions
+from flowrl.config.objectives import DRaFTOptions, FlowBPBridgeOptions, SRPOOptions
 from flowrl.objectives.base import Models
 from flowrl.objectives.reward_backprop.decoder import RewardGradient
 from flowrl.sampling.rollout import Timer
 
 OBJECTIVES = {  # a renoised image; a chain with the pull to the reference
     "srpo": SRPOOptions(),
-    "draft": DRaFTOptions(steps=3, kl_coef=1e-3),
+    "flowbp_bridge": FlowBPBridgeOptions(steps=3, kl_coef=1e-3),
 }
 
 

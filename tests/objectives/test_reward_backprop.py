@@ -1,5 +1,6 @@
 """Objectives on the reward's gradient against autograd through chains that are written out."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +17,7 @@ from toy_chains import (
     loss_of,
     only,
     reward_of,
+    straight_through,
     velocity,
     with_seed,
 )
@@ -23,11 +25,12 @@ from toy_chains import (
 from flowrl.config import objectives as options
 from flowrl.errors import UserError
 from flowrl.objectives.noising import noised
-from flowrl.objectives.reward_backprop import draft, refl, srpo
+from flowrl.objectives.reward_backprop import draft, flowbp, leap_align, refl, srpo
 from flowrl.objectives.reward_backprop.base import (
     chances,
     fresh_noise,
     tangent,
+    uniform_pairs,
 )
 
 F64 = torch.float64
@@ -59,19 +62,24 @@ def test_random_numbers_belong_to_the_image_and_the_seed():
     assert not torch.equal(noise[:, 0], noise[:, 1])
     for other in (chances(batch, "pair", 3), chances(with_seed(batch, 1), "step", 3)):
         assert not torch.equal(chances(batch, "step", 3), other)
+    many = chains(Toy(), steps=3, count=1500)
+    pairs = list(zip(*(t.tolist() for t in uniform_pairs(many)), strict=True))
+    for pair in ((0, 1), (0, 2), (1, 2)):
+        assert pairs.count(pair) / 1500 == pytest.approx(1 / 3, abs=0.05)
 
 
 def test_the_penalty_is_the_velocity_distance_and_has_its_gradient():
     toy, other = Toy(), Toy(seed=1)
-    batch = chains(toy)
-    x, sigma = batch.x[:, -2], batch.sigmas[-2].expand(N)
-    cond = batch.cond.take(batch.prompt)
+    batch = chains(toy, forwards=5)
+    rows = torch.arange(N).repeat_interleave(5)
+    x, sigma = batch.x[:, :-1].flatten(0, 1), batch.sigmas[:-1].repeat(N)
+    cond = batch.cond.take(batch.prompt[rows])
     kl = (toy(x, sigma, cond) - other(x, sigma, cond).detach()).square().mean()
-    one_step = options.DRaFTOptions(steps=1)
+    sparse = options.FlowBPSparseOptions(steps=5)
     loss, metrics = loss_of(
-        one_step.model_copy(update={"kl_coef": 0.5}).build(), toy, batch, reference=other
+        sparse.model_copy(update={"kl_coef": 0.5}).build(), toy, batch, reference=other
     )
-    free = loss_of(one_step.build(), toy, batch)[0]
+    free = loss_of(sparse.build(), toy, batch)[0]
     assert_same(metrics["policy/kl"], kl.detach())
     assert_same(gradient(loss, toy), gradient(free, toy) + gradient(0.5 * kl, toy))
 
@@ -141,6 +149,149 @@ def test_draft_lv_is_the_mean_gradient_over_its_copies():
         losses.append(-reward_of(x - t[:, None] * velocity(toy, batch, x, T - 1), batch.prompt))
     expected = gradient(torch.cat(losses).mean(), toy)
     assert_same(gradient(loss_of(objective, toy, batch)[0], toy), expected)
+
+
+# --- FlowBP and LeapAlign -----------------------------------------------------------------------
+
+
+def test_sparse_steps_are_these_velocities_times_the_gain():
+    toy = Toy()
+    batch, length = chains(toy), -chains(toy).sigmas.diff()
+    whole = loss_of(options.FlowBPSparseOptions(steps=T).build(), toy, batch)[0]
+    assert_same(gradient(whole, toy), gradient(full(toy, batch, jacobians=False), toy))
+    objective, parts = options.FlowBPSparseOptions(steps=2).build(), []
+    for n, steps in enumerate(objective.active(batch).tolist()):
+        one = only(batch, n)
+        gain = 1 + 0.5 * (1 / length[steps].sum() - 1)
+        moved = sum(-length[i] * velocity(toy, one, one.x[:, i], i) for i in steps)
+        x0 = straight_through(gain * moved, one.x[:, -1])
+        parts.append(gradient(-reward_of(x0, one.prompt).mean(), toy))
+    assert_same(gradient(loss_of(objective, toy, batch)[0], toy), mean_of(parts))
+    first, second = (objective.active(with_seed(batch, s)) for s in (1, 2))
+    assert not torch.equal(first, second)
+
+
+def test_later_steps_are_chosen_more_often_one_by_one():
+    u = torch.rand(40_000, 3, generator=torch.Generator().manual_seed(0))
+    p = torch.tensor([1.0, 2.0, 5.0], dtype=F64) / 8
+    found = flowbp.weighted_choice(u, 8 * p, 2)
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        expected = (p[i] * p[j] * (1 / (1 - p[i]) + 1 / (1 - p[j]))).item()
+        share = (found == torch.tensor([i, j])).all(1).double().mean().item()
+        assert share == pytest.approx(expected, abs=0.01)
+    counts = flowbp.late_steps(u[:2000], 1, 2.0).flatten().bincount(minlength=3).double() / 2000
+    expected = torch.tensor([1.0, 4.0, 9.0]).double() / 14
+    torch.testing.assert_close(counts, expected, rtol=0, atol=0.04)
+
+
+@pytest.mark.parametrize("nested", [0.0, 0.5, 1.0])
+def test_a_bridge_is_autograd_through_its_one_nested_velocity(nested, monkeypatch):
+    monkeypatch.setattr(flowbp, "NESTED", nested)
+    toy, objective, parts = Toy(), options.FlowBPBridgeOptions(steps=4).build(), []
+    batch, dt = chains(toy), chains(toy).sigmas.diff()
+    j, active = objective.active(batch)
+    for n, steps in enumerate(active.tolist()):
+        one, at = only(batch, n), int(j[n])
+        early, late = [i for i in steps if i < at], [i for i in steps if i >= at]
+        assert early and late[0] == at and len(set(steps)) == 4
+        moved = sum(dt[i] * velocity(toy, one, one.x[:, i], i) for i in early)
+        x_j = straight_through(moved, one.x[:, at])
+        seen = nested * x_j + (1 - nested) * x_j.detach()
+        states = {i: seen if i == at else one.x[:, i] for i in late}
+        moved = sum(dt[i] * velocity(toy, one, x, i) for i, x in states.items())
+        x0 = straight_through(x_j + moved, one.x[:, -1])
+        parts.append(gradient(-reward_of(x0, one.prompt).mean(), toy))
+    assert_same(gradient(loss_of(objective, toy, batch)[0], toy), mean_of(parts))
+
+
+def test_steps_are_shared_out_by_length_and_both_sides_get_some():
+    for total in range(2, 9):
+        for count in range(2, total + 1):
+            for at in range(1, total):
+                before, after = flowbp.shared_out(count, at, total)
+                assert before + after == count
+                assert 1 <= before <= at and 1 <= after <= total - at
+    assert flowbp.shared_out(5, 15, 25) == (3, 2) and flowbp.shared_out(5, 1, 25) == (1, 4)
+
+
+def leap(toy, one, start, end, x, objective):
+    steps = leap_align.even_supports(start, end, objective.SUPPORTS)
+    ends = one.sigmas[start], one.sigmas[end]
+    weights = leap_align.lagrange_weights(one.sigmas[steps], *ends).tolist()
+    moved, nested, share = x, objective.NESTED, objective.SUPPORT_COEF
+    for place, (i, weight) in enumerate(zip(steps, weights, strict=True)):
+        if place == 0:
+            v = velocity(toy, one, nested * x + (1 - nested) * x.detach(), i)
+        elif place < objective.ACTIVE:
+            v = velocity(toy, one, one.x[:, i], i)
+            v = share * v + (1 - share) * v.detach()
+        else:
+            v = (one.x[:, i + 1] - one.x[:, i]) / (one.sigmas[i + 1] - one.sigmas[i])
+        moved = moved + weight * v
+    return moved
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        options.LeapAlignOptions(),
+        options.FlowBPLagrangeOptions(),
+    ],
+)
+def test_leaps_are_autograd_through_two_predicted_states(section):
+    toy, objective, losses = Toy(), section.build(), []
+    batch, floor = chains(toy), objective.DISTANCE_FLOOR
+    for n, (k, j) in enumerate(zip(*(t.tolist() for t in objective.pairs(batch)), strict=True)):
+        one = only(batch, n)
+        x_j = leap(toy, one, k, j, one.x[:, k], objective)
+        first = (x_j - one.x[:, j]).abs().mean().detach()
+        x_j = straight_through(x_j, one.x[:, j])
+        x_0 = leap(toy, one, j, batch.steps, x_j, objective)
+        second = (x_0 - one.x[:, -1]).abs().mean().detach()
+        x_0 = straight_through(x_0, one.x[:, -1])
+        weight = 1 / (first.clamp(min=floor) + second.clamp(min=floor))
+        losses.append(-weight * reward_of(x_0, one.prompt))
+    expected = torch.cat(losses).mean()
+    loss, _ = loss_of(objective, toy, batch)
+    assert_same(loss.detach(), expected.detach())
+    assert_same(gradient(loss, toy), gradient(expected, toy))
+
+
+def test_leaps_over_two_steps_are_a_mixture_of_both_back_propagations():
+    """Both leaps are the chain's own steps, their distance 0 and the weight 1 / (2 floor)."""
+    toy = Toy()
+    batch, objective = chains(toy, steps=2), options.LeapAlignOptions().build()
+    whole = gradient(full(toy, batch), toy)
+    linear = gradient(full(toy, batch, jacobians=False), toy)
+    loss, metrics = loss_of(objective, toy, batch)
+    assert_same(gradient(loss, toy), 5 * (0.3 * whole + 0.7 * linear))
+    assert metrics["path/leap_distance"].item() == pytest.approx(0, abs=1e-12)
+    assert metrics["path/leap_weight"].item() == pytest.approx(5)
+
+
+def test_dirichlet_pairs_are_steps_in_order():
+    law = options.FlowBPLagrangeOptions().build()
+    for steps in [2, 3, 5, 25]:
+        pairs = np.array([law.pair(seed, steps) for seed in range(300)])
+        k, j = pairs.T
+        assert (k >= 0).all() and (k < j).all() and (j < steps).all()
+        assert (steps - j <= max(1, 0.4 * steps)).all()
+    assert (j - k).mean() == pytest.approx(25 * 6 / 10.5, abs=1.0)
+
+
+times = st.lists(st.integers(0, 20), min_size=1, max_size=5, unique=True)
+
+
+@given(times, st.integers(0, 20), st.integers(0, 20), st.data())
+def test_lagrange_weights_are_exact_below_their_order(support, start, end, data):
+    power = data.draw(st.integers(0, len(support) - 1))
+    at, a, b = (torch.tensor(t, dtype=F64) / 20 for t in (support, start, end))
+    integral = (b ** (power + 1) - a ** (power + 1)) / (power + 1)
+    found = (leap_align.lagrange_weights(at, a, b) * at**power).sum()
+    assert found.item() == pytest.approx(integral.item(), abs=1e-8)
+    steps = leap_align.even_supports(start, start + end + 1, len(support))
+    assert len(steps) == min(len(support), end + 1) and steps[0] == start
+    assert steps == sorted(set(steps)) and steps[-1] <= start + end
 
 
 # --- SRPO ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import toy_rollout
 from flowrl.functional.noise import noise_seed
 from flowrl.objectives.base import Models
 from flowrl.objectives.batches import Trajectories
+from flowrl.objectives.reward_backprop.base import tangent
 from flowrl.trajectory import Conditioning, Rollout, Tree
 
 D, T, N, PROMPTS = 3, 5, 6, 2
@@ -95,10 +96,11 @@ def velocity(toy, batch, x, step: int, rows=None):
     return toy(x, batch.sigmas[step].expand(len(x)), batch.cond.take(batch.prompt[rows]))
 
 
-def full(toy, batch, first: int = 0):
+def full(toy, batch, first: int = 0, jacobians: bool = True):
     x = batch.x[:, first]
     for i in range(first, batch.steps):
-        x = x + (batch.sigmas[i + 1] - batch.sigmas[i]) * velocity(toy, batch, x, i)
+        seen = x if jacobians else x.detach()
+        x = x + (batch.sigmas[i + 1] - batch.sigmas[i]) * velocity(toy, batch, seen, i)
     return -reward_of(x, batch.prompt).mean()
 
 
@@ -108,6 +110,10 @@ def only(batch: Trajectories, row: int) -> Trajectories:
 
 def assert_same(a, b, atol=1e-12):
     torch.testing.assert_close(a, b, rtol=1e-10, atol=atol)
+
+
+def straight_through(surrogate, value):
+    return value.detach() + tangent(surrogate)
 
 
 def with_seed(batch: Trajectories, seed: int) -> Trajectories:

@@ -64,6 +64,10 @@ FOLLOWED = {  # along the reward's gradient
     "draft_lv": {},
     "align_prop": {},
     "srpo": {},
+    "leap_align": {},
+    "flowbp_sparse": {"steps": 2},
+    "flowbp_bridge": {"steps": 2},
+    "flowbp_lagrange": {},
 }
 CASES = [*SCORED, *FOLLOWED, "stored"]
 # Policy, old policy, reference and average, over recomputed blocks.

@@ -13,6 +13,7 @@ from flowrl.functional.gaussian import velocity_kl
 from flowrl.functional.noise import keyed_noise, keyed_uniform, noise_seed
 from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.batches import Trajectories, at_least_fp32
+from flowrl.objectives.noising import without_replacement
 from flowrl.trajectory import Metrics, Rollout
 
 
@@ -129,3 +130,10 @@ def fresh_noise(batch: Trajectories, role: str, copies: int = 1) -> Tensor:
     """Return standard normal noise. (N * copies, *latent)"""
     noise = keyed_noise(seeds(batch, role, copies), batch.x.shape[2:], device=batch.x.device)
     return noise.to(batch.dt.dtype)
+
+
+def uniform_pairs(batch: Trajectories) -> tuple[Tensor, Tensor]:
+    """Return two different steps k < j of each chain, every pair alike. (N,), (N,) long"""
+    numbers = torch.arange(batch.steps, device=batch.x.device)
+    pair = without_replacement(chances(batch, "pair", 2), numbers).sort(1).values
+    return pair[:, 0], pair[:, 1]
