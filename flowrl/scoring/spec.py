@@ -78,7 +78,7 @@ class RewardSpec:
             present = all(key in metadata for key in getattr(self.reward, "required_metadata", ()))
             if test is None or not present:
                 return present
-            with contained_settings(self.name):
+            with contained_settings(self.name, generators=False):
                 return bool(test(prompt, metadata))
         except Exception as error:
             expected = isinstance(error, UserError)
@@ -271,7 +271,7 @@ def check_judges(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -
         check = getattr(spec.reward, "check", None)
         try:
             if check is not None and spec.applies(p.text, p.metadata):
-                with contained_settings(spec.name):
+                with contained_settings(spec.name, generators=False):
                     check(p.text, p.metadata)
         except UserError:
             raise

@@ -111,12 +111,13 @@ _before_calls: dict[str, Any] = {}
 
 
 @contextmanager
-def contained_settings(name: str) -> Iterator[None]:
-    """Restore settings after code of the reward `name`; in the main thread, generators too.
+def contained_settings(name: str, *, generators: bool = True) -> Iterator[None]:
+    """Restore settings after code of the reward `name`. A changed setting is reported once.
 
-    A changed setting is reported once. In the main thread the generators of Python, NumPy and torch
-    get a new seed for the block, drawn from Python's: code that seeds them, or draws from them,
-    does not shift what is drawn outside.
+    Args:
+        generators: In the main thread, also give the generators of Python, NumPy and torch a new
+            seed for the block, drawn from Python's: code that seeds them, or draws from them, does
+            not shift what is drawn outside. It takes milliseconds.
     """
     global _open_calls
     in_main = threading.current_thread() is threading.main_thread()
@@ -126,7 +127,7 @@ def contained_settings(name: str) -> Iterator[None]:
         if not _open_calls:
             _before_calls.update({setting: read() for setting, (read, _) in OF_PROCESS.items()})
         _open_calls += 1
-    with _seeded_generators() if in_main else nullcontext():
+    with _seeded_generators() if in_main and generators else nullcontext():
         try:
             yield
         finally:
