@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator
+from flowrl.errors import UserError
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation, compare
