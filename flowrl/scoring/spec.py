@@ -42,6 +42,7 @@ BUILT_IN = {
     "preference": "flowrl_rewards.preference:Preference",
     "tiny_colors": "flowrl_rewards.tiny_colors:TinyColors",
     "tiny_judge": "flowrl_rewards.tiny_judge:TinyJudge",
+    "tiny_proxy": "flowrl_rewards.tiny_proxy:TinyProxy",
     "tiny_quality": "flowrl_rewards.tiny_quality:TinyQuality",
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from flowrl_rewards.tiny_proxy import WEIGHTS, ProxyNetwork, request_numbers
 from safetensors.torch import save
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from flowrl.tiny.world import GENEVAL_TAGS, Prompt, altered, split_prompts
 from flowrl.utils.files import write_bytes
 from scripts.pretrain_tiny.fit import fit, generator_at
 from scripts.pretrain_tiny.judge import mild
-from scripts.pretrain_tiny.tiny_proxy import WEIGHTS, ProxyNetwork, request_numbers
 
 
 def example(rng: random.Random, tag: str, split: str) -> tuple[np.ndarray, Prompt, float]:

@@ -41,7 +41,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         },
         "rollout": FANS,
     },
-    "spo": {"objective": {"kind": "spo", "tau": 1e-3}, "rollout": TREE},
+    "spo": {"objective": {"kind": "spo", "tau": 1e-6}, "rollout": TREE},
     "gdro on a tree": {"objective": {"kind": "gdro"}, "rollout": TREE},
     "online dpo": {"objective": {"kind": "dpo", "anchor_every": 2}, "rollout": ODE},
     "gdro, top-1": {"objective": {"kind": "gdro", "form": "top1"}, "rollout": ODE},

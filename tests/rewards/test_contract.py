@@ -20,7 +20,7 @@ OBJECT = {"tag": "colors", "include": [{"class": "square", "count": 1, "color": 
 SIZES = ((32, 32), (40, 56))
 OFFLINE = (
     "geneval ocr diversity compressibility incompressibility brightness tiny_colors tiny_quality "
-    "tiny_judge"
+    "tiny_judge tiny_proxy"
 ).split()
 NETWORKS = ("pickscore", "clipscore", "hpsv2", "aesthetic", "imagereward", "hpsv3")
 JUDGES = ("vlm_judge", "vlm_questions", "pairwise")

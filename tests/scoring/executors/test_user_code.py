@@ -60,7 +60,7 @@ CHANGES = {  # by the name in the warning: a change, and what reads the setting
 }  # fmt: skip
 IN_MAIN = {  # of calls in the main thread alone
     "signal.SIGINT": (
-        lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        lambda: signal.signal(signal.SIGINT, lambda *_: None),
         lambda: signal.getsignal(signal.SIGINT),
     ),
     "logging.disable": (

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from flowrl_rewards.detectors.tiny_shapes import SHAPES
-from flowrl_rewards.fixtures import fixture, quarters
-from flowrl_rewards.networks.loading import small_network
-from flowrl_rewards.tiny_palette import COLORS
 from torch import Tensor, nn
+
+from .detectors.tiny_shapes import SHAPES
+from .fixtures import fixture, quarters
+from .networks.loading import small_network
+from .tiny_palette import COLORS
 
 SIDE = 64  # pixels
 PLACES = ("top left", "top right", "bottom left", "bottom right")
