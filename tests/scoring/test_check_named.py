@@ -10,7 +10,7 @@ from flowrl.scoring.spec import BUILT_IN, load_reward
 
 OFFLINE = (
     "geneval ocr diversity compressibility incompressibility brightness tiny_colors "
-    "tiny_quality tiny_judge"
+    "tiny_quality tiny_judge tiny_proxy"
 ).split()
 LACKING = {  # what the others say on a machine without weights, packages and servers
     "pickscore": "run `hf download yuvalkirstain/PickScore_v1",
