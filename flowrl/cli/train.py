@@ -146,8 +146,8 @@ def train(
         from flowrl.training.resume import AUTO
         from flowrl.utils.launching import end_with_launcher
 
-    if os.environ.get("RANK", "0") == "0":
-        check_machine(config, insist=yes)
+        if os.environ.get("RANK", "0") == "0":
+            check_machine(config, insist=yes)
     words = [*(words or []), *["--yes"] * yes]
     if gpus is not None and _started(gpus, config, words, resume, accept_changes):
         return
