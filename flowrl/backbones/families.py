@@ -38,7 +38,7 @@ class Family:
     # Guidance "off", without a second forward; None where the number is an input of the network.
     unguided: float | None = 1.0
     call: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the call
-    # Components that are left out, since training cannot have them.
+    # Components that are left out: their guidance depends on earlier steps.
     without: tuple[str, ...] = ()
 
 
@@ -151,7 +151,7 @@ REFUSED = {
     "Sprint|LCM|LatentConsistency": "samples in a few steps by another rule than a flow",
     "Audio|Music|AceStep": "makes sound",
     "StableDiffusionXL|StableDiffusionPipeline|PixArt|Kolors|HunyuanDiT|Kandinsky3|StableCascade|"
-    "Wuerstchen|^IF": ("removes noise, where flowrl trains pipelines that sample a flow"),
+    "Wuerstchen|^IF": "removes noise, where flowrl trains pipelines that sample a flow",
 }
 
 # How names on the Hub begin, the licence, and its file, as the cards of these repositories say;
