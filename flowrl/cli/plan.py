@@ -63,7 +63,7 @@ def plan(
     """
     from flowrl.config import load_config
 
-    with starting():
+    with starting(), without_garbage_collection():
         from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
         from flowrl.planning.rewards import judge_requests
 

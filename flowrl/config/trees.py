@@ -45,6 +45,7 @@ class TreeOptions(Options):
     # What its paper or code has under objective.advantage where it differs from the defaults, and
     # the scale in any case, since recipes set another.
     credit: ClassVar[str] = ""
+    static: ClassVar[bool] = False  # every iteration has the same plan
 
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
         """Return what one rollout of an iteration does. Raises PlanError for what cannot work."""
@@ -60,7 +61,7 @@ class TreeOptions(Options):
         return arguments
 
     def _fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in type(self).model_fields if name != "kind"}
+        return {name: value for name, value in self if name != "kind"}
 
 
 @functools.lru_cache(maxsize=1024)  # a recipe's check plans every iteration, and few differ
@@ -72,6 +73,7 @@ class ODEOptions(TreeOptions):
     """Independent chains without noise: the pipeline's own sampler."""
 
     title: ClassVar[str] = "GRPO"
+    static: ClassVar[bool] = True
     kind: Literal["ode"] = option(
         "ode", "Independent chains without noise, for objectives that learn from images."
     )
@@ -82,6 +84,7 @@ class FlowGRPOOptions(TreeOptions):
 
     title: ClassVar[str] = "Flow-GRPO"
     credit: ClassVar[str] = "{scale: global}"
+    static: ClassVar[bool] = True
     kind: Literal["flow_grpo"] = option("flow_grpo", "Independent chains.", FLOW_GRPO)
 
 
@@ -129,6 +132,7 @@ class BranchGRPOOptions(SiblingOptions):
 
     title: ClassVar[str] = "BranchGRPO"
     credit: ClassVar[str] = "{scope: depth, scale: std, ddof: 1, floor: 1e-8}"
+    static: ClassVar[bool] = True
     kind: Literal["branch_grpo"] = option("branch_grpo", "Trees, all stochastic.", BRANCH_GRPO)
     branch: Branch = option(2, "Children at a split.", BRANCH_GRPO)
     splits: Steps = option([0, 3, 6, 9], SPLITS, f"{BRANCH_GRPO}: dense")
@@ -144,6 +148,7 @@ class BranchGRPOMixOptions(BranchGRPOOptions):
 
     title: ClassVar[str] = "BranchGRPO-Mix"
     credit: ClassVar[str] = "{scope: depth, scale: std, ddof: 1, floor: 1e-8}"
+    static: ClassVar[bool] = False
     kind: Literal["branch_grpo_mix"] = option(
         "branch_grpo_mix", "Trees, stochastic at the splits and in a window.", BRANCH_GRPO
     )
