@@ -38,6 +38,7 @@ class Family:
     # Guidance "off", without a second forward; None where the number is an input of the network.
     unguided: float | None = 1.0
     call: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the call
+    output: str = "images"  # where the images are in the result of the call, as Python
     # Components that are left out: their guidance depends on earlier steps.
     without: tuple[str, ...] = ()
 
@@ -129,6 +130,8 @@ FAMILIES: dict[str, Family] = {
         lora_targets=tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
     ),
     "Krea2Pipeline": Family(name="krea2", unguided=0.0),
+    "Kandinsky5T2IPipeline": Family(name="kandinsky5", output="image"),
+    "WanPipeline": Family(name="wan", output="frames[0]"),
     # The default schedule is a list as long as the steps.
     "Ideogram4Pipeline": Family(name="ideogram4", call={"guidance_schedule": None}),
     # Its guider begins at a step and carries momentum.
@@ -150,6 +153,9 @@ REFUSED = {
     "Cosmos": "has a schedule that is no straight line from noise to image",
     "Sprint|LCM|LatentConsistency": "samples in a few steps by another rule than a flow",
     "Audio|Music|AceStep": "makes sound",
+    "PRXPixel": "makes images without an autoencoder",
+    "DreamLite": "takes one prompt a call",
+    "GlmImage": "draws tokens of the image by a language model in each call",
     "StableDiffusionXL|StableDiffusionPipeline|PixArt|Kolors|HunyuanDiT|Kandinsky3|StableCascade|"
     "Wuerstchen|^IF": "removes noise, where flowrl trains pipelines that sample a flow",
 }

@@ -167,6 +167,17 @@ OVERRIDES: dict[str, Override] = {
         {"text_encoder_dim": 4, "joint_attention_dim": 8},
         {"text_encoder": {"vocab_size": 128_001, "hidden_size": 4}},
     ),
+    "BriaFibo2Pipeline": Override(
+        {
+            "cap_feat_dim": 3 * TEXT_WIDTH,
+            "injection_layer_ids": (1,),
+            "min_num_gist_tokens": 4,
+            "max_num_gist_tokens": 8,
+            "gist_step": 2,
+            "in_channels": 4,
+        },
+        {"text_encoder": {"num_hidden_layers": 36}},
+    ),
     "OmniGenPipeline": Override(
         {
             "vocab_size": VOCABULARY,

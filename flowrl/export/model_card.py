@@ -27,6 +27,7 @@ LOADERS = {
     f"{{folder!r}}, prefix=None, weight_name={FILE!r})",
     "flowrl": "load_lora(pipe, {folder!r})",
 }
+PROMPT = "a photo of a cat"  # of the code, where a card has no images
 WIDGETS = 4
 GRID = 8
 WIDGET_SIDE = 256  # pixels: smaller images are enlarged, else the Hub blurs them
@@ -41,7 +42,7 @@ class Card:
     load_from: str  # Python: the argument of from_pretrained, for example a quoted Hub id
     imports: str = ""  # Python lines that `load_from` needs
     loader: str = "pipeline"  # what loads the LoRA, see LOADERS
-    output: str = "images"  # the field of the call's result that holds the images
+    output: str = "images"  # where the images are in the call's result
     dtype: str = "fp32"  # torch's in short: fp32, bf16, fp16
     call: Mapping[str, int | float | str] = field(default_factory=dict)  # pipe(prompt, **call)
     license: Licence | None  # as the base model has it
@@ -118,7 +119,7 @@ def widgets(card: Card) -> list[GalleryRow]:
 
 def loading_code(folder: Path, card: Card) -> str:
     """Return Python that loads base and LoRA, and generates the first prompt."""
-    prompt = card.rows[0].prompt if card.rows else "a photo of a cat"
+    prompt = card.rows[0].prompt if card.rows else PROMPT
     arguments = [f"prompt={prompt!r}", *(f"{name}={value!r}" for name, value in card.call.items())]
     imports = ["from diffusers import DiffusionPipeline", *card.imports.splitlines()]
     if card.loader == "flowrl":

@@ -9,7 +9,6 @@ from typing import Any
 
 from flowrl.assembly.backbone import FILE as TRAINING
 from flowrl.assembly.backbone import call_settings
-from flowrl.backbones.families import family_of
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import TINY
 from flowrl.backbones.lora_files import FILE as LORA
@@ -194,8 +193,8 @@ def card(
     built_in = p.path in TINY
     on_hub = not built_in and is_hub_name(p.path)
     options = f", revision={p.revision!r}" if on_hub and p.revision else ""
-    left_out = family_of(type(learner.policy.backbone.pipeline).__name__).without
-    options += "".join(f", {name}=None" for name in left_out)
+    family = learner.policy.backbone.family
+    options += "".join(f", {name}=None" for name in family.without)
     change = summary[0].change if summary else None
     measured = ""
     if change is not None:
@@ -209,6 +208,7 @@ def card(
         imports=TINY_LOADING if built_in else "",
         dtype=p.dtype,
         loader=loader_of(learner.policy.backbone.pipeline),
+        output=family.output,
         call=call_settings(config, learner.policy.backbone.pipeline),
         license=Licence(id="apache-2.0") if built_in else licence_of(p.path) if on_hub else None,
         method=method_name(config),
