@@ -70,9 +70,10 @@ class PipelineOptions(Options):
     )
     max_sequence_length: Count = option(
         256,
-        "Text tokens given to the T5 encoder. Short captions need few, and at the tiny size the "
-        "text decides the cost.",
-        "diffusers' own default; 12 hold every caption of the tiny world, 128 in Flow-GRPO's code",
+        "Text tokens that the pipeline cuts prompts to. Short captions need few, and at the tiny "
+        "size the text decides the cost.",
+        "diffusers' own default for SD3; 12 hold every caption of the tiny world, 128 in "
+        "Flow-GRPO's code",
     )
     decode_batch: Count = option(
         16,
