@@ -155,7 +155,7 @@ def _with_rewards(rollout: Rollout, reward: Tensor) -> Rollout:
     kinds = max(len(rollout.names), 1)
     scores = reward[:, None].expand(-1, kinds).clone()
     return replace(
-        rollout, reward=reward, valid=reward.isfinite(), scores=scores, terms=scores,
+        rollout, reward=reward, valid=reward.isfinite(), scores=scores,
         applicable=torch.ones_like(scores, dtype=torch.bool),
         weights=torch.full((kinds,), 1 / kinds),
     )  # fmt: skip
@@ -234,7 +234,7 @@ def _check_first_gradient(learner: Learner, rollout: Rollout) -> Gradient:
 
 def _content(rollout: Rollout) -> list[bytes]:
     tensors = [rollout.tree.x, rollout.tree.mean_old, rollout.tree.log_prob, rollout.reward,
-               rollout.scores, rollout.terms, rollout.valid]  # fmt: skip
+               rollout.scores, rollout.valid]  # fmt: skip
     return [t.detach().cpu().double().numpy().tobytes() for t in tensors]
 
 

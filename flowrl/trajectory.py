@@ -137,10 +137,9 @@ class Rollout:
     trees: Tensor  # (R,) long, places among the N trees
     scores: Tensor  # (G, K), NaN: missing or not applicable
     applicable: Tensor  # (G, K) bool
-    terms: Tensor  # (G, K), transformed scores with stand-ins for missing ones; NaN: not trained
     names: tuple[str, ...]  # K
     weights: Tensor  # (K,)
-    reward: Tensor  # (G,), the terms' weighted sum, NaN where invalid
+    reward: Tensor  # (G,), the scores' weighted sum, NaN where invalid
     valid: Tensor  # (G,) bool
     group: Tensor  # (G,) long
     log_prob: Tensor  # (N, n)

@@ -1,6 +1,5 @@
-"""Options of rewards: what is scored, how scores are transformed, and where they are computed."""
+"""Options of rewards: what is scored, and where."""
 
-import functools
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -19,60 +18,11 @@ from flowrl.utils.fields import (
 if TYPE_CHECKING:
     from flowrl.scoring.executors.base import Executor, Reward
     from flowrl.scoring.executors.http import HTTPExecutor
-    from flowrl.scoring.spec import RewardSpec, Transform
+    from flowrl.scoring.spec import RewardSpec
 
 MICRO_BATCH = (
     "Most images of one call; null is all. A reward that compares whole groups always gets all."
 )
-
-
-class AffineOptions(Options):
-    kind: Literal["affine"] = option("affine", "scale * score + shift.")
-    scale: Number = option(1.0, "Factor of the score; not 0.", "1/26 for PickScore")
-    shift: Number = option(0.0, "Added after scaling.")
-
-    @model_validator(mode="after")
-    def _check(self) -> "AffineOptions":
-        if self.scale == 0:
-            raise ValueError("scale is 0, which makes all scores alike: set another, or weight: 0")
-        return self
-
-    def build(self) -> "Transform":
-        from flowrl.scoring.combine import affine
-
-        return functools.partial(affine, **self.arguments())
-
-
-class ClipOptions(Options):
-    kind: Literal["clip"] = option("clip", "The score limited to [low, high].")
-    low: Number | None = option(None, "The lower bound; null is none.")
-    high: Number | None = option(None, "The upper bound; null is none.")
-
-    @model_validator(mode="after")
-    def _check(self) -> "ClipOptions":
-        if self.low is None and self.high is None:
-            raise ValueError("neither low nor high is set, expected at least one")
-        if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ValueError(f"low is {self.low:g} and high {self.high:g}, expected low < high")
-        return self
-
-    def build(self) -> "Transform":
-        from flowrl.scoring.combine import clip
-
-        return functools.partial(clip, **self.arguments())
-
-
-class RankOptions(Options):
-    kind: Literal["rank"] = option(
-        "rank",
-        "Share of the prompt's other images with a lower score, equal ones counting half. It has "
-        "no gradient.",
-    )
-
-    def build(self) -> "Transform":
-        from flowrl.scoring.combine import rank
-
-        return rank
 
 
 class InlineOptions(Options):
@@ -162,24 +112,10 @@ class RewardOptions(Options):
         "Which images it scores. null is evaluation for a reward that is only measured, and both "
         "for a trained one and for one that compares the images of a prompt.",
     )
-    transform: Annotated[
-        AffineOptions | ClipOptions | RankOptions | None,
-        Field(discriminator="kind"),
-    ] = option(
-        None,
-        "Transform of scores before they are weighted; kind: affine, clip, rank; null is "
-        "none. Reports show the scores before it.",
-    )  # fmt: skip
     applies_to: dict[Text, list[Any]] = option(
         {},
         "Score only prompts whose metadata have one of these values under each key, for example "
         "{tag: [ocr]}.",
-    )
-    on_failure: Literal["mask", "raise"] | Number = option(
-        "mask",
-        "When a score is missing: mask leaves the image out (gdpo: this reward alone counts 0), "
-        "raise stops the run, a number replaces the score, before its transform. Scores of rewards "
-        "that are held out or have weight 0 may be missing.",
     )
     executor: Annotated[InlineOptions | HTTPOptions, Field(discriminator="kind")] = option(
         InlineOptions(), "Where it is computed; kind: inline, http."
@@ -227,9 +163,7 @@ class RewardOptions(Options):
             weight=self.weight,
             held_out=self.held_out,
             executor=executor,
-            transform=None if self.transform is None else self.transform.build(),
             applies_to={key: tuple(values) for key, values in self.applies_to.items()},
-            on_failure=self.on_failure,
         )
 
     def full_name(self, reward: Any) -> str:

@@ -243,8 +243,7 @@ def _overall(
         scores=scores, valid=scores.isfinite(), applicable=applicable,
         names=tuple(spec.name for spec in specs),
     )  # fmt: skip
-    reward, valid, _ = combine(specs, result, prompt_numbers(prompts))
-    return torch.where(valid, reward, math.nan)
+    return combine(specs, result)[0]
 
 
 def _sortable(value: float) -> float:

@@ -31,7 +31,7 @@ from flowrl.utils.images import to_pil
 from flowrl.utils.templates import finite_or_none
 
 LOG = logging.getLogger(__name__)
-NOT_REWARDS = ("reward/std_in_group", "reward/invalid", "reward/missing/", "reward/stand_in")
+NOT_REWARDS = ("reward/std_in_group", "reward/invalid", "reward/missing/")
 TINY_LOADING = "from flowrl import pipeline_path"
 SWEEP_NOTE = "RLG 0 is the base, 1 the LoRA as trained; other strengths are a heuristic."
 

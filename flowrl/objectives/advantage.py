@@ -91,7 +91,7 @@ def image_reward(rollout: Rollout, options: AdvantageOptions) -> tuple[Tensor, T
     """Return each image's reward (G,), and whether it has one (G,) bool."""
     if options.rewards == "sum":
         return rollout.reward.cpu(), rollout.valid.cpu()
-    combined = combine_gdpo(rollout.terms, rollout.weights, rollout.group, rollout.applicable)
+    combined = combine_gdpo(rollout.scores, rollout.weights, rollout.group, rollout.applicable)
     return combined, ~combined.isnan()
 
 

@@ -108,13 +108,12 @@ class Objective(Protocol):
 def with_random_rewards(rollout: Rollout) -> Rollout:
     """Return the rollout with a random reward for every image: there is something to learn."""
     generator = torch.Generator().manual_seed(0)
-    terms = 10 * torch.rand(rollout.terms.shape, generator=generator)
+    scores = 10 * torch.rand(rollout.scores.shape, generator=generator)
     return replace(
         rollout,
-        scores=terms,
+        scores=scores,
         applicable=torch.ones_like(rollout.applicable),
-        terms=terms.to(rollout.terms),
-        reward=terms.sum(1).to(rollout.reward),
+        reward=scores.sum(1).to(rollout.reward),
         valid=torch.ones_like(rollout.valid),
     )
 

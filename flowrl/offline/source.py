@@ -75,7 +75,6 @@ class StoredGroups:
             trees=trees,
             scores=sampler.scores[images],
             applicable=sampler.applicable[images],
-            terms=sampler.terms[images],
             names=tuple(spec.name for spec in self.specs),
             weights=torch.tensor(train_weights(self.specs)),
             reward=sampler.reward[images],
@@ -90,16 +89,12 @@ class StoredGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSampler:
-    """A data set under this recipe's K rewards: groups with at least two rewarded images.
-
-    Transforms that compare a group compare all its stored images.
-    """
+    """A data set under this recipe's K rewards: groups with at least two rewarded images."""
 
     dataset: OfflineDataset
     groups: dict[str, StoredGroup]  # by key
     scores: Tensor  # (N, K) fp32
     applicable: Tensor  # (N, K) bool
-    terms: Tensor  # (N, K) fp32
     reward: Tensor  # (N,) fp32, weighted sum
     valid: Tensor  # (N,) bool, whether that is known
     order: PromptSampler  # which groups an iteration gets
@@ -129,15 +124,13 @@ def filter_groups(
     missing = torch.full((len(dataset),), torch.nan)
     scores = torch.stack([stored.get(spec.name, missing) for spec in specs], 1)
     applicable = scores.isfinite()
-    number = torch.zeros(len(dataset), dtype=torch.long)
-    for place, group in enumerate(dataset.groups):
+    for group in dataset.groups:
         rows = torch.tensor(group.images)
-        number[rows] = place
         for column, spec in enumerate(specs):
             applicable[rows, column] = _applicable(spec, group, applicable[rows, column])
     result = RewardResult(scores=scores, valid=scores.isfinite(), applicable=applicable,
                           names=tuple(s.name for s in specs))  # fmt: skip
-    reward, valid, terms = combine(specs, result, number)
+    reward, valid = combine(specs, result)
     rewarded = (
         replace(group, images=tuple(i for i in group.images if valid[i]))
         for group in dataset.groups
@@ -153,7 +146,7 @@ def filter_groups(
     stored = {str(record.metadata.get(balance)) for record in records}  # not of every kind
     weights = {kind: n for kind, n in (weights or {}).items() if kind in stored}
     return GroupSampler(
-        dataset=dataset, groups=groups, scores=scores, applicable=applicable, terms=terms,
+        dataset=dataset, groups=groups, scores=scores, applicable=applicable,
         reward=reward, valid=valid, skipped=len(dataset.groups) - len(groups),
         order=PromptSampler(records, prompts, seed, balance=balance, weights=weights),
     )  # fmt: skip

@@ -146,7 +146,6 @@ class Scores:
     result: RewardResult
     reward: Tensor  # (G,) fp32
     valid: Tensor  # (G,) bool
-    terms: Tensor  # (G, rewards) fp32, see `combine`
     group: Tensor  # (G,) long
 
 
@@ -197,11 +196,9 @@ class RolloutGenerator:
         timer.lap(self.times[1])
         request = samples.request
         group = request.group.repeat_interleave(len(result.scores) // len(request.prompt))
-        reward, valid, terms = combine(self.specs, result, group)
+        reward, valid = combine(self.specs, result)
         check_invalid(valid, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)
-        return Scores(
-            images=images, result=result, reward=reward, valid=valid, terms=terms, group=group
-        )
+        return Scores(images=images, result=result, reward=reward, valid=valid, group=group)
 
     def start(
         self, request: RolloutRequest, trees: Tensor, plan: TreePlan, cond: Conditioning, keep: bool
@@ -292,7 +289,6 @@ class Sampler:
             trees=samples.trees,
             scores=scores.result.scores,
             applicable=scores.result.applicable,
-            terms=scores.terms,
             names=scores.result.names,
             weights=torch.tensor(train_weights(self.generator.specs)),
             reward=scores.reward,

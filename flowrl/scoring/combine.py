@@ -1,119 +1,55 @@
 """Combine several rewards into one number an image, and stop a run when too many are missing.
 
-`combine` adds up transformed scores by weight, `combine_gdpo` z-scores of each group.
+`combine` adds up scores by weight, `combine_gdpo` z-scores of each group.
 
-A missing score is NaN, never 0. A trained reward's `on_failure` says what follows: "mask" leaves
-the image out, its combined reward is NaN (under GDPO this reward counts 0); "raise" stops the run;
-a number replaces the score. `check_invalid` then stops a run when too large a share of a rollout
-has no reward. Untrained rewards stop nothing.
+A missing score is NaN, never 0: an image that lacks a trained reward's score is left out, its
+combined reward is NaN (under GDPO this reward counts 0). `check_invalid` stops a run when too large
+a share of a rollout has no reward. Untrained rewards stop nothing.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flowrl.functional.groups import group_rows
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardResult, RewardSpec
 
 Z_FLOOR = 1e-4  # added to a group's standard deviation, as in GDPO; Flow-Factory: max(std, 1e-6)
 
 
-def combine(
-    specs: Sequence[RewardSpec], result: RewardResult, group: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine scores into one reward an image, by each reward's transform, on_failure and weight.
-
-    group: (L,) long.
-
-    Returns:
-        The reward (L,) float32, NaN where invalid; valid (L,) bool; the terms of the sum (L, K):
-        transformed scores and stand-ins, NaN where there is none and for rewards not trained.
-
-    Raises:
-        RewardFailure: for a missing score of a trained reward whose on_failure is "raise".
-    """
-    check_scores(specs, result)
-    weights = train_weights(specs)
-    columns = [
-        _term(spec, result, column, group) if weight else torch.full_like(scores, math.nan)
-        for column, (spec, weight, scores) in enumerate(
-            zip(specs, weights, result.scores.unbind(1), strict=True)
-        )
-    ]
-    terms = torch.stack(columns, 1)
-    used = replace(result, scores=terms, valid=terms.detach().isfinite())
-    reward, valid = weighted_sum(used, weights)
-    return reward, valid, terms
-
-
-def _term(spec: RewardSpec, result: RewardResult, column: int, group: Tensor) -> Tensor:
-    """Return (L,) transformed scores of one reward, missing ones replaced by `on_failure`."""
-    scores, applicable = result.scores[:, column], result.applicable[:, column]
-    if isinstance(spec.on_failure, int | float):
-        missing = applicable & ~result.valid[:, column]
-        scores = scores.masked_fill(missing, float(spec.on_failure))
-    present = applicable & scores.detach().isfinite()
-    used = scores[present]
-    if spec.transform is not None:
-        used = spec.transform(used, group.to(present.device)[present])
-    return torch.full_like(scores, math.nan).masked_scatter(present, used)
-
-
-def check_scores(specs: Sequence[RewardSpec], result: RewardResult) -> None:
-    """Raise RewardFailure if a trained reward with on_failure "raise" lacks a needed score."""
-    missing = result.applicable & ~result.valid
-    for spec, column in zip(specs, missing.unbind(1), strict=True):
-        if spec.trained and spec.on_failure == "raise" and bool(column.any()):
-            raise RewardFailure(
-                f"reward {spec.name!r} has no score where it needs one "
-                f"({result.errors.get(spec.name, 'the reward gave no finite number')}), and its "
-                "on_failure is raise: mend the reward, or set on_failure to mask"
-            )
-
-
-def lacks_score(specs: Sequence[RewardSpec], result: RewardResult) -> Tensor:
-    """Mark images that lack a score of a trained reward that applies. (L,) bool
-
-    Rewards whose on_failure is a number never lack one: the number stands in.
-    """
-    needed = [spec.trained and not isinstance(spec.on_failure, int | float) for spec in specs]
-    missing = result.applicable & ~result.valid
-    return (missing & torch.tensor(needed, dtype=torch.bool)).any(1)
-
-
-def weighted_sum(result: RewardResult, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+def combine(specs: Sequence[RewardSpec], result: RewardResult) -> tuple[Tensor, Tensor]:
     """Return the sum of weight times score, (L,) float32, and where it is valid, (L,) bool.
 
     Where some rewards do not apply, the weights of the others grow so that they total the same.
     An image that lacks an applicable score is invalid and its reward NaN: a partial sum would
     not compare. Rewards of weight 0 are ignored.
     """
-    share = share_weights(result.applicable, torch.as_tensor(list(weights), dtype=torch.float32))
+    weights = torch.tensor(train_weights(specs), dtype=torch.float32)
+    share = share_weights(result.applicable, weights)
     used = share != 0
     valid = used.any(1) & (result.valid | ~used).all(1)
     reward = torch.where(used, result.scores * share, 0.0).sum(1)
     return reward.masked_fill(~valid, math.nan), valid
 
 
-def mean_reward(specs: Sequence[RewardSpec], scores: Tensor) -> float:
-    """Return the weighted sum of the trained rewards' mean transformed scores (N, K).
+def lacks_score(specs: Sequence[RewardSpec], result: RewardResult) -> Tensor:
+    """Mark images that lack a score of a trained reward that applies. (L,) bool"""
+    trained = torch.tensor([spec.trained for spec in specs], dtype=torch.bool)
+    return (result.applicable & ~result.valid & trained).any(1)
 
-    NaN when one of them has no score. Those asked in rollouts alone are left out. Scores under
-    `rank` are not transformed, since ranks do not compare between evaluations. Rewards that compare
-    the images of a prompt are left out, since an evaluation has one image a prompt.
+
+def mean_reward(specs: Sequence[RewardSpec], scores: Tensor) -> float:
+    """Return the weighted sum of the trained rewards' mean scores (N, K).
+
+    NaN when one of them has no score. Those asked in rollouts alone are left out, and those that
+    compare the images of a prompt, since an evaluation has one image a prompt.
     """
     total = 0.0 if any(s.trained and s.asked_in("evaluation") for s in specs) else math.nan
     for spec, weight, column in zip(specs, train_weights(specs), scores.unbind(1), strict=True):
-        if not weight or spec.whole_groups or not spec.asked_in("evaluation"):
-            continue
-        present = column[column.isfinite()]
-        if spec.transform is not None and spec.transform is not rank:
-            present = spec.transform(present, torch.zeros(len(present), dtype=torch.long))
-        total += weight * present.mean().item()
+        if weight and not spec.whole_groups and spec.asked_in("evaluation"):
+            total += weight * column[column.isfinite()].mean().item()
     return total
 
 
@@ -136,8 +72,8 @@ def check_invalid(
     if missing > max_invalid_fraction * valid.numel():
         raise RewardFailure(
             f"{missing} of {valid.numel()} images have no reward, more than the allowed share "
-            f"{max_invalid_fraction:g} ({_reasons(errors)}): mend the reward, raise "
-            "failures.max_invalid_fraction, or give the reward a number as on_failure"
+            f"{max_invalid_fraction:g} ({_reasons(errors)}): mend the reward, or raise "
+            "failures.max_invalid_fraction"
         )
 
 
@@ -204,38 +140,3 @@ def _range(scores: Tensor, present: Tensor, number: Tensor, groups: int) -> Tens
         for start, how in ((-torch.inf, "amax"), (torch.inf, "amin"))
     ]
     return ends[0] - ends[1]
-
-
-# --- transforms -----------------------------------------------------------------------------------
-
-
-def affine(scores: Tensor, group: Tensor, *, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-    """Return scale * score + shift."""
-    return scale * scores + shift
-
-
-def clip(
-    scores: Tensor, group: Tensor, *, low: float | None = None, high: float | None = None
-) -> Tensor:
-    """Clamp scores to [low, high], of which one may be None; no gradient beyond them."""
-    return scores.clamp(low, high)
-
-
-def rank(scores: Tensor, group: Tensor) -> Tensor:
-    """Return the share of the group's other scores that are lower, equal ones counting half.
-
-    Missing scores count nowhere; the only score of a group gets 1/2. It has no gradient.
-    """
-    ranks = torch.full_like(scores, torch.nan)
-    present = scores.detach().isfinite().nonzero().flatten()
-    if not len(present):
-        return ranks
-    rows = group_rows(group[present])
-    table = scores.detach()[present][rows.index]
-    mine, other = table[:, :, None], table[:, None, :]
-    below = (mine > other).to(scores.dtype) + 0.5 * (mine == other)
-    size = rows.mask.sum(1)
-    total = (below * rows.mask[:, None, :]).sum(2) - 0.5  # a score ties with itself
-    share = torch.where(size[:, None] > 1, total / (size[:, None] - 1).clamp(min=1), 0.5)
-    ranks[present[rows.index[rows.mask]]] = share[rows.mask]
-    return ranks

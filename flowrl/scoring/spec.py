@@ -9,7 +9,7 @@ import inspect
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -47,9 +47,6 @@ BUILT_IN = {
 }
 
 
-Transform = Callable[[Tensor, Tensor], Tensor]  # scores (L,), group (L,) -> (L,)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpec:
     """A reward and its part in a run."""
@@ -59,12 +56,9 @@ class RewardSpec:
     weight: float = 1.0
     held_out: bool = False  # reported, never trained on
     executor: Executor | None = None  # None calls it in this process
-    transform: Transform | None = None  # of its scores, before they are combined
     # Metadata keys and the values that a prompt must have, for example {"tag": ("ocr",)}.
     applies_to: Mapping[str, Collection[Any]] = field(default_factory=dict)
     when: Literal["rollout", "evaluation", "both"] | None = None  # it is asked, see `asked_in`
-    # Of a missing score: "mask" leaves the image out, "raise" stops, a number stands in.
-    on_failure: Literal["mask", "raise"] | float = "mask"
 
     def applies(self, prompt: str, metadata: dict) -> bool:
         """Return whether a prompt is scored: by `applies_to`, required metadata and `applies`.

@@ -27,7 +27,7 @@ from flowrl.sampling.rollout import (
     submit_images,
 )
 from flowrl.sampling.sampler import Schedule
-from flowrl.scoring.combine import check_invalid, check_scores, lacks_score
+from flowrl.scoring.combine import check_invalid, lacks_score
 from flowrl.scoring.executors.base import to_levels
 from flowrl.scoring.scorer import Scoring
 from flowrl.scoring.spec import RewardResult, RewardSpec
@@ -257,7 +257,6 @@ class Evaluator:
             postponed.finish()
             results += [scoring.result() for scoring in waiting]
         result = gather_results(RewardResult.cat(results), runtime)
-        check_scores(self.specs, result)
         # Means over the few images that have a score would mislead.
         scored = ~lacks_score(self.specs, result)
         check_invalid(scored, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)

@@ -116,12 +116,10 @@ def _image_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def _missing(rollout: Rollout) -> dict[str, float]:
-    """Return how often rewards had no score where they apply, and numbers stood in for them."""
+    """Return how often rewards had no score where they apply."""
     missing = rollout.applicable & ~rollout.scores.isfinite()
     shares = (missing.sum(0) / rollout.applicable.sum(0).clamp(min=1)).tolist()
-    stood_in = missing & rollout.terms.isfinite()
-    shares_by_name = {f"reward/missing/{n}": s for n, s in zip(rollout.names, shares, strict=True)}
-    return shares_by_name | {"reward/stand_in": stood_in.any(1).double().mean().item()}
+    return {f"reward/missing/{n}": s for n, s in zip(rollout.names, shares, strict=True)}
 
 
 def _explore_metrics(rollout: Rollout) -> dict[str, float]:

@@ -9,7 +9,6 @@ from flowrl.config.rewards import (
     FailureOptions,
     HTTPOptions,
     InlineOptions,
-    RankOptions,
     check_rewards,
 )
 from flowrl.config.rewards import RewardOptions as Section
@@ -25,33 +24,28 @@ def parse(*overrides):
 
 def test_options_of_rewards_read_back():
     reward = parse().rewards[0]
-    assert reward.executor == InlineOptions() and reward.transform is None
-    assert (reward.applies_to, reward.on_failure) == ({}, "mask")
+    assert reward.executor == InlineOptions()
+    assert reward.applies_to == {}
     assert parse().failures == FailureOptions(max_invalid_fraction=0.1)
     config = parse_config(SMALLEST | {"rewards": WHOLE, "failures": {"max_invalid_fraction": 0.3}})
     assert parse_config(load_yaml(config_yaml(config))) == config
     first, *_, last = config.rewards
     assert isinstance(first.executor, InlineOptions) and first.executor.micro_batch == 2
-    assert isinstance(last.executor, HTTPOptions) and isinstance(last.transform, RankOptions)
-    assert first.applies_to["tag"] == ["ocr", 3, True] and first.on_failure == -1.5
-    assert parse("rewards.0.on_failure=0").rewards[0].on_failure == 0
-    for option in ["transform", "transform.scale", "executor.urls", "on_failure"]:
+    assert isinstance(last.executor, HTTPOptions)
+    assert first.applies_to["tag"] == ["ocr", 3, True]
+    for option in ["applies_to", "executor", "executor.urls"]:
         assert explain(f"rewards.0.{option}")
 
 
 WHOLE = [
     {
         "name": "ocr",
-        "transform": {"kind": "affine", "scale": 0.5, "shift": -1.0},
         "applies_to": {"tag": ["ocr", 3, True]},
-        "on_failure": -1.5,
         "executor": {"kind": "inline", "micro_batch": 2},
     },
-    {"name": "a:b", "transform": {"kind": "clip", "high": 2}, "on_failure": "raise"},
-    {"name": "c:d", "transform": {"kind": "affine", "scale": 20}, "args": {"x": 1}},
+    {"name": "c:d", "args": {"x": 1}},
     {
         "name": "e",
-        "transform": {"kind": "rank"},
         "executor": {"kind": "http", "urls": ["http://127.0.0.1:8000"]},
     },
 ]
@@ -59,12 +53,9 @@ WHOLE = [
 
 def test_wrong_options_of_rewards_are_named():
     for override, sentence in [
-        ("transform={kind: affin}", "transform.kind is 'affin': .*; did you mean affine?"),
-        ("transform={scale: 2}", "Option rewards.0.transform.kind is missing"),
-        ("transform={kind: affine, scale: 0}", "rewards.0.transform: scale is 0, which makes all"),
-        ("transform={kind: clip}", "rewards.0.transform: neither low nor high is set"),
-        ("transform={kind: clip, low: 2, high: 1}", "low is 2 and high 1, expected low < high"),
-        ("transform={kind: rank, scale: 1}", "transform.scale belongs to .*kind affine"),
+        ("executor={kind: inlin}", "executor.kind is 'inlin': .*; did you mean inline?"),
+        ("executor={urls: [x]}", "Option rewards.0.executor.kind is missing"),
+        ("executor={kind: inline, urls: [x]}", "executor.urls belongs to .*kind http"),
         ("executor={kind: http, url: x}", "rewards.0.executor.url: .*executor.urls?"),
         ("executor={kind: http}", "Option rewards.0.executor.urls is missing"),
         ("executor={kind: http, urls: []}", "rewards.0.executor: urls is empty"),
@@ -79,9 +70,6 @@ def test_wrong_options_of_rewards_are_named():
         ("executor={kind: inline, micro_batch: 0}", "executor.micro_batch is 0: expected a number"),
         ("applies_to={tag: ocr}", "rewards.0.applies_to is 'ocr': expected a list"),
         ("applies_to={tag: []}", "applies_to.tag is an empty list, which no prompt matches"),
-        ("on_failure=ignore", "on_failure is 'ignore': expected 'mask' or 'raise' or a number"),
-        ("on_failure=true", "rewards.0.on_failure.*expected"),
-        ("on_failure=.nan", "rewards.0.on_failure is nan: expected .*finite"),
     ]:
         with pytest.raises(UserError, match=sentence.replace("?", r"\?")) as caught:
             parse(f"rewards.0.{override}")

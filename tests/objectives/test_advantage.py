@@ -85,7 +85,7 @@ def test_gdpo_divides_the_sum_of_z_scores_by_their_std_over_all_images():
     scores = torch.tensor([[0.0, 5.0], [1.0, 5.0], [0.2, 1.0], [0.8, 3.0]]).double()
     group = torch.tensor([0, 0, 1, 1])
     rollout = SimpleNamespace(
-        terms=scores, weights=torch.ones(2), group=group, applicable=torch.ones(4, 2).bool()
+        scores=scores, weights=torch.ones(2), group=group, applicable=torch.ones(4, 2).bool()
     )
     advantage, compared = image_advantages(rollout, AdvantageOptions(rewards="gdpo"))
     summed = np.array([-1.0, 1.0, -2.0, 2.0])

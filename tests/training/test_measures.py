@@ -20,7 +20,7 @@ def rollout(specs, scores, applicable) -> Rollout:
     names = tuple(spec.name for spec in specs)
     found = RewardResult(scores=scores, valid=scores.isfinite(), applicable=fits, names=names)
     count, group = len(scores), torch.zeros(len(scores)).long()
-    reward, valid, terms = combine(specs, found, group)
+    reward, valid = combine(specs, found)
     return Rollout(
         tree=single_node_trees(torch.zeros(count, 2, 2, 2), group, torch.tensor([1.0, 0.0])),
         cond=Conditioning(tensors={"a": torch.zeros(1, 1)}),
@@ -30,7 +30,6 @@ def rollout(specs, scores, applicable) -> Rollout:
         trees=torch.arange(count),
         scores=scores,
         applicable=fits,
-        terms=terms,
         names=names,
         weights=torch.tensor(train_weights(specs)),
         reward=reward,
@@ -41,20 +40,19 @@ def rollout(specs, scores, applicable) -> Rollout:
     )
 
 
-def test_missing_scores_and_stand_ins_are_counted_and_never_averaged():
+def test_missing_scores_are_counted_and_never_averaged():
     def never(images, prompts, metadata):
         raise AssertionError
 
     specs = [
-        RewardSpec(name="a", reward=never, on_failure=-1.0),
+        RewardSpec(name="a", reward=never),
         RewardSpec(name="b", reward=never),
-        RewardSpec(name="watched", reward=never, held_out=True, on_failure=5.0),
+        RewardSpec(name="watched", reward=never, held_out=True),
     ]
     scores = [[2.0, 1.0, nan], [nan, 1.0, nan], [4.0, nan, nan], [nan, 3.0, 1.0]]
     fits = [[True, True, True], [True, True, True], [True, True, False], [False, True, True]]
     metrics = rollout_metrics(rollout(specs, scores, fits), Runtime(device="cpu"))
     assert metrics["reward/a"] == 3.0 and metrics["reward/missing/a"] == pytest.approx(1 / 3)
-    assert metrics["reward/missing/b"] == 1 / 4 and metrics["reward/invalid"] == 1 / 4
+    assert metrics["reward/missing/b"] == 1 / 4 and metrics["reward/invalid"] == 2 / 4
     assert metrics["reward/missing/watched"] == pytest.approx(2 / 3)
-    assert metrics["reward/stand_in"] == 1 / 4
-    assert metrics["reward/mean"] == pytest.approx((3.0 + 0.0 + 6.0) / 3)
+    assert metrics["reward/mean"] == pytest.approx((3.0 + 6.0) / 2)

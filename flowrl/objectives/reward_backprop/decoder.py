@@ -9,14 +9,14 @@ from torch import Tensor
 from flowrl.backbones.base import Backbone
 from flowrl.errors import UserError
 from flowrl.objectives.base import RewardField
-from flowrl.scoring.combine import combine, rank
+from flowrl.scoring.combine import combine
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardResult, RewardSpec, trained
 from flowrl.trajectory import Rollout
 
 
 def check_differentiable(specs: Sequence[RewardSpec], kind: str) -> None:
-    """Raise UserError for a trained reward, or a transform of one, that has no gradient."""
+    """Raise UserError for a trained reward that has no gradient."""
     for spec in trained(specs):
         if getattr(spec.reward, "differentiable", False) is not True:
             raise UserError(
@@ -29,12 +29,6 @@ def check_differentiable(specs: Sequence[RewardSpec], kind: str) -> None:
             raise UserError(
                 f"objective.kind {kind} follows the reward's gradient, so the networks of reward "
                 f"{spec.name!r} are needed while it learns: set executor.offload to false"
-            )
-        if spec.transform is rank:
-            raise UserError(
-                f"objective.kind {kind} follows the reward's gradient, and the transform of reward "
-                f"{spec.name!r} is rank, which has none: use affine, clip or null, or "
-                "choose an objective that needs scores alone, such as grpo"
             )
 
 
@@ -93,10 +87,10 @@ def differentiate(
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted rewards of images (L, 3, H, W) in [0, 1], and their gradient.
 
-    (L,) fp32, NaN where `combine` has NaN, transforms and stand-ins included; and like images, 0
-    there. One reward has a graph at a time. Images are not rounded to 8 bits, which has no
-    gradient. words: put before every prompt, after asking which rewards apply to it. Raises
-    RewardFailure for a reward that fails, or that gradients do not reach.
+    (L,) fp32, NaN where `combine` has NaN; and like images, 0 there. One reward has a graph at a
+    time. Images are not rounded to 8 bits, which has no gradient. words: put before every prompt,
+    after asking which rewards apply to it. Raises RewardFailure for a reward that fails, or that
+    gradients do not reach.
     """
     pairs = list(zip(prompts, metadata, strict=True))
     fits = torch.tensor([[s.applies(p, m) for s in specs] for p, m in pairs]).bool()
@@ -116,8 +110,7 @@ def differentiate(
     result = RewardResult(
         scores=leaf, valid=scores.detach().isfinite(), applicable=fits, names=names
     )
-    # Transforms that look at groups have no gradient and are refused before: one group will do.
-    reward, valid, _ = combine(specs, result, torch.zeros(len(images), dtype=torch.long))
+    reward, valid = combine(specs, result)
     (share,) = torch.autograd.grad(reward[valid].sum(), leaf)  # of each score in the reward
     share = share.T.to(slopes)[:, :, None, None, None]
     return reward.detach(), torch.where(share == 0, 0, share * slopes).sum(0)
