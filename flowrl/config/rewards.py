@@ -34,20 +34,6 @@ class InlineOptions(Options):
         False,
         "Compute in a thread while images are sampled; for rewards that wait for a network.",
     )
-    offload: Flag = option(
-        False,
-        "Keep its networks on the CPU between calls; scores stay the same. Not with background: "
-        "such rewards work while images are sampled.",
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> "InlineOptions":
-        if self.background and self.offload:
-            raise ValueError(
-                "background and offload are both true, but a reward that works while images are "
-                "sampled needs its networks then: set one of them to false"
-            )
-        return self
 
     def build(self, reward: "Reward", name: str, gpu: int | None) -> "Executor":
         from flowrl.scoring.executors.base import InlineExecutor

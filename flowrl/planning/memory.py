@@ -29,7 +29,6 @@ from flowrl.planning.activations import (
 from flowrl.planning.model_specs import ModelSpec, build_network
 from flowrl.planning.rewards import (
     host_rewards_bytes,
-    offloaded_bytes,
     rewards_bytes,
     scoring_bytes,
 )
@@ -126,16 +125,15 @@ class MemoryPlan:
             "text embeddings": self.text(self.prompts + frontier, guided),
         }
         sampling = held | self.sampling(held["latents"])
-        scoring = {"reward models": rewards_bytes(config.rewards)}
         parts: dict[str, dict[str, int]] = {
             "encode": self.encode(),
             "rollout": sampling | {"activations": transformer_peak(self.forward(rows), "sample")},
             "decode": sampling | self.vae | {"activations": self.decode(images).peak},
-            "rewards": held | scoring | {"activations": scoring_bytes(config.rewards, images)},
+            "rewards": held | {"activations": scoring_bytes(config.rewards, images)},
             "training": held | self.training(),
         }
         if self.evaluation_batch:
-            parts["evaluation"] = self.vae | scoring | self.at_evaluation().evaluation()
+            parts["evaluation"] = self.vae | self.at_evaluation().evaluation()
         resident, footprints = self.resident(), []
         for phase, extra in parts.items():
             alone = phase == "encode" and config.memory.text_encoders != "keep"
@@ -160,7 +158,7 @@ class MemoryPlan:
             "LoRA adapters": self.adapter * FP32 * self.adapters,
             "optimiser": 2 * self.adapter * FP32,
             "network copies": copies,
-            "reward models": rewards_bytes(rewards) - offloaded_bytes(rewards),
+            "reward models": rewards_bytes(rewards),
             "matmul buffers": CUBLAS + self.widest_bytes(),
         }
 
@@ -180,7 +178,7 @@ class MemoryPlan:
             "text encoders": weights,
             # Without gradients nothing of earlier layers is kept: one layer's states, at most.
             "activations": rows * tokens * self.dtype.itemsize * widest,
-            "reward models": rewards_bytes(rewards) - offloaded_bytes(rewards),
+            "reward models": rewards_bytes(rewards),
             "matmul buffers": CUBLAS,
         }
 

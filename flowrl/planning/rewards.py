@@ -92,12 +92,6 @@ def rewards_bytes(entries: Sequence[RewardOptions]) -> int:
     return sum(held.values())
 
 
-def offloaded_bytes(entries: Sequence[RewardOptions]) -> int:
-    """Return the bytes that no reward holds on the GPU while nothing is scored."""
-    stay = [entry for entry in entries if not getattr(entry.executor, "offload", False)]
-    return rewards_bytes(entries) - rewards_bytes(stay)
-
-
 def scoring_bytes(entries: Sequence[RewardOptions], images: int) -> int:
     """Return the bytes of activations while `images` are scored by one reward after the other."""
     sizes = [0]
@@ -110,14 +104,11 @@ def scoring_bytes(entries: Sequence[RewardOptions], images: int) -> int:
 
 
 def host_rewards_bytes(entries: Sequence[RewardOptions]) -> int:
-    """Return the bytes of weights in a process's share of the machine's memory.
-
-    That is of rewards whose device is the CPU, and of those that wait there to score.
-    """
+    """Return the bytes of weights in a process's share of the machine's memory: args.device cpu."""
     here = [e for e in entries if e.args.get("device") == "cpu"]
     args = [{k: v for k, v in e.args.items() if k != "device"} for e in here]
     moved = [e.model_copy(update={"args": a}) for e, a in zip(here, args, strict=True)]
-    return rewards_bytes(moved) + offloaded_bytes(entries)
+    return rewards_bytes(moved)
 
 
 # --- requests to judges --------------------------------------------------------------------------

@@ -24,12 +24,6 @@ def check_differentiable(specs: Sequence[RewardSpec], kind: str) -> None:
                 "does not say `differentiable = True`: take one that does, hold this one out with "
                 "held_out: true, or choose an objective that needs scores alone, such as grpo"
             )
-        options = getattr(spec.executor, "options", None)
-        if getattr(options, "offload", False):
-            raise UserError(
-                f"objective.kind {kind} follows the reward's gradient, so the networks of reward "
-                f"{spec.name!r} are needed while it learns: set executor.offload to false"
-            )
 
 
 class RewardGradient:

@@ -6,14 +6,13 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowrl.config.rewards import InlineOptions
 from flowrl.errors import UserError
@@ -243,12 +242,11 @@ class InlineExecutor:
     ):
         options = options or InlineOptions()
         self.reward, self.name, self.options = reward, name, options
-        self._micro_batch, self._pending = options.micro_batch, 0
+        self._micro_batch = options.micro_batch
         self._thread = DaemonThreads(f"reward {name}", gpu=gpu) if options.background else None
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         work = functools.partial(self._ask, images, prompts, metadata)
-        self._pending += 1
         return self._thread.submit(work) if self._thread is not None else _Later(work)
 
     def close(self) -> None:
@@ -257,16 +255,6 @@ class InlineExecutor:
 
     def _ask(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Answer:
         began = time.perf_counter()
-        restore(self.reward)  # which another executor may have parked
-        try:
-            parts = self._ask_parts(images, prompts, metadata)
-        finally:
-            self._pending -= 1
-            if self.options.offload and not self._pending:
-                park(self.reward)
-        return joined(parts, time.perf_counter() - began)
-
-    def _ask_parts(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> list[Answer]:
         parts: list[Answer] = []
         start = 0
         while start < len(images):
@@ -281,56 +269,4 @@ class InlineExecutor:
                 part = failed(size, f"the device's memory does not suffice for {size}: {error}")
             parts.append(part)
             start += size
-        return parts
-
-
-# --- networks that wait on the CPU while others use the GPU ---------------------------------------
-#
-# Moving weights there and back changes no bit of them, hence no score.
-
-DEPTH = 8  # of objects in objects, in which networks are looked for
-_parked: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
-_moving = threading.Lock()
-
-
-def park(reward: Any) -> None:
-    """Move the networks of a reward to the CPU; those on several devices stay."""
-    with _moving:
-        for network in networks_of(reward):
-            devices = {tensor.device for tensor in (*network.parameters(), *network.buffers())}
-            if len(devices) == 1 and (device := devices.pop()).type != "cpu":
-                _parked[network] = device
-                network.to("cpu")
-
-
-def restore(reward: Any) -> None:
-    """Move the networks of a reward back to where they were when they were parked."""
-    with _moving:
-        for network in networks_of(reward) if _parked else ():
-            if (device := _parked.pop(network, None)) is not None:
-                network.to(device)
-
-
-def networks_of(reward: Any) -> list[nn.Module]:
-    """Return the networks that an object holds, in its attributes and in what these hold."""
-    networks: dict[int, nn.Module] = {}
-    seen: set[int] = set()
-    level: list[Any] = [reward]
-    for _ in range(DEPTH):
-        level = [part for one in level for part in _parts(one, networks, seen)]
-    return list(networks.values())
-
-
-def _parts(value: Any, networks: dict[int, nn.Module], seen: set[int]) -> Iterable[Any]:
-    """Return what an object holds; a network is found, and not looked into."""
-    if id(value) in seen or isinstance(value, str | bytes | type | torch.Tensor):
-        return ()
-    seen.add(id(value))
-    if isinstance(value, nn.Module):
-        networks[id(value)] = value
-        return ()
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
-    return list(getattr(value, "__dict__", {}).values())
+        return joined(parts, time.perf_counter() - began)

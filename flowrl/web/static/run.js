@@ -209,7 +209,7 @@ class Failures extends Section {
   constructor() { super("Missing scores"); }
 
   rows(run) {
-    const words = { "reward/invalid": "left out of training", "reward/stand_in": "replaced by a stand-in" };
+    const words = { "reward/invalid": "left out of training" };
     return run.metrics
       .filter(([name, its]) => (name.startsWith("reward/missing/") || Object.hasOwn(words, name)) && its.mean > 0)
       .map(([name, its]) => [Object.hasOwn(words, name) ? words[name] : name.slice("reward/missing/".length), share(its.mean), share(its.last)]);

@@ -1,16 +1,13 @@
 """Rewards in this process: what they may answer, how many images at once, when, in which thread."""
 
-import functools
 import math
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from flowrl.config.rewards import InlineOptions
 from flowrl.errors import UserError
@@ -20,7 +17,6 @@ from flowrl.scoring.executors.base import (
     RewardFailure,
     all_finite,
     ask,
-    networks_of,
     read_answer,
     to_levels,
 )
@@ -182,70 +178,3 @@ def test_in_the_background_it_is_called_at_once_in_order_and_errors_come_with_th
     executor.close()
     executor.close()
     assert not any(thread.name == reward.threads[0] for thread in threading.enumerate())
-
-
-# --- networks that wait on the CPU ----------------------------------------------------------------
-
-
-class Network(nn.Module):
-    """Pretends to be on a GPU, and records where it is moved."""
-
-    def __init__(self):
-        super().__init__()
-        self.place, self.moves = torch.device("cuda:1"), []
-
-    def parameters(self, recurse=True):
-        yield SimpleNamespace(device=self.place)
-
-    def to(self, device):
-        self.place = torch.device(device)
-        self.moves.append(str(self.place))
-        return self
-
-
-class Deep:
-    """Scores by a network deep inside, which it holds as the built-in rewards do."""
-
-    def __init__(self, network: Network):
-        self.encoder = SimpleNamespace(_shared=SimpleNamespace(_network=(network, 3.0)))
-
-    @functools.cached_property
-    def loaded(self):
-        return {"again": self.encoder._shared._network}
-
-    def __call__(self, images, prompts, metadata):
-        assert self.loaded["again"][0].place.type == "cuda"
-        return images.mean((1, 2, 3))
-
-
-def test_an_offloaded_network_is_on_the_gpu_while_answers_are_pending_or_another_reward_needs_it():
-    network = Network()
-    reward = Deep(network)
-    executor = InlineExecutor(reward, "a", InlineOptions(offload=True))
-    for _ in range(2):
-        answers = [executor.submit(IMAGE, ["p"], [{}]) for _ in range(2)]
-        assert answers[0].result().scores.tolist() == [0.0] and network.place.type == "cuda"
-        answers[1].result()
-        assert network.place.type == "cpu"
-    assert network.moves == ["cpu", "cuda:1", "cpu"] and networks_of(reward) == [network]
-    assert not InlineExecutor(Deep(network), "b").submit(IMAGE, ["p"], [{}]).result().reasons
-    assert network.place.type == "cuda"
-
-
-@pytest.mark.gpu
-def test_scores_of_an_offloaded_reward_on_a_gpu_are_the_same_bits():
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.GELU(), nn.Linear(64, 1)).cuda()
-
-    class Scored:
-        def __init__(self):
-            self.network = network
-
-        def __call__(self, images, prompts, metadata):
-            return self.network(images.cuda())[:, 0]
-
-    images, prompts = torch.rand(4, 3, 8, 8), ["p"] * 4
-    stays = InlineExecutor(Scored(), "stays").submit(images, prompts, [{}] * 4).result().scores
-    moves = InlineExecutor(Scored(), "moves", InlineOptions(offload=True))
-    for _ in range(2):
-        assert torch.equal(moves.submit(images, prompts, [{}] * 4).result().scores, stays)
