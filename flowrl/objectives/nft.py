@@ -71,13 +71,16 @@ class NFT:
         return Needs(states="endpoints", reference=self.options.kl_coef > 0, old=old)
 
     def prepare(self, rollout: Rollout) -> Endpoints:
-        """Return every image that is compared, with r in [0, 1]; 1/2 for no advantage.
+        """Return the images that are compared, with r in [0, 1]; 1/2 for no advantage.
 
-        At r = 1/2 the loss still pulls the policy to the old one.
+        Groups of equal rewards are left out, unless `kl_coef` has something to learn from them.
         """
-        advantage, valid = image_advantages(rollout, self.options.advantage)
+        advantage, keep = image_advantages(rollout, self.options.advantage)
+        if not self.needs.reference:
+            group = rollout.group.cpu()
+            keep = keep & torch.isin(group, group[advantage != 0])
         r, forwards = reward_to_unit(advantage), self.options.noising.count
-        return Endpoints.from_rollout(rollout, r, valid, forwards=forwards, compared="image")
+        return Endpoints.from_rollout(rollout, r, keep, forwards=forwards, compared="image")
 
     def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
         points = noise_images(batch, self.options.noising)

@@ -113,9 +113,10 @@ def test_tied_prompts_are_dropped_or_hold_the_policy(name):
             assert at_the_reference(make(name), tied)[2].abs().max() < 1e-6
     else:
         assert set(batch.group.tolist()) == {1} and batch.left_out["tied"] == 0.5
-    free = make("awm", kl_coef=0.0)
-    assert not free.needs.reference
-    assert set(free.prepare(images((0.5,) * 4 + REWARD[4:])).group.tolist()) == {1}
+    if name in ("awm", "nft"):  # with the KL penalty alone to learn from them
+        free = make(name, kl_coef=0.0)
+        assert not free.needs.reference
+        assert set(free.prepare(images((0.5,) * 4 + REWARD[4:])).group.tolist()) == {1}
 
 
 def test_values_at_the_reference_are_those_of_no_knowledge():
