@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +22,6 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from flowrl.config import Config
-    from flowrl.planning.model_specs import ModelSpec
     from flowrl.training.loop import Learner
     from flowrl.training.run import Run
 
@@ -246,36 +248,44 @@ def even_activations(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- networks of published make ----------------------------------------------------------------
 
 
+# --- servers and folders of images -------------------------------------------------------------
+
+
 @pytest.fixture(scope="session")
-def tiny_size() -> Callable[[str], ModelSpec]:
-    """The make of a size of `model_specs`, a hundredth of its width, with two blocks."""
-    from flowrl.planning.model_specs import MODEL_SPECS
+def serving() -> Callable[..., AbstractContextManager[str]]:
+    """(app, limits of its connections) -> a context with the address of its real server."""
+    from flowrl.utils.connections import make_server
 
-    narrow_kl = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1}
+    @contextmanager
+    def serve(app: Any, **limits: Any) -> Iterator[str]:
+        listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+        server = make_server(app, **limits)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
 
-    def make(name: str) -> ModelSpec:
-        size = MODEL_SPECS[name]
-        config, decoder = dict(size.config), dict(size.autoencoder_config)
-        if size.family == "sd3":
-            config |= {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32}
-            config |= {"caption_projection_dim": 64, "joint_attention_dim": 64}
-            config |= {"pooled_projection_dim": 48, "pos_embed_max_size": 16, "sample_size": 16}
-            return replace(
-                size, config=config, autoencoder_config=decoder | narrow_kl, text_tokens=5
-            )
-        if size.family == "flux":
-            config |= {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 4}
-            config |= {"attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
-            config |= {"joint_attention_dim": 64, "pooled_projection_dim": 48}
-            return replace(
-                size, config=config, autoencoder_config=decoder | narrow_kl, text_tokens=5
-            )
-        config |= {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
-        config |= {"num_cross_attention_heads": 4, "cross_attention_head_dim": 16}
-        config |= {"cross_attention_dim": 64, "caption_channels": 64}
-        narrow = (8, 8, 8, 16, 16, 32)
-        decoder |= {"decoder_block_out_channels": narrow, "encoder_block_out_channels": narrow}
-        decoder |= {"attention_head_dim": 8, "decoder_layers_per_block": (1,) * 6}
-        return replace(size, config=config, autoencoder_config=decoder, text_tokens=5)
+    return serve
 
-    return make
+
+@pytest.fixture(scope="session")
+def write_images() -> Callable[..., Path]:
+    """Write a folder of images in GenEval's layout: some of each prompt."""
+    from PIL import Image
+
+    def write(folder: Path, texts: Sequence[str], images: int = 3) -> Path:
+        for index, text in enumerate(texts):
+            place = folder / f"{index:05d}"
+            (place / "samples").mkdir(parents=True)
+            (place / "metadata.jsonl").write_text(json.dumps({"prompt": text}))
+            for k in range(images):
+                color = (60 * k % 256, 40 * index % 256, 90)
+                Image.new("RGB", (20, 16), color).save(place / "samples" / f"{k:04d}.png")
+        return folder
+
+    return write

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from PIL import Image
 
 from flowrl.api import align, evaluate, gallery
 from flowrl.api import sample as sample_images
-from flowrl.config import config_yaml, load_config
+from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.evaluation.drawing import DrawingOptions
 from flowrl.export.hub import stage
@@ -113,26 +112,6 @@ def test_samples_of_a_run_are_generated_as_it_was_evaluated(run_dir, sample):
     plain = sample(**unsaid, steps=None)
     assert plain == sample(**unsaid | said)
     assert plain != sample(**unsaid, steps=steps + 1)
-
-
-def test_a_negative_prompt_of_the_run_is_the_default(run_dir, tiny_config, sample, tmp_path):
-    config = tiny_config(
-        rollout={"negative_prompt": "a blue ring", "guidance_scale": 3.0},
-        evaluation={
-            "prompts": "tiny:geneval:test",
-            "guidance_scale": 3.0,
-            "num_inference_steps": 2,
-        },
-    )
-    run = tmp_path / "run"
-    run.mkdir()
-    shutil.copy(run_dir / "pytorch_lora_weights.safetensors", run)
-    (run / "config.yaml").write_text(config_yaml(config))
-    unsaid = {"lora": str(run), "guidance": None, "steps": None, "max_sequence_length": None}
-    empty, blue, stars = (
-        sample(negative=words, **unsaid) for words in ("", "a blue ring", "two green stars")
-    )
-    assert empty == blue != stars
 
 
 def test_an_evaluation_measures_what_is_asked_of_it_or_refuses(tiny_config, tmp_path):

@@ -1,17 +1,10 @@
 """`flowrl audit`: every candidate once exactly and once as each preview; nothing is left behind."""
 
-import math
-
 import pytest
-import torch
-import typer
 
 from flowrl.api import audit
 from flowrl.assembly.auditing import audit_configs
-from flowrl.cli import report_errors
-from flowrl.cli.audit import audit as audit_command
 from flowrl.config import config_yaml
-from flowrl.errors import UserError
 
 EXPLORE = {"candidates": 6, "num_inference_steps": 2, "precision": "bf16", "min_dim": 0}
 
@@ -86,14 +79,6 @@ def test_all_candidates_are_judged_once_exactly_and_once_as_each_preview(recipe,
     assert judged([2], 9) - once == 2 * (1 + 1) * 3
 
 
-def test_a_reward_that_is_constant_within_prompts_has_no_rho(recipe, load_tiny, here):
-    def flat(images, prompts, metadata):
-        return torch.tensor([float(len(text)) for text in prompts])
-
-    row, *_ = audit(recipe, prompts=2, pipeline=load_tiny(), rewards={"brightness": flat})
-    assert math.isnan(row["rho"]) and math.isnan(row["contrast"])
-
-
 def test_the_recipe_is_sampled_as_it_explores_and_learns_nothing(recipe, tiny_config, tmp_path):
     (config,) = audit_configs(recipe, ["rollout.num_inference_steps=3"], prompts=3, candidates=9)
     explore = config.rollout.explore
@@ -111,31 +96,3 @@ def test_the_recipe_is_sampled_as_it_explores_and_learns_nothing(recipe, tiny_co
         (config,) = audit_configs(plain, prompts=1, **options)
         explore = config.rollout.explore
         assert explore and (explore.candidates, explore.num_inference_steps) == (96, steps)
-
-
-def test_a_precision_that_the_device_lacks_is_refused_before_anything_is_drawn(recipe, load_tiny):
-    reward = Counting()
-    with pytest.raises(UserError, match="precision nvfp4 needs an NVIDIA GPU"):
-        given = {"pipeline": load_tiny(), "rewards": {"brightness": reward}}
-        audit(recipe, prompts=1, precisions=["bf16", "nvfp4"], **given)
-    assert not reward.asked
-
-
-# --- the command -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run the command alone -> exit code, stdout, stderr."""
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("NO_COLOR", "1")
-    app = typer.Typer(rich_markup_mode="rich")
-    app.command(context_settings={"ignore_unknown_options": True})(audit_command)
-
-    def call(*words):
-        with pytest.raises(SystemExit) as caught:
-            report_errors(lambda: app(list(map(str, words)), prog_name="flowrl audit"), debug=False)
-        out, err = capsys.readouterr()
-        return caught.value.code or 0, out, err
-
-    return call

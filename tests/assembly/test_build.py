@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from flowrl.assembly.backbone import adapted_layers, build_backbone
-from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_learner, build_run
+from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.backbones.small import small_pipeline
 from flowrl.errors import UserError
-from flowrl.training.stop_rule import StopRule
 from flowrl.utils.distributed import Runtime
 
 
@@ -32,21 +31,6 @@ def test_what_cannot_work_is_refused(make_learner, tiny_config, tmp_path, monkey
     kind = type("StableDiffusionXLPipeline", (), {"__module__": "diffusers.pipelines.xl"})
     with pytest.raises(UserError, match="StableDiffusionXLPipeline"):
         build_backbone(tiny_config().pipeline, kind(), guidance=1.0)
-
-
-def test_options_of_measures_reach_the_evaluator_and_the_run(tiny_config, load_tiny, tmp_path):
-    rule = {"held_out": "tiny_quality", "patience": 2}
-    config = tiny_config(
-        rewards=[{"name": "brightness"}, {"name": "tiny_quality", "held_out": True}],
-        evaluation={"prompts": "tiny:colors:test", "every": 1},
-        run={"stop_when_hacking": rule, "output_dir": str(tmp_path)},
-    )
-    learner = build_learner(config, Runtime(device="cpu"), ProvidedObjects(pipeline=load_tiny()))
-    pipeline = learner.policy.backbone.pipeline
-    evaluator = build_evaluator(config, pipeline, learner.specs, ProvidedObjects())
-    assert evaluator is not None
-    run = build_run(config, learner, evaluator, None, resumed=False)
-    assert run.stop == StopRule(options=config.run.stop_when_hacking)
 
 
 def drifting(pipeline):

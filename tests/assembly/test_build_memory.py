@@ -12,15 +12,12 @@ from flowrl.assembly import text
 from flowrl.assembly.backbone import build_pipeline, rounding_key
 from flowrl.assembly.learner import (
     ProvidedObjects,
-    all_prompts_to_encode,
-    build_evaluator,
     build_learner,
     evaluation_key,
 )
-from flowrl.assembly.text import TextCaches, prompts_to_encode
+from flowrl.assembly.text import prompts_to_encode
 from flowrl.backbones.lora_formats import open_lora
 from flowrl.backbones.offload import ENCODER, are_freed, encoders_of
-from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.utils.distributed import Runtime
@@ -104,19 +101,6 @@ def test_freed_and_cached_prompts_give_the_same_lora(run, loads, monkeypatch, tm
     assert len(watched) == 3  # none was there the second time
 
 
-def test_conditioning_from_disk_is_that_of_the_encoders_bit_for_bit(tiny_config, prompts, tmp_path):
-    config = tiny_config(memory={"prompt_cache": str(tmp_path)}, prompts=prompts)
-    learner = build_learner(config, Runtime(device="cpu"), ProvidedObjects())
-    backbone = learner.policy.backbone
-    records = [PromptRecord(uid=t, text=t) for t in ("a red circle", "a blue square")]
-    fresh = TextCache(backbone)(records)
-    TextCaches(config).get(backbone, 1.0).learn(records)
-    again = TextCaches(config).get(backbone, 1.0)
-    cond = again(records)
-    assert again.has(records[0]) and again.disk is not None
-    assert all(torch.equal(cond.tensors[k], fresh.tensors[k]) for k in fresh.tensors)
-
-
 def test_prompts_that_a_run_may_ask_for_are_needed(tiny_config):
     many = [PromptRecord(uid=str(i), text=str(i)) for i in range(50)]
     config = tiny_config(rollout={"prompts_per_iteration": 3}, run={"iterations": 4})
@@ -135,44 +119,6 @@ def test_prompts_that_a_run_may_ask_for_are_needed(tiny_config):
     prompt, held = (PromptRecord(uid=name, text=name) for name in "ah")
     guided = tiny_config(rollout={"guidance_scale": 2.0})
     assert prompts_to_encode(guided, [prompt], [held]) == [(2.0, prompt), (1.0, held)]
-
-
-def test_training_and_evaluation_share_what_they_know_at_equal_guidance(tiny_config, load_tiny):
-    config = tiny_config(evaluation=EVALUATION)
-    given = ProvidedObjects(pipeline=load_tiny())
-    texts = TextCaches(config, given.pipeline)
-    learner = build_learner(config, Runtime(device="cpu"), given, texts)
-    pipeline = learner.policy.backbone.pipeline
-    evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
-    assert evaluator.text_cache is texts.get(learner.policy.backbone, 1.0)
-    assert texts.get(learner.policy.backbone, 4.0) is not evaluator.text_cache
-    assert all_prompts_to_encode(config, given) == []  # who keeps the encoders need not know
-    config = tiny_config(evaluation=EVALUATION, memory={"text_encoders": "free"})
-    assert {g for g, _ in all_prompts_to_encode(config, given)} == {1.0}
-
-
-def test_prompts_that_do_not_fit_into_memory_are_told(tiny_config, load_tiny, monkeypatch, caplog):
-    pipeline, runtime = load_tiny(), Runtime(device="cpu")
-    monkeypatch.setattr(text, "free_bytes", lambda device: 2**14)
-    needed = all_prompts_to_encode(tiny_config(memory={"text_encoders": "free"}), ProvidedObjects())
-    with pytest.raises(UserError, match="do not fit into .* set memory.prompt_cache to a folder"):
-        TextCaches(tiny_config(memory={"text_encoders": "free"}), pipeline).encode_first(
-            needed, runtime
-        )
-    assert not are_freed(pipeline)
-    # Who keeps the encoders encodes the others later.
-    monkeypatch.setattr(text, "CAPACITY", 2)
-    texts = TextCaches(tiny_config(memory={"text_encoders": "offload"}), pipeline)
-    with caplog.at_level(logging.WARNING):
-        texts.encode_first(needed, runtime)
-    assert "those beyond 2 are encoded on the CPU" in caplog.text
-    (cache,) = texts._caches.values()
-    assert len(cache.encoded) == 2 < len(needed)
-    text._make_room([cache], 2**10, 10, True)
-    assert cache.capacity is None
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # each process has its own
-    with pytest.raises(UserError, match="10 encoded prompts .* in each of 2 processes do not fit"):
-        text._make_room([cache], 2**10, 10, True)
 
 
 def test_options_of_memory_are_set_on_the_pipeline(tiny_config, load_tiny, caplog):

@@ -1,6 +1,5 @@
 """Drawing and learning in one low precision: the ratio is 1, evaluations do not know of it."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from flowrl.quantization import rollout_model as prepare
 from flowrl.quantization.linear import exact_weights, same_precision_layers
 from flowrl.sampling.rollout import Timer
 from flowrl.training.evaluate import Evaluation
-from flowrl.training.tracking import read_metrics
 from flowrl.utils.distributed import Runtime
 
 LOW = {"precision": "nvfp4-emulated", "min_dim": 0}  # the tiny layers too
@@ -81,12 +79,6 @@ def config_for(tiny_config, tmp_path):
     return make
 
 
-def numbers(folder):
-    lines = [line for line in read_metrics(folder) if "loss" in line]
-    left_out = ("time/", "eval/")
-    return [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in lines]
-
-
 def test_evaluations_are_those_of_exact_weights(config_for, load_tiny, tmp_path):
     align(config_for("low", iterations=1), pipeline=load_tiny())
     align(config_for("plain", low=False, iterations=1), pipeline=load_tiny())
@@ -111,26 +103,6 @@ def images(config, pipeline):
     return evaluator(evaluator.backbone.velocity, runtime)
 
 
-@pytest.mark.slow
-def test_a_run_in_two_sessions_ends_as_one_does(config_for, load_tiny, tmp_path):
-    align(config_for("whole"), pipeline=load_tiny())
-    align(config_for("parts", iterations=1), pipeline=load_tiny())
-    align(config_for("parts"), pipeline=load_tiny(), resume="latest")
-    whole, parts = (numbers(tmp_path / name) for name in ("whole", "parts"))
-    assert len(whole) == 2 and whole == parts
-    assert all(line[NATS] == 0 for line in whole)
-    assert whole[0]["loss"] != whole[1]["loss"]
-
-
-def test_the_run_says_what_it_computes_in(learner, tmp_path):
-    learner()
-    told = json.loads((tmp_path / build_precision.FILE).read_text())
-    assert (told["requested"], told["format"], told["native"]) == ("nvfp4-emulated", "nvfp4", False)
-    assert 0.4 < told["quantised_share"] < 0.6
-    reasons = [row["reason"] for row in told["layers"] if row["format"] == "exact"]
-    assert any("norm1" in reason for reason in reasons)
-
-
 def test_a_precision_that_cannot_be_used_is_not_written(learner, tmp_path, monkeypatch):
     def wrong(*_):
         raise UserError("computes something else")
@@ -143,17 +115,3 @@ def test_a_precision_that_cannot_be_used_is_not_written(learner, tmp_path, monke
     with pytest.raises(UserError, match="something else"):
         learner()
     assert not (tmp_path / build_precision.FILE).exists()
-
-
-def test_auto_packs_only_what_is_native(learner):
-    one = learner(pipeline={"precision": "auto"})
-    assert not list(same_precision_layers(one.policy.network))
-
-
-def test_options_that_contradict_the_precision_are_refused(tiny_config):
-    for changes, name in (
-        ({"pipeline": LOW, "rollout": {"merge_lora": True}}, "rollout.merge_lora"),
-        ({"pipeline": {"min_dim": 0}}, "pipeline.min_dim"),
-    ):
-        with pytest.raises(UserError, match=name):
-            tiny_config(**changes)

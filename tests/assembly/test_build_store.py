@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from flowrl.assembly.offline import dataset_metadata
-from flowrl.errors import UserError
 from flowrl.offline.writer import write_groups
 
 ROLLOUT = {"prompts_per_iteration": 2, "num_inference_steps": 2, "tree": {"kind": "ode"}}
@@ -35,8 +34,3 @@ def test_training_reads_the_store_and_moves_the_policy(prepare, stored):
     known = stored.latents(torch.arange(len(stored))).flatten(1)
     assert all(any(torch.equal(x, k) for k in known) for x in rollout.tree.leaves().flatten(1))
     assert len(rollout.tree) == 4 and metrics["grad/norm"] > 0
-
-
-def test_a_reward_that_was_not_scored_is_refused_before_training(prepare):
-    with pytest.raises(UserError, match="has no scores of the reward 'compressibility'"):
-        prepare(specs=[{"name": "compressibility"}])

@@ -1,7 +1,6 @@
 """Frozen weights in few bits: smaller, close, below adapters that train; and what is refused."""
 
 import importlib.util
-import logging
 
 import pytest
 import torch
@@ -101,19 +100,6 @@ def test_nothing_is_folded_into_rounded_weights(learner):
     assert before and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@needs_torchao
-def test_a_pipeline_that_was_given_is_rounded_in_place_once_and_that_is_told(load_tiny, caplog):
-    network = load_tiny().transformer
-    with caplog.at_level(logging.WARNING):
-        quantise_in_place(network, INT8)
-        weights = [layer.weight.data for layer in linear_layers(network)]
-        assert not any(is_plain(weight) for weight in weights) and not caplog.text
-        quantise_in_place(network, BaseBits(bits=4, library="bitsandbytes"))
-    assert "memory.base_bits" in caplog.text
-    again = [layer.weight.data for layer in linear_layers(network)]
-    assert all(torch.equal(a.qdata, b.qdata) for a, b in zip(weights, again, strict=True))
-
-
 def test_bitsandbytes_is_refused_on_a_cpu_and_on_what_is_loaded_already(monkeypatch):
     with pytest.raises(UserError, match="rounds weights while they load: load it with"):
         quantise_in_place(nn.Linear(4, 4), BaseBits(bits=8, library="bitsandbytes"))
@@ -124,17 +110,3 @@ def test_bitsandbytes_is_refused_on_a_cpu_and_on_what_is_loaded_already(monkeypa
         UserError, match="GPUs alone: on the CPU set memory.base_library to torchao"
     ):
         check_base_bits(BaseBits(bits=4, library="bitsandbytes"), CPU)
-
-
-def test_what_makes_no_sense_together_is_told_before_anything_is_loaded(tiny_config):
-    for changes, name in (
-        ({"memory": {"base_bits": 4, "base_library": "torchao"}}, "torchao's 4-bit"),
-        ({"pipeline": {"precision": "fp8"}}, "pipeline.precision"),
-        ({"rollout": {"merge_lora": True}}, "rollout.merge_lora"),
-        ({"pipeline": {"compile": True}}, "pipeline.compile"),
-        ({"rollout": {"explore": {"num_inference_steps": 3}}}, "explore.precision"),
-    ):
-        with pytest.raises(UserError, match=name):
-            tiny_config(**{"memory": EIGHT} | changes)
-    explore = {"precision": "bf16", "candidates": 8, "num_inference_steps": 3}
-    assert tiny_config(memory=EIGHT, rollout={"explore": explore}).rollout.explore is not None

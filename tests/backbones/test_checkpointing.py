@@ -48,16 +48,3 @@ def test_gradients_are_the_same_bit_for_bit_from_a_fraction_of_the_bytes(case):
     assert any(bool(gradient.any()) for gradient in after)
     assert fewer < kept / 2
     assert torch.equal(policy.reference(*inputs), drawn)
-
-
-def test_without_gradients_no_block_goes_through_it(case, monkeypatch):
-    policy, inputs = case
-    enable_gradient_checkpointing(policy.network)
-    calls, original = [], torch.utils.checkpoint.checkpoint
-    watch = lambda *a, **k: calls.append(1) or original(*a, **k)  # noqa: E731
-    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", watch)
-    with torch.no_grad():
-        policy.velocity(*inputs)
-    assert not calls
-    policy.velocity(*inputs)
-    assert calls

@@ -8,18 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.assembly import text
-from flowrl.backbones import offload
-from flowrl.backbones import text_cache as encode
-from flowrl.backbones.loading import pipeline_path
-from flowrl.backbones.offload import moved_to
 from flowrl.backbones.text_cache import (
     PromptCache,
     TextCache,
-    encoder_names,
     identify_by_files,
     identify_by_weights,
-    index_file,
 )
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
@@ -103,22 +96,6 @@ def test_an_unknown_prompt_without_encoders_is_told():
         cache(records("a", "b"))
 
 
-def test_encoders_visit_the_device_once_for_many_batches(monkeypatch):
-    copies, copy, meta = [], offload._copy, torch.device("meta")  # stands for another device
-    monkeypatch.setattr(encode, "encoders_on_device", lambda parts, _: moved_to(parts, meta))
-    monkeypatch.setattr(text, "encoders_on_device", lambda parts, _: moved_to(parts, meta))
-    monkeypatch.setattr(offload, "_copy", lambda t, device: copies.append(t) or copy(t, device))
-    cache = TextCache(Backbone(), batch_size=1)
-    cache.learn(records("a", "bb", "ccc"))
-    assert len(copies) == 1 and cache.backbone.seen == ["meta"] * 3
-    assert cache.backbone.pipeline.text_encoder.weight.device.type == "cpu"
-    cache.learn(records("a", "bb"))
-    assert len(copies) == 1  # nothing to do
-    pairs = [(cache, r) for r in records("d", "ee")]
-    text._encode(pairs, show=False, all_must_fit=False)
-    assert len(copies) == 2 and len(cache.encoded) == 5
-
-
 def test_a_damaged_file_is_seen_when_read_to_the_end_and_named_without_encoders(tmp_path):
     backbone, (prompt,) = Backbone(), records("a")
     TextCache(backbone, disk=PromptCache(tmp_path, {})).learn([prompt])
@@ -135,14 +112,6 @@ def test_a_damaged_file_is_seen_when_read_to_the_end_and_named_without_encoders(
     assert TextCache(backbone, disk=PromptCache(tmp_path, {})).has(prompt, whole=True)
 
 
-def test_texts_are_encoded_in_the_encoders_own_dtype_under_autocast_too():
-    backbone = Backbone()
-    with torch.autocast("cpu", torch.bfloat16):
-        TextCache(backbone)(records("a"))
-        assert torch.is_autocast_enabled("cpu")
-    assert backbone.autocast == [False]
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "model_index.json").write_text(
@@ -152,15 +121,6 @@ def folder(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text("1")
     return tmp_path
-
-
-def test_the_encoders_are_those_of_the_index(folder):
-    index = index_file(str(folder), None)
-    assert index is not None and encoder_names(index) == ["text_encoder", "text_encoder_2"]
-    index = index_file(pipeline_path("tiny-sd3"), None)
-    assert index is not None and len(encoder_names(index)) == 3
-    for name in ["nothing/here", "/no/such/folder/at/all", "a name of nothing"]:
-        assert index_file(name, None) is None
 
 
 def test_a_change_of_an_encoder_or_tokenizer_is_seen_and_of_other_parts_is_not(folder, tmp_path):

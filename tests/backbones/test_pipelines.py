@@ -128,25 +128,6 @@ def test_a_velocity_that_depends_on_earlier_steps_is_refused(load_tiny):
         backbone.check(3)
 
 
-def test_the_pipelines_own_call_is_as_before(load_tiny):
-    pipeline = load_tiny()
-
-    def latents():
-        generator = torch.Generator().manual_seed(0)
-        return pipeline(
-            "a red circle", num_inference_steps=2, generator=generator, output_type="latent",
-            max_sequence_length=12,
-        ).images  # fmt: skip
-
-    before = latents()
-    backbone = PipelineBackbone(pipeline, max_sequence_length=12)
-    cond = backbone.encode(["a red circle"], [""])
-    with torch.no_grad():
-        x = torch.zeros(1, *backbone.latent_shape())
-        backbone.decode(backbone.velocity(x, torch.tensor(0.5), cond))
-    assert torch.equal(latents(), before)
-
-
 def test_noise_levels_are_read_without_a_forward():
     backbone = Case(diffusers.ErnieImagePipeline, torch.float32, 1.0).backbone
     forwards = []

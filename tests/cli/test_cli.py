@@ -1,4 +1,3 @@
-import json
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -9,7 +8,6 @@ from flowrl import __version__
 from flowrl.cli import app, main
 from flowrl.config import load_config
 from flowrl.config.yaml12 import load_yaml
-from flowrl.prompts.records import load_prompts
 
 
 @pytest.fixture
@@ -141,37 +139,6 @@ def test_an_unexpected_error_is_short_and_debug_shows_the_traceback(run, built, 
             main(words)
 
 
-def test_sample_passes_prompts_and_settings(run, built, tmp_path):
-    prompts = tmp_path / "two.txt"
-    prompts.write_text("a red star\na blue ring\n")
-    words = ["sample", "tiny-sd3", "a cat", "--prompts", str(prompts), "--negative", "fog"]
-    assert run(*words, "--guidance", "2", "--seed", "7", "--count", "3")[0] == 0
-    ((drawing, asked), options) = built[0]
-    assert asked == ["a cat", *load_prompts(prompts)]
-    assert [record.text for record in asked[1:]] == ["a red star", "a blue ring"]
-    assert (drawing.model, drawing.negative, drawing.guidance) == ("tiny-sd3", "fog", 2.0)
-    assert (options["seed"], options["count"], drawing.lora) == (7, 3, None)
-
-
-def test_sample_passes_on_the_strength_of_a_lora_and_refuses_one_without(run, built):
-    words = ["sample", "tiny-sd3", "a cat", "--rlg", "-0.5"]
-    code, _, err = run(*words)
-    assert (code, err.count("\n")) == (1, 1)
-    assert "--rlg -0.5 is given without --lora" in err and not built
-    assert run(*words, "--lora", "runs/quickstart")[0] == 0
-    assert built[0][0][0].rlg == -0.5
-
-
-def test_score_prints_a_missing_score_as_missing(run, built):
-    code, out, err = run("score", "a.png", "--reward", "ocr", "--reward", "brightness")
-    assert code == 0
-    assert built[0][0][1:] == (["ocr", "brightness"], None, [None, None], ())
-    assert out.splitlines()[-1].split() == ["a.png", "n/a", "0.25"]
-    assert err.endswith("reward 'ocr' does not apply\n")
-    out = run("score", "a.png", "--reward", "ocr", "--json")[1]
-    assert json.loads(out) == {"file": "a.png", "ocr": None, "brightness": 0.25}
-
-
 def test_score_passes_on_the_arguments_of_each_reward(run, built):
     words = ["score", "a.png", "--reward", "ocr", "--args", "{mode: strict}"]
     assert run(*words)[0] == 1  # its only score is missing
@@ -180,16 +147,6 @@ def test_score_passes_on_the_arguments_of_each_reward(run, built):
     assert "expected names and values" in run(*words[:-1], "[strict]")[2]
     assert "--reward ocr is given twice" in run(*words[:-2], "--reward", "ocr")[2]
     assert len(built) == 1
-
-
-def test_explain_prints_an_option_and_doctor_what_it_finds(run):
-    code, out, _ = run("explain", "optim.lr")
-    assert code == 0 and "Learning rate." in out
-    code, out, err = run("doctor")
-    assert "python" in out
-    assert "presets" in out
-    assert (code == 0) == ("!!" not in out)
-    assert (code == 1) == ("marked !!" in err)
 
 
 def test_collect_draws_whatever_the_recipe_learns_from(run, monkeypatch):

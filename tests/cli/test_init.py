@@ -10,7 +10,6 @@ from flowrl.backbones.small import small_folder
 from flowrl.cli import app, init, main
 from flowrl.config import load_config
 from flowrl.planning.model_specs import MODEL_SPECS
-from flowrl.planning.plan import make_plan
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -140,17 +139,3 @@ def test_a_refused_answer_is_asked_again_and_the_others_stay(
     done = CliRunner().invoke(app, ["init"], input="\n".join(answers) + "\n")
     assert done.exit_code == 0, done.output
     assert load_config("recipe.yaml").prompts.train == "mine.txt"
-
-
-def test_it_says_whether_the_gpu_holds_it_and_the_work_of_an_iteration(
-    tmp_path, capsys, monkeypatch, prompts, even_activations
-):
-    model = ["--model", "stabilityai/stable-diffusion-3.5-medium", "--memory", "24GB"]
-    file = tmp_path / "mine.yaml"
-    code, out, _ = run(capsys, str(file), *model, *prompts)
-    assert code == 0 and "It fits a GPU of 24.0 GB, with " in out
-    work = make_plan(load_config(file)).work.first
-    assert f"{work.images:,} images" in out and f"{work.sampling:,} forwards" in out
-    monkeypatch.setattr(init, "parent_of", lambda *_: "sd3.5-medium-nft-80gb")
-    code, out, _ = run(capsys, str(tmp_path / "large.yaml"), *model, *prompts)
-    assert code == 0 and "It does not fit" in out and "--memory 24GB" in out

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import sys
 
 import pytest
 import typer
@@ -117,10 +116,3 @@ def test_an_address_that_is_taken_is_refused_before_anything_is_loaded(tmp_path,
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(UserError, match="Cannot listen at 127.0.0.1"):
             reward_serve(["loads_for_minutes:Reward"], port=taken.getsockname()[1])
-
-
-@pytest.mark.parametrize("package", ["starlette", "uvicorn"])
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=f"pip install {package}$"):
-        reward_serve(["no_such:Reward"], port=0)

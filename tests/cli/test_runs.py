@@ -69,18 +69,6 @@ def test_of_damaged_checkpoints_none_is_removed(tmp_path, capsys):
     assert names(tmp_path / "done") == ["step-000001", "step-000002"]
 
 
-def test_scores_are_shown_by_their_names_before_and_after(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "150")
-    write_run(tmp_path / "done", finished=True)
-    lines = [{"step": 0, "eval/geneval": 0.25, "eval/ocr": 0.5}, {"step": 3, "eval/geneval": 0.75}]
-    text = "".join(seal_line(line).decode() + "\n" for line in lines)
-    (tmp_path / "done" / "metrics.jsonl").write_text(text)
-    out = run(capsys, "runs", str(tmp_path))[1]
-    assert "geneval 0.250 to 0.750" in out and "ocr 0.500" in out and "{" not in out
-    (row,) = map(json.loads, run(capsys, "runs", str(tmp_path), "--json")[1].splitlines())
-    assert row["base"] == {"eval/geneval": 0.25, "eval/ocr": 0.5}
-
-
 def test_without_a_yes_nothing_is_removed(tmp_path, capsys, monkeypatch):
     write_run(tmp_path / "done", finished=True)
     monkeypatch.setattr("typer.confirm", lambda *_, abort: (_ for _ in ()).throw(KeyboardInterrupt))

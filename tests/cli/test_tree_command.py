@@ -55,13 +55,6 @@ def test_the_command_prints_steps_totals_and_tree(run, tmp_path):
     assert code == 0 and all(name in out for name in PRESETS)
 
 
-def test_windows_move_with_iteration_and_seed(run):
-    words = ("tree_grpo", "--leaves", "27")
-    shown = {run(*words, "--iteration", str(i), "--seed", "3")[1] for i in range(10)}
-    assert len(shown) > 1
-    assert run(*words, "--seed", "3") == run(*words, "--seed", "3")
-
-
 def test_refusals_are_one_sentence(run):
     for words, said in [
         (("brnch_grpo",), "did you mean 'branch_grpo'?"),

@@ -6,23 +6,8 @@ import pytest
 from PIL import Image
 
 from flowrl.cli import main
-from flowrl.cli.vote import _target
 from flowrl.errors import UserError
 from flowrl.utils.journal import append_line
-
-
-def test_the_first_word_names_a_recipe_a_run_or_a_folder_of_images(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("runs/mine", "images", "quickstart"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "runs" / "mine" / "config.yaml").touch()
-    words, images, lora = _target(["runs/mine", "optim.lr=1"], None, None)
-    assert (words, images, lora) == (["runs/mine/config.yaml", "optim.lr=1"], None, "runs/mine")
-    assert _target(["runs/mine"], None, "other")[2] == "other"
-    words, images, lora = _target(["images"], None, None)
-    assert (words, str(images), lora) == ([], "images", None)
-    for name in ("quickstart", "nosuch", "a=b"):  # a preset, though a folder has its name
-        assert _target([name], None, None) == ([name], None, None)
 
 
 def write_votes(folder):

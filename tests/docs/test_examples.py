@@ -20,8 +20,6 @@ from flowrl.scoring.spec import RewardSpec, load_reward
 from flowrl.trees.plan import count
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-SERVERS = (ROOT / "docs" / "reward-servers.md").read_text("utf-8")
 
 
 def blocks(path: str, language: str) -> list[str]:

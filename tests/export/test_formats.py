@@ -131,35 +131,3 @@ def test_the_alpha_that_is_given_to_a_command_is_in_the_file_that_it_writes(tmp_
     assert load_lora(load_tiny(), tmp_path / "lora") == 1
     with pytest.raises(UserError, match="was trained with alpha 12, and --lora-alpha is 4"):
         export_diffusers(str(tmp_path / "lora"), tmp_path / "third", alpha=4)
-
-
-def test_the_pipeline_of_the_run_is_loaded_as_the_run_loaded_it(tiny_config, tmp_path, monkeypatch):
-    name = "transformer.a"
-    tensors = {f"{name}.lora_A.weight": torch.ones(4, 8), f"{name}.lora_B.weight": torch.ones(8, 4)}
-    save_file(tensors, tmp_path / FILE)
-    config = tiny_config(pipeline={"path": "a/b", "revision": "abc", "dtype": "bf16"})
-    (tmp_path / "config.yaml").write_text(config_yaml(config))
-    requests = []
-
-    def load(path, **how):
-        requests.append((path, how["dtype"], how["revision"]))
-        raise UserError("far enough")
-
-    monkeypatch.setattr("flowrl.export.formats.load_pipeline", load)
-    for base, dtype in ((None, None), ("c/d", "fp16")):
-        with pytest.raises(UserError, match="far enough"):
-            export_merged(str(tmp_path), tmp_path / "m", base=base, revision=None, dtype=dtype)
-    assert requests == [("a/b", "bf16", "abc"), ("c/d", "fp16", None)]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "-o x --to hub", "--to merged", "--repo-id me/x -o a", "--dtype bf16 -o a",
-        "--base tiny-sd3 --to hub",
-    ],
-)  # fmt: skip
-def test_options_that_contradict_each_other_are_refused_by_name(words, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["export", "run", *words.split()])
-    assert end.value.code and words.split()[0] in capsys.readouterr().err

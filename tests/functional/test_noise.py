@@ -134,12 +134,6 @@ def test_siblings_have_the_stated_correlation():
         assert_exact(found[rest], rho[0].expand(siblings * (siblings - 1)))
 
 
-def test_a_lone_child_ignores_the_coupling():
-    for kind in COUPLINGS:
-        z = randn(2, 1, 3)
-        assert torch.equal(COUPLINGS[kind](z, None, 4.0), z)
-
-
 def test_the_shared_draw_is_needed_exactly_where_it_is_said_to_be():
     for kind in COUPLINGS:
         z, shared = randn(2, 4, 3), randn(2, 3, seed=1)

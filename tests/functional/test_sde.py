@@ -24,7 +24,6 @@ from torch.testing import assert_close
 
 from flowrl.functional.sde import (
     KERNELS,
-    cps_noise,
     cps_step,
     extrapolate,
     lift,
@@ -100,22 +99,6 @@ def test_noise_laws_are_their_formulas():
     assert KERNELS["cps"].noise(sigmas, 0.7).tolist() == [0.7, 0.7, 0.7, 0]
     for name in ("flow_sde", "dance_sde", "cps", "overshoot"):
         assert torch.equal(KERNELS[name].noise(sigmas, 0.0), torch.zeros(4, dtype=F64))
-
-
-def test_a_first_sigma_just_below_one_counts_as_pure_noise_only_before_a_long_step():
-    def first(*sigmas):
-        return KERNELS["flow_sde"].noise(torch.tensor([*sigmas, 0.5, 0.0], dtype=F64), 0.7)[0]
-
-    assert first(0.9997, 0.96).item() == pytest.approx(0.7 * (0.9997 / 0.04) ** 0.5)
-    for sigmas in ((0.9997, 0.9989), (0.999, 0.9)):  # a thousand steps; not near enough to 1
-        alone = 0.7 * (sigmas[0] / (1 - sigmas[0])) ** 0.5
-        assert first(*sigmas).item() == pytest.approx(alone)
-
-
-def test_levels_that_a_kernel_does_not_have_are_refused():
-    for level in (-0.1, 1.1):
-        with pytest.raises(ValueError, match=str(level)):
-            cps_noise(uniform_sigmas(4), level)
 
 
 def test_overshooting_keeps_every_marginal_where_its_ode_step_is_exact():

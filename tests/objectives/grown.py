@@ -9,7 +9,6 @@ from torch.testing import assert_close
 
 from flowrl.objectives.tree_credit import fuse_local, fuse_path, fuse_uniform
 from flowrl.trajectory import leaves_below
-from flowrl.trees.plan import Fan, NoiseCoupling, Step, TreePlan, shape_of
 
 F64 = torch.float64
 
@@ -48,30 +47,6 @@ def from_parents(parent: list[int]) -> Grown:
     return Grown(torch.tensor(parent), torch.tensor(step), torch.tensor(leaf))
 
 
-def from_plan(plan: TreePlan) -> Grown:
-    shape = shape_of(plan)
-    return Grown(torch.tensor(shape.parent), torch.tensor(shape.step), torch.tensor(shape.leaf))
-
-
-def branching(
-    steps: int, splits: dict[int, int], coupling: NoiseCoupling | None = None
-) -> TreePlan:
-    coupling = coupling or NoiseCoupling()
-    made = (
-        Step(branch=splits.get(i, 1), noise=i < steps - 1, train=i < steps - 1, coupling=coupling)
-        for i in range(steps)
-    )
-    return TreePlan(roots=1, steps=tuple(made))
-
-
-def comb() -> Grown:
-    plain = tuple(Step() for _ in range(3))
-    return from_plan(
-        TreePlan(roots=1, steps=plain, fans=(Fan(step=0, width=2), Fan(step=1, width=2)))
-    )
-
-
-BALANCED = from_plan(branching(4, {0: 2, 2: 3}))  # 6 leaves, unbranched steps between and after
 LOPSIDED = from_parents([-1, 0, 0, 1, 1, 1, 2, 6])  # leaves 3, 4, 5 below 1, and 7 below 2
 
 

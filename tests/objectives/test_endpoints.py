@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,13 +59,3 @@ def test_updates_take_whole_groups_and_draw_anew(counts, updates):
     assert len({part.seed for part in parts}) == updates
     names = [set(part.group.tolist()) for part in parts]
     assert all(a.isdisjoint(b) for i, a in enumerate(names) for b in names[:i])
-
-
-def test_what_was_left_out_is_reported():
-    metrics = replace(made([0, 0]), left_out={"invalid": 0.25, "tied": 0.5}).metrics()
-    assert {name: value.item() for name, value in metrics.items()} == {
-        "endpoints/invalid": 0.25,
-        "endpoints/tied": 0.5,
-        "endpoints/images": 2.0,
-        "tree/train_forwards": 2.0,
-    }

@@ -207,17 +207,6 @@ def test_noise_weights_are_the_std_over_its_mean_over_steps():
     torch.testing.assert_close(batch.weight.double(), std / mean, rtol=1e-6, atol=0)
 
 
-def test_dropped_edges_leave_the_weights_of_the_rest():
-    tied = torch.tensor([0.5, 0.5, 0.5, 0.3, 0.2, 0.7])
-    for ratio, step_weight in EVERY:
-        objective = grpo(ratio=ratio, step_weight=step_weight)
-        some, whole = (objective.prepare(collect(Toy(), reward=r)) for r in (tied, REWARD))
-        assert len(some) < len(whole)
-        for i in range(T - 1):
-            rows = [set(b.weight[b.step == i].tolist()) for b in (some, whole)]
-            assert rows[0] == rows[1]
-
-
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
     values=st.lists(st.floats(0.01, 10), min_size=5, max_size=5),

@@ -162,16 +162,6 @@ def test_images_without_a_score_have_no_reward_and_no_gradient():
         assert (gradient == 0).flatten(1).all(1).tolist() == lost
 
 
-def test_words_are_put_before_the_prompt_and_do_not_change_what_applies():
-    specs = [RewardSpec(name="length", reward=Length())]
-    plain, longer = (field(specs)(X0, NUMBER, words) for words in ("", "Realistic photo"))
-    lengths = torch.tensor([float(len(PROMPTS[i])) for i in NUMBER.tolist()])
-    more = (lengths + len("Realistic photo. ")) / lengths
-    torch.testing.assert_close(longer[0], plain[0] * more)
-    torch.testing.assert_close(longer[1], plain[1] * more[:, None, None, None])
-    torch.testing.assert_close(field()(X0, NUMBER, "sharp"), field()(X0, NUMBER))
-
-
 def test_rewards_without_a_gradient_are_refused():
     # Rewards that do not say they are differentiable are refused before training.
     hidden = RewardSpec(name="ocr", reward=lambda *_: [0.0])

@@ -5,12 +5,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_policy import PROMPTS, SPLIT, T, Toy, collect, gradient, log_density, loss_of
+from toy_policy import PROMPTS, SPLIT, Toy, collect, gradient, log_density, loss_of
 
 from flowrl.config.objectives import SPOOptions
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.spo import BETA, CLIP, SPO, softmax_gap, spo_loss
-from flowrl.trees.plan import Fan, Step, TreePlan
+from flowrl.trees.plan import Step, TreePlan
 
 ODE, NOISY = Step(), Step(noise=True, train=True)
 TWICE = Step(branch=2, noise=True, train=True)
@@ -125,19 +125,6 @@ def test_ties_and_missing_rewards_make_no_pair_and_are_counted():
     batch = spo().prepare(collect(Toy(), reward=reward, plan=SPLIT))
     assert batch.prompt.tolist() == [0] and len(batch) == 2
     assert batch.advantage.tolist() == [1.0, -1.0]
-
-
-def test_fans_of_different_lengths_are_not_compared():
-    fans = (Fan(step=0, width=2), Fan(step=0, width=2, length=2))
-    plan = TreePlan(1, (ODE,) * T, fans=fans)
-    reward = torch.tensor([0.1, 0.2, 0.8, 0.9]).repeat(PROMPTS)
-    rollout = collect(Toy(), reward=reward, plan=plan)
-    batch = spo().prepare(rollout)
-    assert len(batch.x) == PROMPTS and len(batch) == 4 * PROMPTS
-    ends = batch.sigma_next.view(-1, 2)
-    assert torch.equal(ends[:, 0], ends[:, 1]) and len(ends.unique()) == 2
-    loss, _ = loss_of(spo(), Toy(), batch, Toy())
-    assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
 
 
 def test_a_pair_that_was_cut_is_refused():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from grown import LOPSIDED, assert_exact_with_nan, edge_log_probs, fused, rewarded, trees
+from grown import LOPSIDED, assert_exact_with_nan, edge_log_probs, fused, rewarded
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -68,12 +68,6 @@ def z(values: list[float], ddof: int = 0, floor: float = 1e-4) -> Tensor:
 
 
 # --- The options, on rollouts -------------------------------------------------------------------
-
-
-def test_chains_get_flow_grpos_advantage_at_every_step():
-    advantage, keep = tree_credit(rollout(CHAINS, REWARD), CreditOptions())
-    torch.testing.assert_close(advantage, z(REWARD)[:, None].expand(4, 2))
-    assert bool(keep.all())
 
 
 def test_a_tree_gives_an_edge_the_mean_of_the_images_below_or_their_sum():
@@ -167,16 +161,6 @@ def test_a_process_credits_its_trees_as_one_that_holds_all():
 
 
 # --- The parts, on random trees -----------------------------------------------------------------
-
-
-@given(tree=trees())
-def test_a_leaf_is_below_itself_and_all_nodes_above_it(tree):
-    below, splits = leaves_below(tree.parent, tree.leaf), last_split(tree.parent, tree.leaf)
-    for column, leaf in enumerate(tree.leaf.tolist()):
-        path = tree.path(leaf)
-        assert below[:, column].nonzero().flatten().tolist() == sorted(path)
-        above = [n for n in path[:-1] if len(tree.children(n)) > 1]
-        assert splits[column] == (above[-1] if above else 0)
 
 
 @given(case=rewarded(), seed=st.integers(0, 99))

@@ -115,8 +115,3 @@ def test_peaks_are_ordered_and_grow_with_rows(klein):
     once, twice = (count_decode(klein, n, 64, 64, torch.bfloat16) for n in (1, 2))
     assert twice.peak == pytest.approx(2 * once.peak, rel=0.1)
     assert twice.operations == 2 * once.operations > 0
-
-
-def test_texts_whose_lengths_shape_the_network_are_counted(tmp_path):
-    spec = spec_for(str(small_folder(diffusers.Lumina2Pipeline, tmp_path / "lumina")))
-    assert transformer_peak(forward_of(spec), "train") > 0

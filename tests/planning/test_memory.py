@@ -6,16 +6,12 @@ import torch
 from flowrl.assembly.work_split import split_work
 from flowrl.backbones.families import FAMILIES
 from flowrl.config import parse_config
-from flowrl.errors import UserError
 from flowrl.planning.memory import (
     CONTEXT,
     MemoryPlan,
-    NetworkCopy,
     adapter_parameters,
-    encoded_prompts,
     few_bits_bytes,
     full_network,
-    packed_layers,
 )
 from flowrl.planning.model_specs import MODEL_SPECS, spec_for
 from flowrl.planning.rewards import CLIP_L
@@ -122,14 +118,6 @@ def test_encoders_that_are_not_kept_are_alone_on_the_gpu_one_at_a_time():
         assert not parts("training", memory={"text_encoders": where})["text encoders"]
 
 
-def test_rewards_have_activations_for_each_image_that_is_scored_at_once():
-    def scored(**executor):
-        return parts("rewards", rewards=[{"name": "clipscore", "executor": executor}])
-
-    whole, few = scored(kind="inline"), scored(kind="inline", micro_batch=2)
-    assert whole["activations"] == 2 * few["activations"] == 4 * 4 * CLIP_L.image
-
-
 def test_in_fp16_a_t5_keeps_what_transformers_keeps_in_fp32():
     t5 = MODEL_SPECS["flux.1-dev"].text_encoders[1]
     network = t5.build()
@@ -157,11 +145,6 @@ def test_training_in_few_bits_keeps_the_exact_weights_too():
     assert few["matmul buffers"] > exact["matmul buffers"]
 
 
-def test_sides_that_make_no_whole_patches_are_an_error():
-    with pytest.raises(UserError, match="60"):
-        plan(pipeline={"width": 60}).footprints()
-
-
 def test_of_a_sharded_network_a_gpu_holds_its_share_and_the_blocks_that_compute():
     sections = {"rollout": {"prompts_per_iteration": 8}}
     whole = plan(**sections).sharded_bytes()
@@ -186,28 +169,6 @@ def test_few_bits_have_codes_and_scales_in_linear_layers_alone():
     assert saved == pytest.approx(2 * linear - linear / 2 - linear / 16, rel=0.01)
 
 
-def test_copies_hold_packed_layers_and_adapted_or_added_weights():
-    memory = plan()
-    exact, beside = NetworkCopy(format="bf16"), NetworkCopy(format="bf16", merge=False)
-    assert memory.copy_bytes(exact) == memory.adapted_bytes() > 0
-    assert memory.copy_bytes(beside) == 0  # the factors stay where they train
-    cheap = NetworkCopy(format="fp8", min_dim=0)
-    packed = packed_layers(memory.network, cheap)
-    both = sum(
-        layer.weight.numel()
-        for key, layer in memory.network.named_modules()
-        if key in packed and key.endswith(memory.targets)
-    )
-    merged = memory.adapted_bytes() - 2 * both
-    assert memory.copy_bytes(cheap) == sum(packed.values()) + merged
-    for merge in (True, False):
-        fp8, bf16, auto = (
-            memory.copy_bytes(NetworkCopy(format=format, merge=merge, min_dim=0))
-            for format in ("fp8", "bf16", "auto")
-        )
-        assert auto == max(fp8, bf16) > 0
-
-
 def test_a_lora_of_sd35_large_has_its_closed_form():
     """38 blocks of width 2432 with 8 square layers each, but for the last block's last."""
     network = full_network(MODEL_SPECS["sd3.5-large"], torch.bfloat16)
@@ -225,15 +186,3 @@ def test_a_machine_holds_every_process_s_pipeline_but_one_sharded_network():
     assert difference == 7 * shared.transformer_bytes()
     free = plan(8, **sections, memory={"text_encoders": "free"}).host_bytes()
     assert many["loading"] - free["loading"] == 8 * shared.encoders
-
-
-def test_encoded_prompts_are_those_of_the_file(tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("a cat\na dog\na cat\n")
-    rollout = {"prompts_per_iteration": 2}
-    free = {"text_encoders": "free"}
-    few, missing = (
-        plan(prompts={"train": str(path)}, rollout=rollout, memory=free).config
-        for path in (file, tmp_path / "none.txt")
-    )
-    assert (encoded_prompts(few), encoded_prompts(missing)) == (2, 6)

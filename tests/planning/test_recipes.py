@@ -4,7 +4,6 @@ import functools
 import math
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import yaml
@@ -16,7 +15,6 @@ from flowrl.config.arguments import sort_arguments
 from flowrl.config.load import MAX_PARENTS, preset_folder
 from flowrl.planning.model_specs import MODEL_SPECS, spec_name
 
-ROOT = Path(__file__).parents[2]
 FILES = sorted(preset_folder().glob("*.yaml"))
 REAL = [path.stem for path in FILES if re.search(r"-\d+gb$", path.stem)]
 UNGUIDED = ("nft", "solrl")

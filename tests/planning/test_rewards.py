@@ -56,11 +56,6 @@ def test_other_judges_ask_as_often_as_they_say():
     assert unknown is None
 
 
-def test_each_question_of_a_rubric_is_a_request_and_other_rewards_have_none():
-    requests = planned(judge(args={"rubric": "viescore"}, when="both"), {"name": "ocr"})
-    assert list(requests.values()) == [2 * (IMAGES + EVALUATED)]
-
-
 def test_the_machine_s_memory_holds_the_networks_of_rewards_on_the_cpu():
     rewards = [
         {"name": "pickscore", "args": {"device": "cpu"}},

@@ -42,19 +42,3 @@ def test_words_classes_and_ratios_of_the_user_are_used(run, tmp_path):
     train = rows(tmp_path / "g" / "train.jsonl")
     assert {row["include"][0]["class"] for row in train} == {"cat", "wine glass"}
     assert not (tmp_path / "g" / "test.jsonl").exists()
-
-
-def test_what_cannot_be_is_a_sentence_and_writes_nothing(run, tmp_path):
-    for words, says in [
-        (["geneval", "--words", "w.txt"], "--words"),
-        (["ocr", "--classes", "c.txt"], "--classes"),
-        (["ocr", "--count", "0", "--held-out", "0"], "--count and --held-out"),
-        (["geneval", "--count", "0", "--held-out", "0"], "--count and --held-out"),
-        (["ocr", "--ratio", "1:x"], "--ratio is '1:x', expected whole numbers"),
-        (["geneval", "--ratio", "1:1"], "expected 6 numbers"),
-        (["geneval", "--exclude", "none.jsonl"], "cannot read prompts none.jsonl"),
-        (["ocr", "--words", "none.txt"], "cannot read none.txt"),
-    ]:
-        code, _, error = run(*words, "-o", "sets")
-        assert code == 1 and says in error
-        assert not (tmp_path / "sets").exists()

@@ -119,18 +119,6 @@ def test_images_are_not_read_and_bad_columns_are_refused(tmp_path):
         load_prompts(tmp_path / "gap.parquet")
 
 
-def test_a_split_may_be_cut(tmp_path):
-    rows = table([{"words": letter, "n": 1} for letter in "abcd"])
-    rows.to_parquet(tmp_path / "rows.parquet")
-    cuts = {"[:2]": "ab", "[1:3]": "bc", "[3:]": "d", "[:50%]": "ab", "[-1:]": "d", "": "abcd"}
-    for cut, expected in cuts.items():
-        prompts = load_prompts(f"hf:{tmp_path}/rows.parquet:train{cut}:words")
-        assert "".join(p.text for p in prompts) == expected
-    for cut in ("[:x]", "[", "[:1][:2]"):
-        with pytest.raises(UserError, match="cannot read prompts"):
-            load_prompts(f"hf:{tmp_path}/rows.parquet:train{cut}")
-
-
 def test_files_that_are_no_table_are_refused(tmp_path):
     # A file that is damaged in its middle is a sentence.
     path = tmp_path / "rows.parquet"

@@ -42,15 +42,6 @@ def test_rounding_by_arithmetic_is_the_cast_bit_for_bit():
     assert fp8.round_e4m3(torch.tensor([torch.nan])).isnan().all()
 
 
-def test_the_largest_of_a_row_is_448_whatever_the_other_rows_are():
-    x = (
-        torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
-        * torch.logspace(-9, 9, 8)[:, None]
-    )
-    codes, _ = fp8.quantise_rowwise(x)
-    assert codes.float().abs().amax(1).tolist() == [448.0] * 8
-
-
 def test_rows_of_zeros_stay_and_rows_that_are_not_finite_are_nan_alone():
     x = torch.ones(4, 16)
     x[0], x[1, 3], x[2, 5] = 0, torch.nan, -torch.inf

@@ -57,17 +57,6 @@ def test_every_cell_is_the_documented_format_or_an_error_that_names_the_others()
         assert found.native == (requested != "nvfp4-emulated")
 
 
-def test_errors_name_the_option_and_an_unknown_precision_the_known_ones():
-    cases = (("", "precision"), ("pipeline", "pipeline.precision"), ("--", "--precision"))
-    for where, name in cases:
-        for wrong in ("fp8", "int4"):
-            with pytest.raises(UserError) as error:
-                resolve(wrong, DEVICES["cpu"], where=where)
-            assert f"{name} " in str(error.value) and wrong in str(error.value), where
-            assert where or "pipeline." not in str(error.value)
-    assert ", ".join(PRECISIONS) in str(error.value)
-
-
 def test_a_rocm_device_is_not_taken_for_an_nvidia_generation(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")

@@ -93,20 +93,6 @@ def test_what_is_packed_is_the_fp32_merge_not_one_rounded_to_the_networks_dtype(
         assert lost > 0
 
 
-def test_only_packed_and_merged_weights_are_the_twins_own(make):
-    policy = make(keep_old=True)
-    quantised = choices_of(policy, min_dim=128)  # the feed-forward, which no adapter is on
-    shared = {t.data_ptr() for t in tensors(policy.network).values()}
-    model = RolloutModel(policy, quantised, EMULATED)
-    own = {n: t for n, t in tensors(model.network).items() if t.data_ptr() not in shared}
-    assert {n.rpartition(".")[0] for n in own} == {
-        *adapted(policy), *(c.name for c in quantised if c.format)
-    }  # fmt: skip
-    packed = sum(2 * c.size + 4 for c in quantised if c.format)  # bf16 and a scale
-    bases = [layer.get_base_layer() for layer in adapted(policy).values()]
-    assert model.nbytes() == packed + sum(4 * base.weight.numel() for base in bases)
-
-
 def test_following_the_policy_moves_nothing(make, inputs):
     for backend in (EMULATED, FP8Rowwise(), EXACT):
         policy = make()
@@ -154,23 +140,3 @@ def test_the_twin_does_not_care_which_adapter_the_policy_uses(make, inputs):
             model.sync(POLICY)
             assert torch.equal(velocity(model, *args), expected)
         assert torch.equal(velocity(model, *args), expected)
-
-
-def test_merging_under_autocast_is_merging_in_fp32_and_an_unknown_adapter_is_named(make, inputs):
-    policy = make(keep_old=True)
-    disturb(policy)
-    model = RolloutModel(policy, (), EXACT)
-    expected = velocity(model, *inputs(policy))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model.sync(POLICY)
-    assert torch.equal(velocity(model, *inputs(policy)), expected)
-    with pytest.raises(ValueError, match=r"'ema'.*'default', 'old'"):
-        model.sync(EMA)
-
-
-def test_an_adapter_on_another_kind_of_layer_can_only_be_merged(make, inputs):
-    policy = make(targets=["pos_embed.proj", "attn.to_q"])
-    disturb(policy)
-    with policy.merged(), torch.no_grad():
-        expected = policy.velocity(*inputs(policy))
-    assert torch.equal(velocity(RolloutModel(policy, (), EXACT), *inputs(policy)), expected)

@@ -11,8 +11,6 @@ from flowrl.errors import UserError
 from flowrl.planning.model_specs import MODEL_SPECS, build_network
 from flowrl.quantization.layer_rules import (
     choose_layers,
-    is_pointwise,
-    layer_table,
     matrices,
     matrix_shape,
     quantised_share,
@@ -121,49 +119,6 @@ def test_the_longer_side_is_above_the_minimum_and_both_are_divisible():
         assert reasons(network, rules)["x"].startswith(reason)
 
 
-def test_a_pattern_is_searched_anywhere_in_the_name_and_may_be_anchored():
-    layers = {name: nn.Linear(64, 64) for name in ("norm1", "norm1_context", "proj", "last_proj")}
-    network = nn.ModuleDict(layers)
-    kept = chosen(network, LayerRules(keep=("norm1",), min_dim=0))
-    assert [n for n, f in kept.items() if f is None] == ["norm1", "norm1_context"]
-    kept = chosen(network, LayerRules(keep=("^proj",), min_dim=0))
-    assert [n for n, f in kept.items() if f is None] == ["proj"]
-
-
-def test_a_given_size_takes_the_place_of_the_rules():
-    network = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
-    rules = LayerRules(keep=("a",), min_dim=32)
-    assert chosen(network, rules) == {"a": None, "b": "nvfp4"}
-    with pytest.raises(UserError, match="1 by size .*above 64.* side is 64: set min_dim below"):
-        choose_layers(network, rules, "nvfp4", min_dim=64)
-
-
-def test_only_a_plain_1x1_convolution_is_a_linear_layer_at_every_pixel():
-    for layer, pointwise in [
-        (nn.Conv2d(64, 64, 1), True),
-        (nn.Conv2d(64, 64, 3), False),
-        (nn.Conv2d(64, 64, 1, groups=2), False),
-        (nn.Conv2d(64, 64, 1, stride=2), False),
-        (nn.Conv2d(64, 64, 1, padding=1), False),
-        (nn.Linear(64, 64), False),
-    ]:
-        assert is_pointwise(layer) == pointwise
-        if pointwise:  # as it says: the same numbers
-            x = torch.randn(2, 64, 3, 5)
-            expected = torch.einsum("oi,bihw->bohw", layer.weight[..., 0, 0], x)
-            torch.testing.assert_close(
-                layer(x), expected + layer.bias[:, None, None], rtol=1e-4, atol=1e-5
-            )
-
-
-def test_1x1_convolutions_count_only_where_the_rules_say_so():
-    network = nn.ModuleDict({"conv": nn.Conv2d(64, 64, 1), "linear": nn.Linear(64, 64)})
-    assert chosen(network) == {"conv": None, "linear": "nvfp4"}
-    assert reasons(network)["conv"] == "a convolution with a 1x1 kernel"
-    pointwise = LayerRules(keep=(), min_dim=0, pointwise=True)
-    assert chosen(network, pointwise) == {"conv": "nvfp4", "linear": "nvfp4"}
-
-
 def test_adapters_change_neither_names_nor_choices(load_tiny):
     from flowrl.backbones.pipeline import PipelineBackbone
 
@@ -176,19 +131,3 @@ def test_adapters_change_neither_names_nor_choices(load_tiny):
     assert {n: matrix_shape(layer) for n, layer in matrices(backbone.transformer)} == shapes
     assert len(before) == 33
     assert sum(c.format is not None for c in before) == 20
-
-
-def test_the_table_holds_every_layer_once_the_largest_part_first(real):
-    choices = choose_layers(real["sd3.5-large"], families.SD3.layer_rules, "nvfp4")
-    rows = layer_table(choices)
-    assert sum(row["layers"] for row in rows) == len(choices)
-    shares = [float(row["share"].rstrip("%")) for row in rows]
-    assert shares == sorted(shares, reverse=True)
-    assert sum(shares) == pytest.approx(100, abs=0.05 * len(rows))
-    quantised = [row for row in rows if row["format"] == "nvfp4"]
-    assert [(row["layers"], row["out x in"]) for row in quantised] == [
-        (38, "9728 x 2432"),
-        (38, "2432 x 9728"),
-    ]
-    assert quantised[0]["names"] == "transformer_blocks.*.ff.net.*.proj"
-    assert {r["reason"] for r in rows if "attn.to_q" in r["names"]} == {"no side above 2432"}

@@ -30,19 +30,6 @@ def test_drawn_words_are_read(reader):
     assert (shifted == 1).float().mean() <= 0.05
 
 
-def test_reading_is_repeatable_and_does_not_depend_on_what_came_before(reader):
-    """Small and large, dark and blank images between: the same words, to the letter."""
-    rng = random.Random(4)
-    page = np.full((512, 512, 3), 235, np.uint8)
-    images = [draw(all_prompts("ocr")[i], rng)[..., ::-1].copy() for i in (0, 5, 9)]
-    images += [np.full((64, 64, 3), 240, np.uint8), page, 0 * page]
-    alone = [reader(image) for image in images]
-    assert all(alone[:3]) and alone[3:] == [[], [], []]
-    for _ in range(2):
-        order = rng.sample(range(len(images)), len(images))
-        assert [reader(images[i]) for i in order] == [alone[i] for i in order]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 96, 128, 256, 512])
 def test_clean_words_are_read_at_all_sizes(reader, size):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from chat_servers import completion, images_of, redness, scripted, text_of
 from flowrl_rewards.fixtures import square
-from flowrl_rewards.rubrics import RUBRICS
 from flowrl_rewards.vlm_judge import VLMJudge
 
 IMAGES = torch.stack([square("red", 32), square("blue", 32)])
@@ -92,13 +91,6 @@ def test_viescore_asks_twice_and_takes_the_geometric_mean_of_the_worst():
     for wrong in ('{"score": [8]}', '{"score": [true]}', '{"score": [11]}', "8"):
         scores, reasons, _ = judged(completion(wrong), "viescore")
         assert all(map(math.isnan, scores)) and set(reasons) == {0, 1}
-
-
-def test_deqa_begins_the_answer():
-    _, _, sent = judged(completion("", {"good": 1.0}), "deqa")
-    begins = {"role": "assistant", "content": RUBRICS["deqa"].begins}
-    assert sent[0]["messages"][1] == begins and sent[0]["continue_final_message"] is True
-    assert sent[0]["add_generation_prompt"] is False
 
 
 def test_a_text_that_was_cut_is_missing_but_one_token_counts():

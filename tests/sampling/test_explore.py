@@ -5,11 +5,8 @@ import pytest
 import torch
 
 import flowrl.sampling.rollout
-from flowrl.assembly.offline import dataset_metadata
 from flowrl.errors import UserError
-from flowrl.offline.writer import write_groups
 from flowrl.sampling.rollout import Timer
-from flowrl.sampling.two_stage import fill_selection
 
 ODE = {"tree": {"kind": "ode"}}
 NFT = {"kind": "nft", "noising": {"count": 2}}
@@ -139,14 +136,6 @@ def test_candidates_without_a_score_are_not_ranked_and_are_counted(make_learner)
     assert metrics["reward/invalid"] == 0
 
 
-def test_a_prompt_without_any_score_keeps_the_first_candidates_and_too_many_stop(make_learner):
-    proxy = torch.tensor([math.nan] * 5)
-    assert fill_selection(proxy, 3, "best_worst", torch.Generator()).tolist() == [0, 1, 2]
-    gone = Twofold(lambda bright: bright * math.nan, calls=9)
-    with pytest.raises(UserError, match="18 of 18"):
-        explorer(make_learner, gone).iterate(0)
-
-
 def test_rewards_that_are_only_watched_are_not_asked_about_candidates(make_learner):
     seen = []
 
@@ -210,15 +199,3 @@ def test_a_process_without_a_share_draws_nothing(make_learner, drawn, monkeypatc
     scored = generator.score(generator.sample(request, plan, Timer()), Timer())
     assert scored.images == [] and scored.result.scores.shape == (0, 1)
     assert drawn == []
-
-
-def test_a_store_holds_the_candidates_that_were_chosen(make_learner, tiny_config, tmp_path):
-    explore = FEW | {"candidates": 9, "num_inference_steps": 2}
-    changes = {"objective": {"kind": "gdro"}, "rollout": ODE | {"explore": explore}}
-    sampler = make_learner(**changes).source
-    store = write_groups(
-        tmp_path / "s", dataset_metadata(tiny_config(**changes), sampler), sampler, shards=1
-    )
-    leaves = sampler.collect(0, Timer()).tree.leaves()
-    assert torch.equal(store.latents(torch.arange(len(store))), leaves)
-    assert store.metadata.recipe["rollout"]["explore"]["candidates"] == 9

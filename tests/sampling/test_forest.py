@@ -57,28 +57,6 @@ def test_without_branches_it_is_the_plain_sampler_bit_for_bit():
         assert torch.equal(tree.leaves(), x0)
 
 
-def test_the_way_to_every_leaf_can_be_walked_again_as_a_chain():
-    for plan in PLANS.values():
-        numbers = schedule(T)
-        tree = grown(plan, numbers)
-        for leaf in tree.leaf.tolist():
-            nodes = [leaf]
-            while nodes[0]:
-                nodes.insert(0, int(tree.parent[nodes[0]]))
-            noises = {}
-            for before, after in zip(nodes[:-1], nodes[1:], strict=True):
-                i, j = int(tree.step[before]), int(tree.step[after])
-                if after in tree.noisy:
-                    x = tree.x[:, before]
-                    v = velocity(x, numbers.sigmas[i], tree.prompt)
-                    g = tree.g[after]
-                    mean, std = numbers.kernel.step(x, v, numbers.sigmas[i], numbers.sigmas[j], g)
-                    noises[i] = (tree.x[:, after] - mean) / lift(std, mean)
-            stops = tree.step[nodes].tolist()
-            x0 = chain(tree.x[:, 0], tree.prompt, numbers, stops, noises)
-            torch.testing.assert_close(tree.x[:, leaf], x0, rtol=1e-5, atol=1e-6)
-
-
 def test_replaying_one_leaf_with_its_recorded_noise_is_exact():
     for coupling in [
         NoiseCoupling(),
@@ -189,21 +167,3 @@ def test_a_tree_does_not_depend_on_the_trees_beside_it():
         named_noise([2]),
     )
     assert torch.equal(alone.x[0], together.x[2])
-
-
-def test_noise_is_asked_only_where_it_is_used_and_never_twice():
-    asked = []
-
-    def record(path, step, role):
-        asked.append((path, step, role))
-        return torch.zeros(1, D)
-
-    plan = TreePlan(1, (ODE, Step(branch=2, noise=True), NOISY, ODE))
-    sample_tree(velocity, torch.zeros(1, D), torch.zeros(1).long(), plan, schedule(4), record)
-    assert asked == [((0,), 1, "step"), ((1,), 1, "step"), ((0,), 2, "step"), ((1,), 2, "step")]
-
-
-def test_latents_are_rounded_to_storage_and_means_are_not():
-    tree = grown(chains(), dtype=torch.bfloat16)
-    assert tree.x.dtype == torch.bfloat16
-    assert not torch.equal(tree.mean_old, tree.mean_old.bfloat16().float())

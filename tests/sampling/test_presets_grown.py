@@ -45,11 +45,3 @@ def test_the_plan_counts_what_the_sampler_does():
             kept = torch.ones(len(tree), len(tree.edge))
             batch = transitions(tree, kept, kept.bool(), tree.prompt, None)  # type: ignore[arg-type]
             assert (len(batch), len(batch.x)) == (counts.trained_edges, counts.train_forwards)
-
-
-def test_windows_and_fans_move_with_the_iteration():
-    moving = ["flow_grpo_fast", "dance_grpo", "mix_grpo", "tree_grpo", "g2rpo"]
-    for name in [*moving, "b2_diffurl", "e_grpo"]:
-        plans = {plan_of(name, iteration) for iteration in range(120)}
-        assert len(plans) > 1, name
-        assert plan_of(name, 7) == plan_of(name, 7)

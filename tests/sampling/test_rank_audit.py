@@ -111,13 +111,6 @@ def test_audits_come_when_they_are_due_and_change_no_image(
     assert read_audits(tmp_path / "run") == audits[:1]
 
 
-def test_candidates_that_are_the_exact_images_rank_alike(make_learner, options):
-    explore = {"precision": "bf16", "num_inference_steps": None}
-    learner = make_learner(**options(explore=explore), pipeline={"decode_batch": 8})
-    audit = learner.source.collect(0, Timer()).explored.audit
-    assert audit == {"rho": pytest.approx(1), "contrast": pytest.approx(1)}
-
-
 @pytest.mark.parametrize(("tree", "named"), [("ode", "precision"), ("flow_grpo", "to null")])
 def test_a_low_rho_warns_and_says_what_to_change(
     make_learner, options, tmp_path, caplog, monkeypatch, tree, named

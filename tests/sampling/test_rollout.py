@@ -122,12 +122,6 @@ def test_rewards_are_given_the_prompts_own_words():
     assert result.scores[:, 0].tolist() == [lengths[0]] * 2 + [lengths[1]] * 2
 
 
-def test_a_repeated_prompt_is_another_group_with_roots_of_its_own():
-    request = request_of([RECORDS[0], RECORDS[1], RECORDS[0]])
-    assert request.prompt.tolist() == request.group.tolist() == [0, 0, 1, 1, 2, 2]
-    assert request.root.tolist() == [0, 1, 0, 1, 2, 3]
-
-
 HELD_OUT = {"name": "compressibility", "held_out": True, "when": "both"}
 
 

@@ -92,33 +92,6 @@ def test_a_good_reward_passes_and_one_that_is_not_deterministic_is_told_by_how_m
         assert finding.state == "ok" and says in finding.detail
 
 
-class Ranks:
-    """Compares images of one prompt: the share of others that are darker."""
-
-    scope = "group"
-
-    def __init__(self):
-        self.asked = []
-
-    def __call__(self, images, prompts, metadata):
-        self.asked.append((len(images), len(set(prompts))))
-        bright = images.mean((1, 2, 3))
-        return (bright[:, None] > bright).float().mean(1)
-
-
-def test_groups_are_asked_for_whole_and_may_have_more_images_than_the_two_compared():
-    class Odd(Ranks):
-        def fixtures(self):
-            light, dark = blank(32), square("black", 32)
-            return [fixture("light above dark", light, dark, more=[dark, dark])]
-
-    for reward, prompts in ((Ranks(), PROMPTS), (Odd(), ())):
-        (finding,) = check_reward(RewardSpec(name="ranks", reward=reward), prompts).results
-        assert finding.state == "ok", finding
-        assert {size for size, _ in reward.asked} == {4} == {n * 4 for _, n in reward.asked}
-        assert prompts == () or len(reward.asked) == 4
-
-
 def raising(error: Exception):
     def reward(images, prompts, metadata):
         raise error

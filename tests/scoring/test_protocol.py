@@ -21,8 +21,6 @@ from flowrl.scoring.protocol import (
 SHAPES = array_shapes(min_dims=2, max_dims=2, max_side=40).map(lambda shape: (*shape, 3))
 IMAGE = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3) * 4
 MANY = 10**6  # pixels
-ITEM = {"id": "0", "prompt": "a cat", "image": ""}
-REQUEST = {"protocol": 1, "reward": "ocr", "key": "k", "items": [ITEM]}
 
 
 @given(image=arrays(np.uint8, SHAPES))

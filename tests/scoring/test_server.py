@@ -18,14 +18,12 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from flowrl_rewards.fixtures import fixture
 
-from flowrl.errors import UserError
 from flowrl.scoring import server
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.protocol import encode
-from flowrl.scoring.server import make_app, warm_up
-from flowrl.scoring.spec import RewardSpec, load_reward
+from flowrl.scoring.server import make_app
+from flowrl.scoring.spec import load_reward
 
 IMAGE = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
 MEAN = IMAGE.mean() / 255
@@ -256,29 +254,3 @@ def test_requests_beyond_the_budget_are_told_to_come_back_and_bodies_must_arrive
             head = "POST /v1/score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n"
             slow.sendall(f"{head}Content-Type: application/json\r\n\r\n[".encode())
             assert b" 408 " in slow.recv(4096).splitlines()[0]
-
-
-# --- start ----------------------------------------------------------------------------------------
-
-
-def test_a_reward_is_warmed_up_with_its_fixtures_and_not_served_where_it_fails():
-    sizes = []
-
-    def reward(images, prompts, metadata):
-        sizes.append(len(images))
-        if prompts[0] == "broken":
-            raise OSError("no weights")
-        return [1.0] * len(images)
-
-    def warmed(*fixtures, scope: str = "sample") -> bool:
-        reward.fixtures, reward.scope = lambda: list(fixtures), scope
-        return warm_up(RewardSpec(name="r", reward=reward, executor=InlineExecutor(reward, "r")))
-
-    image = torch.zeros(3, 8, 8)
-    assert warmed(fixture("odd", image, image, "p", more=[image]), scope="group")
-    assert warmed() and sizes == [3, 4]  # plain images where it has none
-    with pytest.raises(UserError, match="'r' cannot score its own fixture.*no weights"):
-        warmed(fixture("works", image, image, "broken"))
-    del reward.fixtures
-    plain = RewardSpec(name="r", reward=reward, executor=InlineExecutor(reward, "r"))
-    assert not warm_up(plain) and sizes == [3, 4, 2]

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from flowrl.errors import UserError
 from scripts.pretrain_tiny import fit as loop
 
 STEPS = 6
@@ -54,19 +53,3 @@ def test_stopped_and_resumed_the_weights_are_bit_identical(tmp_path, monkeypatch
         with pytest.raises(Stopped):
             fit(folder, stop_at=stop_at)
         assert same(fit(folder, steps=steps), wholes[steps])
-
-
-def test_two_decays_begin_where_the_plateau_ended(tmp_path, monkeypatch):
-    """So that a base with defects and a ceiling without differ by what the decay saw alone."""
-    plateau = fit(tmp_path, name="plateau", decay=0)
-    one = fit(tmp_path, name="one", begin_at="plateau", decay=1)
-    assert same(one, fit(tmp_path, name="other", begin_at="plateau", decay=1))
-    assert not same(one, plateau) and same(plateau, fit(tmp_path, name="plateau", decay=0))
-    monkeypatch.setattr(loop, "SAVE_SECONDS", -1)
-    with pytest.raises(Stopped):
-        fit(tmp_path, name="third", begin_at="plateau", decay=1, stop_at=3)
-    assert same(one, fit(tmp_path, name="third", begin_at="plateau", decay=1))
-    with pytest.raises(Stopped):
-        fit(tmp_path, name="fourth", begin_at="plateau", decay=1, stop_at=3)
-    with pytest.raises(UserError, match="too late to train 12"):
-        fit(tmp_path, name="fourth", begin_at="plateau", decay=1, steps=12)

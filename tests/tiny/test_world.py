@@ -3,8 +3,6 @@
 import re
 from collections import Counter
 
-import pytest
-
 from flowrl.tiny.world import (
     COLORS,
     NUMBERS,
@@ -79,16 +77,3 @@ def test_texts_ask_for_what_the_metadata_demand():
         assert forbidden == {"class": wanted["class"], "count": wanted["count"] + 1}
     assert {p["ocr_text"] for p in all_prompts("ocr")} == set(WORDS)
     assert all(f'"{p["ocr_text"]}"' in p["prompt"] for p in all_prompts("ocr"))
-
-
-def test_the_first_prompts_of_a_split_are_of_different_requests():
-    for tag in TAGS:
-        count = len(split_requests(tag, "test"))
-        assert len({p["request"] for p in split_prompts(tag, "test")[:count]}) == count
-
-
-def test_an_unknown_kind_or_split_is_named():
-    with pytest.raises(ValueError, match="'cats'"):
-        requests("cats")
-    with pytest.raises(ValueError, match="'valid'"):
-        split_prompts("ocr", "valid")

@@ -129,12 +129,6 @@ def test_every_number_of_steps_is_scored_as_alone_and_in_between_only_the_first(
     assert [row.name for row in compare(whole, part)] == ["mean"]
 
 
-def test_evaluated_images_have_a_size_of_their_own(make_evaluator, runtime):
-    wide = make_evaluator(num_inference_steps=2, height=32, width=48)
-    found = wide(wide.backbone.velocity, runtime)
-    assert found.images.shape[1:] == (3, 32, 48)
-
-
 def test_as_deployed_is_the_pipelines_own_call_from_the_same_noise(make_evaluator, runtime):
     options = {"num_inference_steps": 2, "guidance_scale": 3.0}
     ours, called = (make_evaluator(**options, as_deployed=own) for own in (False, True))
@@ -206,14 +200,6 @@ def test_a_repeated_prompt_has_noise_of_its_own(evaluator, runtime):
     )
     assert result.draws == (0, 1)
     assert not torch.equal(result.images[0], result.images[1])
-
-
-def test_what_is_measured_both_times_is_compared_before_and_after():
-    before = scored([0.5, 4.0], [1.0, 2.0], names=("a", "q"))
-    after = scored([1.0, 4.0], [1.0, 1.0], names=("a", "q"))
-    rows = {row.name: row for row in compare(before, after)}
-    assert set(rows) == {"a", "q"}
-    assert (rows["a"].before, rows["a"].after, rows["q"].after) == (0.75, 1.0, 2.5)
 
 
 def test_an_evaluation_without_enough_scores_stops(evaluator, runtime):

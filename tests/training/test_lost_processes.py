@@ -43,8 +43,6 @@ once = [first]
 def mine(images, prompts, metadata):
     if dist.get_rank() == victim and once and first.exists():
         once.clear()
-        if does == "sleeps":
-            time.sleep(30)
         if does == "hangs":
             time.sleep(1000)
         if does == "stops":

@@ -243,11 +243,6 @@ def test_going_back_sets_later_checkpoints_and_metrics_aside(copy, finished, con
     assert Ledger(copy).last("aside")["to"] == "set-aside/001-after-step-000001"
 
 
-def test_checkpoints_that_a_killed_run_had_no_time_to_remove_go(copy, config_for):
-    align(config_for(copy, run={"keep_checkpoints": 1}), resume=LATEST)
-    assert Checkpoints(copy, keep=1).steps() == [2]
-
-
 def test_weights_that_are_not_finite_are_never_saved(finished, make_run, monkeypatch):
     from flowrl.training.loop import Learner, train
 

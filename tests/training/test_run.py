@@ -15,15 +15,12 @@ import torch
 from safetensors import safe_open
 
 from flowrl.api import align
-from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_learner, build_run
 from flowrl.backbones.lora_formats import FILE, open_lora
 from flowrl.config import config_yaml
-from flowrl.errors import UserError
-from flowrl.training.checkpoint import CONFIG, STATE
+from flowrl.training.checkpoint import STATE
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.tracking import read_metrics, read_rows
-from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import load_state, write_text
+from flowrl.utils.files import load_state
 from flowrl.web.runs import RunFiles
 
 # Schedules of the iteration: a window that is drawn, and pruning that ends.
@@ -238,57 +235,18 @@ def test_too_little_cpu_time_is_said_once_with_the_remedy(
     assert "40 %" in said and "2 threads" in said
 
 
-def build(config, **given):
-    learner = build_learner(config, Runtime(device="cpu"), ProvidedObjects(**given))
-    evaluator = build_evaluator(
-        config, learner.policy.backbone.pipeline, learner.specs, ProvidedObjects()
-    )
-    return learner, evaluator
-
-
-def test_evaluation_has_its_own_guidance_and_the_base_is_without_adapter(
-    config_for, load_tiny, tmp_path
-):
-    config = config_for(tmp_path)
-    evaluation = config.evaluation.model_copy(update={"guidance_scale": 3.0})
-    config = config.model_copy(update={"evaluation": evaluation})
-    learner, evaluator = build(config, pipeline=load_tiny())
-    assert evaluator is not None
+def test_the_base_is_evaluated_without_the_adapter(make_run):
+    evaluation = SMALL["evaluation"] | {"guidance_scale": 3.0}  # of its own, beside the rollout's
+    _, learner, run = make_run(evaluation=evaluation)
     for p in learner.policy.parameters():
         p.data.normal_(0, 0.05)
-    write_text(tmp_path / CONFIG, config_yaml(config))
-    run = build_run(config, learner, evaluator, None, resumed=False)
     with run.session():
         run.begin(learner.policy, learner.optimizer)
-    base = Evaluation.load(run.evaluation_path(0))
-    plain, _ = build(config, pipeline=load_tiny())
-    with plain.policy.disabled():  # as a run evaluates
-        expected = build_evaluator(
-            config, plain.policy.backbone.pipeline, learner.specs, ProvidedObjects()
-        )
-        assert expected is not None
-        scores = expected(expected.backbone.velocity, run.runtime).scores
-    assert torch.equal(base.scores, scores)
-    unguided = config_for(tmp_path)
-    other = build_evaluator(
-        unguided, plain.policy.backbone.pipeline, learner.specs, ProvidedObjects()
-    )
-    assert other is not None
-    with plain.policy.disabled():
-        assert not torch.equal(other(other.backbone.velocity, run.runtime).scores, scores)
-
-
-def test_a_checkpoint_of_other_adapters_cannot_be_resumed(whole, config_for, load_tiny, tmp_path):
-    config = config_for(tmp_path)
-    config = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 2})})
-    learner, evaluator = build(config, pipeline=load_tiny())
-    state = load_state(newest(whole))
-    with pytest.raises(UserError, match="lora.rank"):
-        build_run(config, learner, evaluator, state, resumed=True)
-    state["policy"]["adapters"]["old"] = state["policy"]["adapters"].pop("ema")
-    with pytest.raises(UserError, match="objective.kind"):
-        build_run(config, learner, evaluator, state, resumed=True)
-    assert list(tmp_path.iterdir()) == []
+    evaluator, velocity = run.evaluator, run.evaluator.backbone.velocity
+    with learner.policy.disabled():
+        expected = evaluator(velocity, run.runtime).scores
+    assert torch.equal(Evaluation.load(run.evaluation_path(0)).scores, expected)
+    assert not torch.equal(evaluator(velocity, run.runtime).scores, expected)
 
 
 def test_run_seed_seeds_the_global_generators_that_a_reward_may_use(tiny_config, tmp_path):

@@ -3,13 +3,10 @@
 import os
 import signal
 import time
-from dataclasses import replace
 
 import pytest
 
 from flowrl.errors import Interrupted
-from flowrl.scoring.executors.base import RewardFailure
-from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.loop import train
 
@@ -65,24 +62,6 @@ def test_a_warmed_up_learning_rate_rises_evenly_and_then_falls(small):
     falling, _ = small(optim={"lr": 1.0, "schedule": "linear", "warmup": 1})
     rates = [falling.optim.lr_at(i, falling.iterations) for i in (0, 1, 3, 4)]
     assert rates == [0.5, 0.75, 0.25, 0.0]
-
-
-def test_a_run_that_a_reward_stops_keeps_what_it_learned(small):
-    learner, run = small()
-    asked = []
-
-    def fails_later(images, prompts, metadata):
-        asked.append(1)
-        if len(asked) > 3:
-            raise OSError("the server is gone")
-        return images.mean((1, 2, 3))
-
-    specs = [RewardSpec(name="mine", reward=fails_later)]
-    stage = replace(learner.source.generator, specs=specs)
-    learner = replace(learner, source=replace(learner.source, generator=stage))
-    with pytest.raises(RewardFailure, match="the server is gone"), run.session():
-        train(learner, run, iterations=4)
-    assert run.checkpoints.steps()[-1] == 3
 
 
 def test_signals_are_given_back_after_the_run(small):

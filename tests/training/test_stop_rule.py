@@ -15,7 +15,6 @@ from flowrl.scoring.spec import RewardSpec
 from flowrl.training.checkpoint import Checkpoints, read_checkpoint
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.loop import train
-from flowrl.training.run import SampleGrid
 from flowrl.training.stop_rule import StopRule, is_hacking, stop_rule
 from flowrl.training.tracking import read_metrics
 
@@ -107,13 +106,6 @@ def test_hacking_is_a_rising_reward_below_the_best_held_out_score():
         ([], [], 1, False),
     ]:
         assert is_hacking(trained, held_out, patience) is hacking
-
-
-def test_evaluations_without_a_score_count_nowhere():
-    trained = [0, NAN, 1, 2, 3, 9]
-    assert is_hacking(trained, [0.2, 9.0, 0.5, 0.4, 0.3, NAN], 2)
-    assert not is_hacking(trained, [0.2, 9.0, 0.5, NAN, 0.3, NAN], 2)
-    assert not is_hacking([NAN, NAN, NAN], [1.0, 0.5, 0.4], 1)
 
 
 # --- in a run ------------------------------------------------------------------------------------
@@ -220,17 +212,6 @@ def test_a_resumed_run_knows_the_evaluations_before_it(scripted):
     assert run.done == 4 and "since iteration 2" in run.stopped and run.best == (4.0, 2)
 
 
-@pytest.mark.slow
-def test_evaluations_of_another_kind_do_not_count(scripted):
-    _, learner, run = scripted()
-    trained(learner, run, iterations=3)
-    _, learner, run = scripted(state_of(run.folder))
-    run.evaluator.key = "another"
-    trained(learner, run)
-    assert run.evaluator.calls == [0, 4, 5]
-    assert run.done == 6 and run.stopped == ""  # the best of these is 4, one before the last
-
-
 def test_a_stopped_run_stays_stopped_until_the_rule_is_gone(scripted):
     _, learner, run = scripted()
     trained(learner, run)
@@ -240,14 +221,3 @@ def test_a_stopped_run_stays_stopped_until_the_rule_is_gone(scripted):
     _, learner, run = scripted(state_of(run.folder), rule=None)
     trained(learner, run)
     assert run.done == 6
-
-
-def test_a_rollout_without_images_has_no_sample_sheet(scripted):
-    _, learner, run = scripted(iterations=1)
-    rollout, metrics = learner.iterate(0)
-    with run.session():
-        run.begin(learner.policy, learner.optimizer)
-        run.after(0, SampleGrid.from_rollout(replace(rollout, images=torch.empty(0))), metrics)
-        assert not (run.folder / "samples").exists()
-        run.after(0, SampleGrid.from_rollout(rollout), metrics)
-    assert len(list((run.folder / "samples").iterdir())) == 1

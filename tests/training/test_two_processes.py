@@ -34,15 +34,7 @@ from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.backbones.offload import encoders_of
 from flowrl.utils.distributed import Runtime
-from flowrl.api import align
-from flowrl.utils.files import load_state, save_state
-
-FINAL = "checkpoints/step-000002/state.safetensors"
-
-
-def changed(config, **run):
-    return config.model_copy(update={"run": config.run.model_copy(update=run)})
-
+from flowrl.utils.files import save_state
 
 runtime = Runtime(device="cpu")
 config = load_config(Path(sys.argv[1]))
@@ -71,23 +63,6 @@ for place in ("", f"-{runtime.rank}"):
         sum(texts.get(backbone, g).has(prompt) for g, prompt in needed),
         encoders_of(backbone.pipeline) == [],
     ]
-# Every process has a disk of its own, and only the main one's holds what is resumed.
-own = folder / f"own-{runtime.world_size}-{runtime.rank}"
-case = load_config(
-    Path(sys.argv[1]),
-    [
-        f"run={{output_dir: {own}, iterations: 2, checkpoint_every: 1, sample_every: 0}}",
-        "rollout.explore={candidates: 5, num_inference_steps: 2, precision: bf16}",
-        "rollout.explore.audit={every: 1, prompts: 1}",
-        "evaluation={every: 1, num_images: 3}",
-        "run.stop_when_hacking={held_out: dark, patience: 1}",
-        "rewards=[{name: brightness}, {name: brightness, label: dark, held_out: true}]",
-    ],
-)
-align(changed(case, iterations=1))
-align(case, resume="latest")
-seen["resumed"] = [sorted(p.name for p in own.glob("*")), load_state(own / FINAL)["iteration"]
-                   if runtime.is_main else None]  # fmt: skip
 last = runtime.rank == runtime.world_size - 1
 
 
@@ -97,16 +72,11 @@ def dead(images, prompts, metadata):
     return [0.5] * len(images)
 
 
-def short(images, prompts, metadata):
-    return [0.5] * (len(images) - last)
-
-
-for reward in (dead, short):
-    learner = build_learner(config, runtime, ProvidedObjects(rewards={reward.__name__: reward}))
-    try:
-        learner.iterate(0)
-    except UserError as error:
-        seen[reward.__name__] = str(error)
+learner = build_learner(config, runtime, ProvidedObjects(rewards={"dead": dead}))
+try:
+    learner.iterate(0)
+except UserError as error:
+    seen["dead"] = str(error)
 save_state(folder / f"{runtime.world_size}-{runtime.rank}", seen)
 """
 
@@ -171,13 +141,7 @@ def test_evaluations_texts_and_failures_are_shared(seen):
             needed, encoded, had, freed = seen[name][place]
             assert had == needed and freed
             assert abs(encoded - part * needed) < 1
-    # A run is resumed from the main process's disk.
-    assert seen["2-1"]["resumed"][0] == [] and seen["2-0"]["resumed"][1] == 2
     # A reward that fails on one process stops all with one message.
-    for reward, words in [
-        ("dead", ("6 of 12 images have no reward", "dead", "the server is gone", "prompt")),
-        ("short", ("'short' answered with shape (5,) for 6 images",)),
-    ]:
-        first, second = (seen[name][reward] for name in ("2-0", "2-1"))
-        assert first == second
-        assert all(word in first for word in words), first
+    first, second = (seen[name]["dead"] for name in ("2-0", "2-1"))
+    assert first == second and "6 of 12 images have no reward" in first
+    assert "the server is gone" in first

@@ -14,7 +14,6 @@ from flowrl.trees.windows import (
     ProgressiveWindow,
     RandomWindow,
     random_share,
-    random_step,
 )
 
 
@@ -97,21 +96,7 @@ def test_depth_pruning_that_cannot_be_names_what_can():
         assert DepthPruning(**fixed).steps(99, 20)
 
 
-@given(steps=st.integers(2, 40), seed=st.integers(0, 9), iteration=st.integers(0, 99))
-def test_a_subset_has_its_share_of_the_stochastic_steps(steps, seed, iteration):
-    found = random_share(steps, 0.6, seed, iteration)
-    assert len(found) == max(1, 6 * (steps - 1) // 10)
-    assert found <= set(range(steps - 1))
-    assert found == random_share(steps, 0.6, seed, iteration)
-
-
 def test_subsets_differ_with_seed_and_iteration_and_reach_every_step():
     drawn = [random_share(11, 0.6, 0, i) for i in range(50)]
     assert set().union(*drawn) == set(range(10)) and len(set(drawn)) > 25
     assert drawn != [random_share(11, 0.6, 1, i) for i in range(50)]
-
-
-def test_a_random_step_is_one_of_the_first():
-    steps = [random_step(5, 3, i) for i in range(60)]
-    assert set(steps) == set(range(5)) and steps == [random_step(5, 3, i) for i in range(60)]
-    assert steps != [random_step(5, 4, i) for i in range(60)]

@@ -4,32 +4,16 @@ import contextlib
 import json
 import socket
 import threading
-import time
+from urllib.parse import urlsplit
 
 import httpx
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from flowrl.utils.connections import make_server
 
-
-@contextlib.contextmanager
-def serving(app, **limits):
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = make_server(app, **limits)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield listening.getsockname()[1]
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
-def half_open(port: int, count: int) -> list[socket.socket]:
+def half_open(url: str, count: int) -> list[socket.socket]:
+    port = urlsplit(url).port
     made = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
     for connection in made:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ")
@@ -45,21 +29,21 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def test_half_open_connections_stop_nobody_and_end():
+def test_half_open_connections_stop_nobody_and_end(serving):
     app = Starlette(routes=[Route("/", lambda request: JSONResponse({}))])
-    with serving(app, connections=16, header_timeout=0.5) as port:
-        attackers = half_open(port, 200)
+    with serving(app, connections=16, header_timeout=0.5) as url:
+        attackers = half_open(url, 200)
         status = 503
         while status == 503:  # until the first of them have ended
             with contextlib.suppress(httpx.TransportError):
-                status = httpx.get(f"http://127.0.0.1:{port}/", timeout=10).status_code
+                status = httpx.get(url, timeout=10).status_code
         assert status == 200
         assert all(is_closed(attacker) for attacker in attackers)
         for attacker in attackers:
             attacker.close()
 
 
-def test_a_client_beyond_the_limit_reads_a_503_with_the_limit():
+def test_a_client_beyond_the_limit_reads_a_503_with_the_limit(serving):
     entered, leave = threading.Semaphore(0), threading.Event()
 
     def slow(request):
@@ -68,8 +52,7 @@ def test_a_client_beyond_the_limit_reads_a_503_with_the_limit():
         return JSONResponse({})
 
     app = Starlette(routes=[Route("/", slow, methods=["POST"])])
-    with serving(app, connections=4) as port:
-        url = f"http://127.0.0.1:{port}/"
+    with serving(app, connections=4) as url:
         answers = []
         threads = [
             threading.Thread(target=lambda: answers.append(httpx.post(url, timeout=20)))

@@ -4,13 +4,12 @@ import base64
 import io
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from flowrl.utils.images import Stack, data_url, fit, font, image_grid, to_pil, wrap
+from flowrl.utils.images import data_url, font, to_pil, wrap
 
 WIDTH = 192
 
@@ -32,21 +31,6 @@ def test_a_data_url_gives_the_same_pixels_back():
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(body)))), pixels)
 
 
-def test_images_are_enlarged_by_whole_factors():
-    # Images are enlarged by whole factors and reduced to the box.
-    for size, expected in [
-        ((64, 64), (192, 192)),
-        ((64, 32), (192, 96)),
-        ((100, 50), (100, 50)),
-        ((1024, 1), (192, 1)),
-    ]:
-        assert fit(Image.new("RGB", size), WIDTH).size == expected
-    # Enlarging repeats pixels.
-    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    large = np.asarray(fit(Image.fromarray(pixels), WIDTH))
-    assert np.array_equal(large, pixels.repeat(3, 0).repeat(3, 1))
-
-
 @given(text=st.text(max_size=300), lines=st.integers(1, 4))
 def test_wrapped_text_never_leaves_its_column(text, lines):
     wrapped = wrap(text, WIDTH, lines=lines)
@@ -54,17 +38,7 @@ def test_wrapped_text_never_leaves_its_column(text, lines):
     assert all(font(15).getlength(line) <= WIDTH for line in wrapped)
 
 
-def test_text_says_when_it_is_cut_and_a_sheet_has_a_heading():
-    # Text that fits is whole and text that does not says so.
+def test_text_that_is_cut_says_so():
     words = "a photo of three red circles and one blue star"
     assert " ".join(wrap(words, WIDTH)) == words
     assert wrap("word " * 100, WIDTH)[-1].endswith("…")
-    # A sheet needs images and moves them below its heading.
-    # A sheet is refused without images.
-    with pytest.raises(ValueError, match="at least one image"):
-        image_grid([])
-    # A heading stands above and moves the images down.
-    stack = Stack(caption="", images=[Image.new("RGB", (64, 64), "red")])
-    plain, headed = image_grid([stack]), image_grid([stack], heading=["one line"])
-    assert headed.width == plain.width and headed.height > plain.height
-    assert np.array_equal(np.asarray(headed)[-plain.height + 12 :], np.asarray(plain)[12:])

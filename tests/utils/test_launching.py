@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from flowrl.errors import UserError
 from flowrl.utils import launching
-from flowrl.utils.distributed import Runtime
 from flowrl.utils.launching import check_no_launcher, count_processes, run_processes
 from flowrl.utils.peers import meet
 
@@ -131,16 +130,6 @@ def test_as_many_processes_as_gpus_or_fewer_and_without_any_on_the_cpu(monkeypat
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UserError, match="a launcher has started this one already"):
         check_no_launcher("--gpus")
-
-
-def test_gpus_that_nobody_uses_are_counted(monkeypatch):
-    runtime = Runtime(device="cpu")
-    assert runtime.idle_gpus == 0
-    monkeypatch.setattr(runtime, "device", torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert runtime.idle_gpus == 7
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert runtime.idle_gpus == 0
 
 
 def test_processes_meet_those_of_their_own_attempt_in_a_store_of_several():

@@ -3,7 +3,6 @@
 import io
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -45,10 +44,3 @@ def test_a_running_mean_stays_between_the_extremes(values, window):
     slack = 1e-9 * max(map(abs, values))
     assert len(smooth) == len(values)
     assert min(values) - slack <= min(smooth) and max(smooth) <= max(values) + slack
-
-
-def test_a_running_mean_of_a_line_is_the_line_inside():
-    line = running_mean([0, 1, 2, 3, 4], 3)
-    assert [mean for mean, _ in line[1:-1]] == [1, 2, 3]
-    assert line[1][1] == pytest.approx((2 / 3) ** 0.5)
-    assert running_mean([5.0, 7.0], 1) == [(5.0, 0.0), (7.0, 0.0)]

@@ -38,11 +38,6 @@ def test_images_outside_of_the_folder_and_pipes_are_refused(tmp_path, name):
         read_candidates(folder)
 
 
-def test_a_folder_without_two_images_of_a_prompt_is_refused(tmp_path, write_images):
-    with pytest.raises(UserError, match="two images"):
-        read_candidates(write_images(tmp_path, ["a cat", "a dog"], images=1))
-
-
 def test_labels_that_are_no_regular_file_or_too_deep_are_refused(tmp_path):
     for name, make in (
         ("pipe", os.mkfifo), ("deep", lambda path: path.write_text("[" * 100_000)),

@@ -19,14 +19,6 @@ from flowrl.voting.learn import (
 )
 
 
-def test_the_recipes_own_rewards_are_only_measured(tmp_path):
-    config = training_config(load_config("quickstart-sana"), tmp_path, tmp_path / "store", None)
-    assert [r.name for r in config.rewards if not r.held_out] == ["preference"]
-    measured = {r.name for r in config.rewards if r.held_out}
-    assert measured == {"geneval", "tiny_judge", "tiny_quality"}
-    assert config.objective.kind == "dpo" and config.rollout.store is not None
-
-
 def test_dpo_and_kto_keep_the_options_of_the_recipe(tmp_path):
     for kind, beta in (("dpo", 7.0), ("kto", 9.0)):
         changes = [f"objective={{kind: {kind}, implicit_beta: {beta}}}"]

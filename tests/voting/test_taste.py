@@ -7,13 +7,10 @@ import torch
 
 from flowrl.voting.taste import (
     GRID,
-    MOST,
     PRIOR,
     Taste,
     describe,
     learn_taste,
-    palette,
-    principal_components,
 )
 
 
@@ -47,17 +44,3 @@ def test_features_have_a_part_for_layout_and_one_that_ignores_places():
     assert not torch.equal(places[0], places[1]) and torch.equal(places[1], places[2])
     latents[0] *= 2
     assert not torch.equal(*describe(latents, none)[:2, GRID**2 :])
-
-
-def test_a_palette_is_the_share_of_each_colour_wherever_it_is():
-    images = torch.zeros(3, 3, 4, 4)
-    images[0, 2, 0] = images[1, 2, 3] = 1.0  # a quarter is blue
-    images[2, 0, 3] = 1.0  # or red
-    shares = palette(images)
-    assert torch.equal(shares[0], shares[1]) and not torch.equal(shares[0], shares[2])
-    assert shares[0].square().unique().tolist() == pytest.approx([0, 0.25, 0.75])
-
-
-def test_components_have_one_scale():
-    x = principal_components(torch.randn(100, 200, generator=torch.Generator().manual_seed(0)))
-    assert x.shape == (100, MOST) and x.std(0).max().item() == pytest.approx(1)

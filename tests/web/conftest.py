@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -77,23 +75,15 @@ def make_folder(make_folder_in: Callable[..., Path], tmp_path: Path) -> Callable
 
 
 @pytest.fixture(scope="session")
-def serve_app() -> Callable[[Any], Any]:
+def serve_app(serving: Callable[..., Any]) -> Callable[[Any], Any]:
     """A context manager that serves an app whose token is "a-token"; yields its page's address."""
-    import uvicorn
 
     @contextlib.contextmanager
-    def serving(app: Any) -> Iterator[str]:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-            thread.start()
-            try:
-                yield f"http://127.0.0.1:{listening.getsockname()[1]}/#token=a-token"
-            finally:
-                server.should_exit = True
-                thread.join()
+    def serve(app: Any) -> Iterator[str]:
+        with serving(app) as address:
+            yield f"{address}/#token=a-token"
 
-    return serving
+    return serve
 
 
 @pytest.fixture(scope="session")

@@ -88,15 +88,3 @@ def test_what_has_not_changed_is_not_sent_again(client, tmp_path):
             file.write(seal_line({"step": 5, "loss": 0.25}).decode() + "\n")
         now = ask(client, path, headers=tag)
         assert now.status_code == (304 if path == "/api/jobs" else 200), path
-
-
-def test_questions_that_make_no_sense_are_refused_in_one_sentence(client):
-    for path, status in {
-        "/api/run": 422, "/api/sample?run=run&step=x": 422, "/api/sample?run=run&step=-1": 404,
-        "/api/curves?run=none": 404, "/api/none": 404, "/api/curves?" + "metric=a&" * 9: 200,
-    }.items():  # fmt: skip
-        answer = ask(client, path)
-        assert answer.status_code == status, path
-        assert status == 200 or set(answer.json()) == {"error"}, path
-    many = "&".join(f"metric={i}" for i in range(300)) + "&run=run&run=other"
-    assert ask(client, f"/api/curves?{many}").status_code == 409

@@ -135,15 +135,3 @@ def test_a_job_is_asked_to_stop_once_and_its_last_words_are_kept(jobs):
     assert job.process.signals == [signal.SIGTERM]
     job.log.write_bytes(b"a" * 50_000 + b"\n1/9\r2/9\r3/9\nlast \xff\n")
     assert job.output().endswith("\n3/9\nlast �\n") and len(job.output()) <= module.SHOWN
-
-
-def test_ctrl_c_of_the_server_does_not_reach_what_it_started(jobs):
-    assert jobs.plan("quickstart", []).process.how["start_new_session"] is True
-
-
-def test_a_run_alone_starts_its_neighbours_beside_it(make_folder, monkeypatch):
-    monkeypatch.setattr(module.subprocess, "Popen", Child)
-    folder = make_folder()
-    assert Jobs(folder).root == folder.parent
-    Jobs(folder).plan("quickstart", [])
-    assert not (folder / module.LOGS).exists()

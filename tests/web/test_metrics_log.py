@@ -6,7 +6,7 @@ import pytest
 
 from flowrl.utils.journal import seal_line
 from flowrl.web import metrics_log
-from flowrl.web.metrics_log import MetricsLog, chosen_first, held_out_first
+from flowrl.web.metrics_log import MetricsLog
 
 
 @pytest.fixture
@@ -105,9 +105,3 @@ def test_values_that_are_not_finite_numbers_are_gaps_or_left_out(path):
     assert {name for name in values if values[name]} == set("adef") and log.damaged == 0
     assert values["f"]["y"] == [2.0]
     assert all(values[name]["y"] == [None] for name in "ade")
-
-
-def test_held_out_scores_come_first():
-    names = ["loss", "time/train", "reward/mean", "eval/b", "eval/20_steps/b", "other", "policy/kl"]
-    assert held_out_first(names)[:3] == ["eval/b", "eval/20_steps/b", "reward/mean"]
-    assert chosen_first(held_out_first(names)) == ["eval/b", "reward/mean", "policy/kl"]

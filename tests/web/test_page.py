@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import socket
-from itertools import product
 
 import pytest
 
@@ -242,43 +241,6 @@ def test_the_keyboard_alone_opens_a_run_reads_a_curve_moves_over_time_and_compar
     tabs_to(page, "e.tagName === 'SELECT'")
     page.keyboard.press("ArrowDown")
     page.wait_for_selector("th:has-text('optim.lr')")
-
-
-def test_runs_are_compared_in_one_chart_and_by_their_recipes(page, address):
-    opened(page, address)
-    for name in ("one", "other"):
-        page.get_by_label(f"Compare {name}").check()
-    page.get_by_role("link", name="Compare 2 chosen").click()
-    page.wait_for_selector('[data-metric="eval/brightness"] .value:nth-of-type(2)')
-    text = reading(page, "eval/brightness").inner_text()
-    assert text.startswith("latest:") and "one 0.75" in text and "other 0.75" in text
-    page.wait_for_selector("th:has-text('optim.lr')")
-
-
-NAMELESS = """() => [...document.querySelectorAll(
-    'main :is(input, select, textarea, button, a, img, canvas, progress, [role])')]
-  .filter(e => e.checkVisibility())
-  .filter(e => !(e.ariaLabel || e.alt || e.labels?.length || e.textContent.trim()))
-  .map(e => e.outerHTML)"""
-
-
-def test_every_view_fits_phone_and_desk_in_light_and_dark(page, address):
-    seen = set()
-    for view in ("", "#/run?run=one", "#/compare", "#/start"):
-        opened(page, address, view)
-        page.wait_for_selector("main :is(.reading .value, .state, .start)")
-        for width, scheme in product((390, 1366), ("light", "dark")):
-            page.set_viewport_size({"width": width, "height": 844})
-            page.emulate_media(color_scheme=scheme)
-            assert too_wide(page) <= 0, (view, width)
-            assert page.evaluate(NAMELESS) == [], (view, width)
-            small = page.evaluate(
-                "[...document.querySelectorAll('main button, main .button')]"
-                ".filter(e => e.checkVisibility() && e.clientHeight < 36).length"
-            )
-            assert small == 0, (view, width)
-            seen.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-    assert len(seen) == 2  # both schemes were drawn
 
 
 # --- a run that trains --------------------------------------------------------------------------

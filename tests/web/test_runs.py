@@ -14,7 +14,7 @@ from flowrl.training.checkpoint import LATEST, claim
 from flowrl.training.owner import FILE as OWNER
 from flowrl.web.jobs import Jobs
 from flowrl.web.metrics_log import MetricsLog
-from flowrl.web.runs import RunFiles, RunFolders, recipe_differences
+from flowrl.web.runs import RunFiles, RunFolders
 
 
 def run_of(folder) -> RunFiles:
@@ -55,13 +55,6 @@ def test_a_process_that_has_ended_or_another_with_its_number_owns_nothing(make_f
     assert run.state().name == "elsewhere"
     (run.path / OWNER).write_text("{")
     assert run.state().name == "killed"
-
-
-def test_a_summary_has_base_and_last_held_out_scores(make_folder):
-    found = run_of(make_folder()).summary()
-    assert (found["step"], found["iterations"], found["reward"]) == (4, 8, 0.4)
-    assert found["base"] == {"eval/brightness": 0.25}
-    assert (found["held_out"], found["held_out_step"]) == ({"eval/brightness": 0.75}, 4)
 
 
 def test_held_out_images_and_samples_are_those_of_the_files(make_folder):
@@ -123,14 +116,6 @@ def test_runs_are_found_below_folders_and_not_inside_of_runs(make_folder, tmp_pa
             folders.run(name)
         with pytest.raises(KeyError):
             folders.log(name)
-
-
-def test_recipes_differ_where_options_do(make_folder):
-    one = run_of(make_folder("a", recipe={"optim": {"lr": 1}, "lora": {"rank": 4}}))
-    other = run_of(make_folder("b", recipe={"optim": {"lr": 2}, "lora": {"rank": 4}}))
-    assert recipe_differences(one, other) == [{"option": "optim.lr", "one": "1", "other": "2"}]
-    (one.path / "ledger.jsonl").unlink()  # then the file tells
-    assert one.recipe() == {"run": {"iterations": 8}}
 
 
 def test_pipes_and_links_out_of_a_run_stop_nothing_and_show_nothing(make_folder, tmp_path):

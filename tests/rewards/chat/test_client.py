@@ -148,12 +148,6 @@ def test_a_fault_is_a_missing_reply_in_time_that_quotes_the_server_with_advice(f
         assert len(server.asked) == len(several)  # a mistake of ours is not sent again
 
 
-def test_what_another_try_mends_is_tried_again():
-    answers = [refusal(503), b"garbage", completion("at last")]
-    with scripted(lambda body: answers.pop(0)) as server:
-        assert ask(server)[0].text == "at last"
-
-
 def test_replies_that_came_before_the_deadline_are_kept():
     def script(body):
         return server.hang if text_of(body) == "slow" else completion("here")

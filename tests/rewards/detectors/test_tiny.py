@@ -118,31 +118,3 @@ def test_a_malformed_blob_has_no_class(detector):
         names = [d.name for d in detector(_filled(outline)[None])[0]]
         # An outline between square and circle is never both.
         assert names == [UNKNOWN] or (name == "octagonal square" and names == ["square"]), name
-
-
-def _canvas() -> np.ndarray:
-    return np.full((64, 64, 3), 240, np.uint8)
-
-
-def test_specks_are_ignored_and_the_box_surrounds_the_object(detector):
-    image = _canvas()
-    cv2.circle(image, (32, 32), 12, BLUE, -1, cv2.LINE_AA)
-    for x in range(4, 60, 8):
-        image[3:5, x : x + 2] = (20, 20, 20)
-    assert [(d.name, d.color) for d in detector(image[None])[0]] == [("circle", "blue")]
-    image = _canvas()
-    image[10:30, 20:40] = BLUE
-    (found,) = detector(image[None])[0]
-    assert found.name == "square" and found.box == (20.0, 10.0, 40.0, 30.0)
-
-
-def test_touching_objects_are_told_apart_and_one_of_two_colours_has_neither(detector):
-    for second in ((222, 40, 40), BLUE):
-        image = _canvas()
-        cv2.circle(image, (20, 32), 11, BLUE, -1, cv2.LINE_AA)
-        cv2.circle(image, (43, 32), 11, second, -1, cv2.LINE_AA)
-        assert [d.name for d in detector(image[None])[0]] == ["circle", "circle"]
-    image = _canvas()
-    cv2.circle(image, (32, 32), 14, BLUE, -1, cv2.LINE_AA)
-    image[:, 32:][np.abs(image[:, 32:].astype(int) - BLUE).sum(2) < 20] = (222, 40, 40)
-    assert all(d.name == UNKNOWN or d.color is None for d in detector(image[None])[0])

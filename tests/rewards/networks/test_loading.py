@@ -6,13 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from flowrl_rewards.networks.loading import (
-    imported,
     read_weights,
-    weights_file,
 )
 from torch import nn
-
-from flowrl.scoring.check import line
 
 ROOT = Path(__file__).parents[3]
 LIGHT = """
@@ -38,29 +34,6 @@ def test_importing_and_making_rewards_and_detectors_loads_no_heavy_package():
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["False", "[]"]
-
-
-def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch):
-    with pytest.raises(ImportError, match="a test needs no_such_thing, .* pip install no_such_th"):
-        imported("no_such_thing", "a test")
-    monkeypatch.setitem(sys.modules, "open_clip", None)
-    with pytest.raises(ImportError, match="a test needs open_clip"):
-        imported("open_clip", "a test")
-    assert imported("math:pi", "a test") == pytest.approx(3.14159, abs=1e-4)
-    with pytest.raises(ImportError, match="needs math, which does not load: AttributeError"):
-        imported("math:tau2", "a test")
-
-
-def test_a_file_is_found_in_a_folder_or_by_itself_and_is_named_in_one_line_when_missing(tmp_path):
-    (tmp_path / "w.pt").write_bytes(b"x")
-    assert weights_file(str(tmp_path), "w.pt") == weights_file(str(tmp_path / "w.pt"), "any")
-    with pytest.raises(FileNotFoundError, match="no file v.pt"):
-        weights_file(str(tmp_path), "v.pt")
-    with pytest.raises(FileNotFoundError) as caught:
-        weights_file("trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth")
-    told = f"FileNotFoundError: {caught.value}"
-    assert "`hf download trl-lib/ddpo-aesthetic-predictor aesthetic-model.pth`" in told
-    assert line(told) == told
 
 
 def test_weights_are_read_from_both_kinds_of_files_and_nothing_else(tmp_path):

@@ -9,7 +9,6 @@ from flowrl_rewards.clipscore import CLIPScore
 from flowrl_rewards.detectors.tiny import TinyDetector
 from flowrl_rewards.fixtures import square
 from flowrl_rewards.geneval import GenEval
-from flowrl_rewards.networks.sharing import Shared, shared
 from torch import nn
 from transformers import CLIPModel
 
@@ -100,29 +99,3 @@ def test_clipscore_and_aesthetic_share_one_network_and_its_forward(
     for reward in rewards:  # others: nothing is taken for what it is not
         assert not torch.equal(reward(images.flip(0), *asked), reward(images, *asked))
     assert counts["image forwards"] == 2
-
-
-def test_a_network_is_given_up_with_its_last_holder_and_old_answers_make_room(monkeypatch):
-    class Holder:
-        pass
-
-    one, two = Holder(), Holder()
-    place = shared("key", one)
-    assert shared("key", two) is place and shared("other", two) is not place
-    assert place.load(object) is place.load(object)
-    monkeypatch.setattr("flowrl_rewards.networks.sharing.STORED", 3000)
-    runs: list[int] = []
-
-    def ask(number: int, of: Shared) -> torch.Tensor:
-        return of.recall(number, None, lambda: runs.append(number) or torch.zeros(256))
-
-    for number in (0, 1, 0, 1, 2, 3, 1, 0):  # 1 KiB each: two fit
-        ask(number, place)
-    assert runs == [0, 1, 2, 3, 1, 0]
-    del one
-    ask(0, place)
-    assert runs[-1] == 0 and len(runs) == 7  # one holder asks for nothing twice
-    del two, place
-    gc.collect()
-    assert isinstance(shared("key", Holder()), Shared)
-    assert shared("key", three := Holder()).load(lambda: "new") == "new" and three

@@ -1,5 +1,5 @@
 import torch
-from flowrl_rewards.networks.text_embeddings import TextEmbeddings, warn_of_cut
+from flowrl_rewards.networks.text_embeddings import TextEmbeddings
 
 
 def numbered(calls):
@@ -24,9 +24,3 @@ def test_equal_prompts_are_encoded_once_come_back_in_place_and_the_last_used_are
     for prompt in ("a", "b", "a", "c", "a", "b"):
         texts([prompt])
     assert calls == [["a"], ["b"], ["c"], ["b"]]
-
-
-def test_only_prompts_that_are_cut_are_warned_of(recwarn):
-    warn_of_cut("ImageReward", ["short", "a very long one"], [3, 40], 35)
-    (only,) = recwarn.list
-    assert "35 tokens" in str(only.message) and "'a very long one'" in str(only.message)

@@ -3,7 +3,6 @@
 import threading
 import time
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.executors.http import HTTPExecutor
 
 NOWHERE = "http://127.0.0.1:9"  # the port of the discard service, which nobody runs
-ROOT = Path(__file__).parents[3]
 
 
 # --- what a run sees ------------------------------------------------------------------------------
@@ -117,15 +115,6 @@ def test_what_may_pass_is_retried_with_the_same_key(fault):
         assert_right(scored(executor))
         assert len(server.received) == 3
         assert len({request["key"] for request in server.received}) == 1
-
-
-def test_the_deadline_counts_the_time_in_the_queue(monkeypatch):
-    monkeypatch.setattr(http, "IN_FLIGHT", 1)
-    with Faulty(late(0.25)) as server:
-        with closing(remote(server, micro_batch=1, deadline=1.0, timeout=1)) as it:
-            valid = scored(it, 12).scores.isfinite()
-    count = int(valid.sum())
-    assert 0 < count < 12 and valid[:count].all()
 
 
 def test_retry_after_is_waited_for_within_the_deadline_and_capped(monkeypatch):
@@ -239,6 +228,3 @@ def test_a_request_fits_the_limits_of_each_server():
     with Faulty(good, limits={"max_body": 100}) as small:
         with closing(remote(small, deadline=0.5, timeout=0.5)) as executor:
             assert "executor.micro_batch" in scored(executor).reasons[0]
-
-
-# --- processes ------------------------------------------------------------------------------------

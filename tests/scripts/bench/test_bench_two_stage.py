@@ -4,12 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from flowrl.errors import UserError
 from scripts.bench.two_stage import (
     PUBLISHED,
     Costs,
-    MeasuredCounts,
-    full_batch,
     summary,
 )
 
@@ -30,23 +27,6 @@ def test_a_run_without_overhead_costs_what_the_model_says():
     assert COSTS.to_peft == pytest.approx(COSTS.two / (96 * (10 * 2.0 + 2.0)))
     assert [part["part"] for part in row["split"]] == ["explore: sample", "rest"]
     assert [part["share"] for part in row["split"]] == pytest.approx([0.375, 0.625])
-
-
-def test_scaled_counts_keep_their_proportion():
-    assert PUBLISHED.scaled(0.25) == MeasuredCounts(
-        keep=6, candidates=24, preview_steps=6, steps=10
-    )
-    assert PUBLISHED.scaled(0.125).ratio(2.0, 0.2) == PUBLISHED.ratio(2.0, 0.2)
-    for factor in (0.1, 0.01, 0.0):
-        with pytest.raises(UserError, match="whole numbers are expected"):
-            PUBLISHED.scaled(factor)
-
-
-def test_batches_are_as_large_as_all_can_be_full_of():
-    for most, counts, size in [
-        (24, (96, 24), 24), (8, (128, 16), 8), (24, (128, 16), 16), (5, (96, 24), 4), (9, (7,), 7)
-    ]:  # fmt: skip
-        assert full_batch(most, *counts) == size, (most, counts)
 
 
 def test_ratios_are_of_the_rounds_in_the_middle_and_the_split_is_of_the_middle_round():
