@@ -194,35 +194,6 @@ class GenEval:
             return rules.strict(objects, wanted["include"])
         return rules.partial(objects, wanted["include"])
 
-    def verdicts(self, images: Tensor, metadata: Sequence[dict]) -> list[dict[str, Any]]:
-        """Return what the published script writes of each image: "correct", "reason", and
-        "details", the boxes and scores by class. "correct" is None where the detector fails, as
-        "reason" says.
-
-        images: (B, 3, H, W) in [0, 1]; metadata: in GenEval's form. Any mode gives the same.
-        """
-        find, arrays = self._loaded_detector(), to_uint8(images)
-        answers = detect(find, arrays)
-        return [
-            self._verdict(answer, wanted, array)
-            for answer, wanted, array in zip(answers, metadata, arrays, strict=True)
-        ]
-
-    def _verdict(
-        self, answer: Sequence[Detection] | Exception, wanted: dict, image: np.ndarray
-    ) -> dict[str, Any]:
-        if isinstance(answer, Exception):
-            reason = f"the detector failed: {type(answer).__name__}: {answer}"
-            return {"correct": None, "reason": reason, "details": {}}
-        objects = self._objects(answer, wanted, image)
-        why = rules.official_reasons(objects, wanted["include"], wanted.get("exclude") or [])
-        details = {
-            name: [[*d.box, d.score] for d in detections]
-            for name, detections in objects.items()
-            if detections
-        }
-        return {"correct": not why, "reason": "\n".join(why), "details": details}
-
     def _objects(
         self, detections: Sequence[Detection], wanted: dict, image: np.ndarray | None
     ) -> rules.Objects:

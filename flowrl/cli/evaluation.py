@@ -1,8 +1,7 @@
 """`flowrl evaluate` and `flowrl benchmark`: score a pipeline on held-out prompts."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -23,10 +22,6 @@ from flowrl.cli._console import (
 )
 from flowrl.cli.train import Words, recipe_request
 from flowrl.errors import UserError
-
-if TYPE_CHECKING:
-    from flowrl.evaluation.drawing import DrawingOptions
-    from flowrl.prompts.records import PromptRecord
 
 
 def evaluate(
@@ -105,7 +100,7 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
         str,
         typer.Argument(
             metavar="MODEL|FOLDER",
-            help="A diffusers pipeline; with geneval also a folder of images in its layout.",
+            help="A diffusers pipeline, or a folder of images in GenEval's layout to score.",
         ),
     ],
     reward: Annotated[
@@ -146,9 +141,9 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
     command again resumes it. drawbench comes from the Hub (sayakpaul/drawbench). A .jsonl file
     names the kind of a prompt under "tag" or "category".
 
-    geneval applies the published rule and writes results.jsonl, a row an image: filename, tag,
-    prompt, correct, reason. The table is six task accuracies and their mean. The published detector
-    is mmdet's; the one of transformers used here gives different numbers.
+    geneval applies the published rule, 0 or 1 an image. The table has the accuracy of its six
+    kinds, and their mean in the last row. The published detector is mmdet's; the one of
+    transformers used here gives different numbers.
 
     Examples:
 
@@ -162,69 +157,42 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
       flowrl benchmark geneval images/sd3.5
     """
     with starting():
-        from flowrl.evaluation.drawing import DrawingOptions
-
-    drawing = DrawingOptions(
-        model=model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
-        steps=steps, max_sequence_length=max_sequence_length, device=device, revision=revision,
-    )  # fmt: skip
-
-    def generate(records: "list[PromptRecord]") -> Path:
-        from flowrl.evaluation.drawing import draw_prompts
+        from flowrl.evaluation import benchmark as benchmarks
+        from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
+        from flowrl.scoring.spec import RewardSpec, check_evaluation, load_reward
         from flowrl.utils.files import locked_folder
 
+    if name != benchmarks.GENEVAL:
+        if not reward:
+            raise UserError("--reward is missing: name one, such as --reward clipscore.")
+        if prompts is not None:
+            raise UserError(f"--prompts is for geneval alone: {name} names the prompts already.")
+    elif reward:
+        raise UserError("--reward is not for geneval, which has its own judge: leave it out.")
+    rewards = reward or [benchmarks.GENEVAL]
+    arguments = arguments_of(rewards, args)
+    if not reward:
+        arguments = [(arguments[0] or benchmarks.DETECTOR) | {"mode": "official"}]
+    specs = [
+        RewardSpec(name=r, reward=load_reward(r, values))
+        for r, values in zip(rewards, arguments, strict=True)
+    ]
+    folder = Path(model)
+    if not folder.is_dir() or (folder / "model_index.json").is_file():
+        records = benchmarks.benchmark_prompts(name, prompts)
+        check_evaluation(specs, records)
         if output_dir is None:
             raise UserError("No folder for the images: add -o images/NAME.")
-        with locked_folder(output_dir, "images"):
-            pipeline = drawing.build()
-            return draw_prompts(pipeline, records, output_dir, per_prompt=per_prompt, seed=seed)
-
-    if name == "geneval":
-        if reward:
-            raise UserError("--reward is not for geneval, which has its own judge: leave it out.")
-        _geneval(drawing, generate, prompts, arguments_of(["geneval"], args)[0], as_json)
-        return
-    if not reward:
-        raise UserError("--reward is missing: name one, such as --reward clipscore.")
-    if prompts is not None:
-        raise UserError(f"--prompts is for geneval alone: {name} names the prompts already.")
-    from flowrl.evaluation import benchmark as benchmarks
-    from flowrl.scoring.spec import RewardSpec, load_reward
-
-    records = benchmarks.benchmark_prompts(name)
-    pairs = zip(reward, arguments_of(reward, args), strict=True)
-    specs = [RewardSpec(name=r, reward=load_reward(r, values)) for r, values in pairs]
-    folder = generate(records)
+        drawing = DrawingOptions(
+            model=model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
+            steps=steps, max_sequence_length=max_sequence_length, device=device, revision=revision,
+        )  # fmt: skip
+        folder = output_dir
+        with locked_folder(folder, "images"):
+            draw_prompts(drawing.build(), records, folder, per_prompt=per_prompt, seed=seed)
+    elif prompts or lora:
+        raise UserError(f"{folder} is a folder of images: leave --prompts and --lora out.")
     scored = benchmarks.score_folder(folder, specs)
     typer.echo(folder / benchmarks.SCORES)
-    table = benchmarks.kind_table(folder, scored.rows, reward)
-    print_scores(table, scored.missing, scored.rows, reward, as_json=as_json)
-
-
-def _geneval(
-    drawing: "DrawingOptions",
-    generate: "Callable[[list[PromptRecord]], Path]",
-    prompts: Path | None,
-    judge: dict | None,
-    as_json: bool,
-) -> None:
-    """Generate GenEval's images, unless the model is a folder of them, and judge them."""
-    from flowrl.evaluation import benchmark as benchmarks
-
-    folder = Path(drawing.model)
-    if not folder.is_dir() or (folder / "model_index.json").is_file():
-        folder = generate(benchmarks.geneval_prompts(prompts, judge))
-    elif prompts or drawing.lora:
-        raise UserError(f"{folder} is a folder of images: leave --prompts and --lora out.")
-    rows = benchmarks.judge_geneval(folder, judge)
-    typer.echo(benchmarks.write_results(rows, folder / benchmarks.RESULTS))
-    print_table(benchmarks.geneval_table(rows), as_json=as_json)
-    failed = [row for row in rows if row["correct"] is None]
-    if failed:
-        typer.echo(
-            f"{len(failed)} images have no verdict; the first, {failed[0]['filename']}: "
-            f"{failed[0]['reason']}",
-            err=True,
-        )
-    if len(failed) == len(rows):
-        raise typer.Exit(1)
+    table = benchmarks.kind_table(folder, scored.rows, rewards)
+    print_scores(table, scored.missing, scored.rows, rewards, as_json=as_json)

@@ -218,7 +218,7 @@ def trials_of(
     fixtures = getattr(reward, "fixtures", None)
     if trials := [_trial(spec.name, entry) for entry in fixtures()] if fixtures else []:
         return trials
-    fits = [p for p in prompts or GENERIC if _can_judge(spec, p)]
+    fits = [p for p in prompts or GENERIC if spec.misfit(p.text, p.metadata) is None]
     stride = max(len(fits) // PROMPTS, 1)
     images = plain_images(*size)
     return [
@@ -231,16 +231,6 @@ def plain_images(height: int, width: int) -> Tensor:
     make, side = importlib.import_module("flowrl_rewards.fixtures"), max(height, width)
     squares = [make.square(color, side) for color in ("red", "blue")]
     return torch.stack([*squares, make.noise(side), make.blank(side)])[..., :height, :width]
-
-
-def _can_judge(spec: RewardSpec, prompt: PromptRecord) -> bool:
-    if not spec.applies(prompt.text, prompt.metadata):
-        return False
-    try:
-        getattr(spec.reward, "check", lambda *_: None)(prompt.text, prompt.metadata)
-    except ValueError:
-        return False
-    return True
 
 
 def _trial(name: str, entry: Mapping[str, Any]) -> Trial:

@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from PIL import Image
 
 from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
-from flowrl.scoring.scorer import quantise
+from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec
 from flowrl.utils.images import read_image, to_tensor
 from flowrl.utils.untrusted import is_readable, parse_json, read_text
@@ -135,123 +135,65 @@ def plain_images(source: Path) -> list[Path]:
 # --- their scores ---------------------------------------------------------------------------------
 
 Opened = tuple[ImageFile, Image.Image]
-
-
-class _Missing:
-    """The first reason why each reward lacks a score, and how many scores it lacks."""
-
-    def __init__(self):
-        self._reasons: dict[tuple[str, str], dict[object, str]] = {}
-
-    def add(self, source: str, unit: str, which: object, sentence: str) -> None:
-        """Record a missing score of `source`, a reward or a file; unit: the plural of `which`."""
-        self._reasons.setdefault((source, unit), {}).setdefault(which, sentence)
-
-    def lines(self) -> list[str]:
-        return [
-            next(iter(reasons.values()))
-            + (f"; {unit} without a score: {len(reasons)}" if len(reasons) > 1 else "")
-            for (_, unit), reasons in self._reasons.items()
-        ]
+Missing = dict[str, str]  # by reward or file, the first reason why a score is missing
 
 
 def score_files(specs: Sequence[RewardSpec], files: Sequence[ImageFile]) -> ScoredFiles:
-    """Score every file with every reward; images of one prompt and metadata are one group."""
+    """Score every file with every reward; images of one prompt, metadata and size are a group."""
+    specs = [replace(spec, held_out=True) for spec in specs]  # one that fails stops no other
+    whole = any(spec.whole_groups for spec in specs)
     groups: dict[str, list[ImageFile]] = {}
     for file in files:
         key = json.dumps([file.prompt, file.metadata], sort_keys=True, default=repr)
         groups.setdefault(key, []).append(file)
-    missing = _Missing()
+    missing: Missing = {}
     for group in groups.values():
-        _score_group(specs, group, missing)
-    rows = [
+        size = len(group) if whole else BATCH
+        for start in range(0, len(group), size):
+            for part in _by_size(_read(group[start : start + size], missing)):
+                _score_part(specs, part, missing)
+    rows: list[dict[str, Any]] = [
         {"image": str(file.path), "prompt": file.prompt}
         | {spec.name: file.scores.get(spec.name, math.nan) for spec in specs}
         for file in files
     ]
-    return ScoredFiles(rows=rows, missing=missing.lines())
+    for spec in specs:
+        count = sum(math.isnan(row[spec.name]) for row in rows)
+        if count > 1 and spec.name in missing:
+            missing[spec.name] += f"; images without a score: {count}"
+    return ScoredFiles(rows=rows, missing=list(missing.values()))
 
 
-def _score_group(specs: Sequence[RewardSpec], group: list[ImageFile], missing: _Missing) -> None:
-    """Score all images of one prompt with every reward."""
+def _score_part(specs: Sequence[RewardSpec], part: list[Opened], missing: Missing) -> None:
+    """Score images of one prompt and one size."""
+    files, pixels = [file for file, _ in part], to_tensor([image for _, image in part])
+    first, count = files[0], len(files)
+    alone = "it compares images of one prompt and size: give two or more" if count == 1 else None
+    reasons: dict[str, str] = {}
     fits = []
     for spec in specs:
-        if why := _why_not(spec, group[0]):
-            _refuse(spec, group, why, missing)
-        else:
+        why = spec.misfit(first.prompt, first.metadata) or (alone if spec.whole_groups else None)
+        if why is None:
             fits.append(spec)
-    if single := [spec for spec in fits if not spec.whole_groups]:
-        for start in range(0, len(group), BATCH):
-            for part in _by_size(_read(group[start : start + BATCH], missing)):
-                for spec in single:
-                    _ask(spec, part, missing)
-    if comparing := [spec for spec in fits if spec.whole_groups]:
-        _compare(comparing, group, missing)
-
-
-def _compare(specs: Sequence[RewardSpec], group: list[ImageFile], missing: _Missing) -> None:
-    parts = _by_size(_read(group, missing))
-    why = ""
-    if len(parts) > 1:
-        sizes = ", ".join("{} x {}".format(*part[0][1].size) for part in parts)
-        why = f"it compares images of one size, and these are {sizes}"
-    elif sum(map(len, parts)) < 2:
-        why = "it compares the images of a prompt: give two or more"
-    for spec in specs:
-        if why:
-            _refuse(spec, group, why, missing)
         else:
-            _ask(spec, parts[0], missing)
-
-
-def _why_not(spec: RewardSpec, file: ImageFile) -> str:
-    """Return why a reward has no score for a prompt, "" if it may have one."""
-    try:
-        if spec.applies(file.prompt, file.metadata):
-            return ""
-    except UserError as error:
-        return _bare(spec, error)
-    needs = [k for k in getattr(spec.reward, "required_metadata", ()) if k not in file.metadata]
-    if needs:
-        return f"it needs {', '.join(needs)} in its metadata: give --prompts a file that has them"
-    return "there is nothing in it that it could judge"
-
-
-def _refuse(spec: RewardSpec, group: list[ImageFile], why: str, missing: _Missing) -> None:
-    sentence = f"reward {spec.name!r} does not apply to the prompt {group[0].prompt!r}: {why}"
-    missing.add(spec.name, "prompts", group[0].path, sentence)
-
-
-def _ask(spec: RewardSpec, part: list[Opened], missing: _Missing) -> None:
-    """Score images of one prompt and one size."""
-    files, images = [file for file, _ in part], to_tensor([image for _, image in part])
-    prompts, metadata = [file.prompt for file in files], [file.metadata for file in files]
-    try:
-        answer = spec.get_executor().submit(quantise(images), prompts, metadata).result()
-    except UserError as error:
-        reasons = dict.fromkeys(range(len(files)), _bare(spec, error))
-    else:
-        reasons = answer.reasons
-        for file, value in zip(files, answer.scores.tolist(), strict=True):
+            reasons[spec.name] = why
+    prompts, metadata = [first.prompt] * count, [first.metadata] * count
+    result = score(fits, pixels, prompts, metadata, [0] * count)
+    for column, spec in enumerate(fits):
+        for file, value in zip(files, result.scores[:, column].tolist(), strict=True):
             file.scores[spec.name] = value
-    for row, reason in reasons.items():
-        path, prompt = files[row].path, files[row].prompt
-        sentence = f"reward {spec.name!r} has no score for {path}, prompt {prompt!r}: {reason}"
-        missing.add(spec.name, "images", path, sentence)
+    for name, why in (reasons | result.errors).items():
+        sentence = f"reward {name!r} cannot score {first.path}, prompt {first.prompt!r}: {why}"
+        missing.setdefault(name, sentence)
 
 
-def _bare(spec: RewardSpec, error: UserError) -> str:
-    """Return the error's sentence without the name of the reward."""
-    return str(error).removeprefix(f"reward {spec.name!r}").lstrip(": ")
-
-
-def _read(files: Sequence[ImageFile], missing: _Missing) -> Iterator[Opened]:
+def _read(files: Sequence[ImageFile], missing: Missing) -> Iterator[Opened]:
     """Yield the files that can be read, with their images."""
     for file in files:
         try:
             yield file, read_image(file.path)
         except Exception as error:  # Pillow has no common class for what it finds in broken files
-            missing.add(str(file.path), "", file.path, f"cannot read {file.path}: {error}")
+            missing[str(file.path)] = f"cannot read {file.path}: {error}"
 
 
 def _by_size(images: Iterator[Opened]) -> list[list[Opened]]:

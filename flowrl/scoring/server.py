@@ -327,7 +327,7 @@ class ScoringService:
     def _misfits(self, spec: RewardSpec, items: Sequence[Item]) -> dict[int, str]:
         """Return by row why the reward cannot score an item; may read files, which takes time."""
         with self._locks[spec.name]:
-            reasons = [_misfit(spec, item) for item in items]
+            reasons = [spec.misfit(item.prompt, item.metadata) for item in items]
         return {row: text for row, text in enumerate(reasons) if text is not None}
 
     async def _ask(self, spec: RewardSpec, levels: Tensor, items: list[Item]) -> Answer:
@@ -365,20 +365,6 @@ def decode_images(request: ScoreRequest, max_pixels: int) -> Tensor:
         max_pixels -= image.shape[0] * image.shape[1]
         images.append(image)
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
-
-
-def _misfit(spec: RewardSpec, item: Item) -> str | None:
-    """Return why a reward cannot score an item; None if it can."""
-    needed = getattr(spec.reward, "required_metadata", ())
-    if missing := [key for key in needed if key not in item.metadata]:
-        return f"the metadata lack {', '.join(missing)}"
-    try:
-        if not spec.applies(item.prompt, item.metadata):
-            return "the reward does not apply to this prompt: set applies_to in the recipe"
-        getattr(spec.reward, "check", lambda *_: None)(item.prompt, item.metadata)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def _describe(name: str, reward: Reward) -> RewardInfo:

@@ -86,6 +86,22 @@ class RewardSpec:
             warnings.warn(message, stacklevel=2)  # each text once
             return False
 
+    def misfit(self, prompt: str, metadata: dict) -> str | None:
+        """Return why the reward cannot score a prompt; None if it can. It may read files."""
+        needed = getattr(self.reward, "required_metadata", ())
+        if absent := [key for key in needed if key not in metadata]:
+            return f"the metadata lack {', '.join(absent)}"
+        try:
+            if not self.applies(prompt, metadata):
+                return "the reward does not apply to this prompt"
+            with contained_settings(self.name, generators=False):
+                getattr(self.reward, "check", lambda *_: None)(prompt, metadata)
+        except (UserError, ValueError) as error:
+            return str(error)
+        except Exception as error:  # a user's reward may raise anything
+            return f"{type(error).__name__}: {error}"
+        return None
+
     def asked_in(self, phase: Literal["rollout", "evaluation"] | None) -> bool:
         """Return whether it is asked in a phase; None is outside of both.
 

@@ -39,7 +39,7 @@ WRITTEN: dict[FolderKind, tuple[str, ...]] = {
         "samples", "gallery", "card", "comparison", "set-aside",
     ),
     "images": (
-        ".lock", "drawn.json", "results.jsonl", "scores.csv", "[0-9][0-9][0-9][0-9][0-9]",
+        ".lock", "drawn.json", "scores.csv", "[0-9][0-9][0-9][0-9][0-9]",
     ),
     "leaderboard": (
         ".lock", "evaluations", "index.html", "leaderboard.csv", "comparisons.csv", "scores.csv",

@@ -1,6 +1,7 @@
 """GenEval's layout, its results and its table; folders of any prompts."""
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,14 @@ from PIL import Image
 from flowrl.backbones.lora_formats import LoRA
 from flowrl.cli import main
 from flowrl.errors import UserError
-from flowrl.evaluation.benchmark import (
-    geneval_table,
-    judge_geneval,
-)
+from flowrl.evaluation.benchmark import kind_table, score_folder
 from flowrl.evaluation.drawing import Drawing, DrawingOptions, draw_prompts
 from flowrl.prompts.records import load_prompts
+from flowrl.scoring.spec import RewardSpec, load_reward
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import GENEVAL_TAGS, split_prompts
 
-TINY = {"detector": "tiny"}
+JUDGE = RewardSpec(name="geneval", reward=load_reward("geneval", {"mode": "official"}))
 
 
 def run(*words: object) -> int:
@@ -69,20 +68,16 @@ def test_the_drawn_layout_is_genevals_and_goes_on_where_it_ended(drawn):
         draw_prompts(options.build(), prompts, folder, per_prompt=2, seed=1)
 
 
-def test_results_and_table_say_the_same(drawn, capsys):
+def test_a_folder_of_images_has_the_table_that_was_printed_when_it_was_drawn(drawn, capsys):
     folder, _ = drawn
-    saved = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    assert len(saved) == 12
-    assert list(saved[0]) == [
-        "filename", "tag", "prompt", "correct", "reason", "metadata", "details",
-    ]  # fmt: skip
-    assert all(bool(row["reason"]) == (not row["correct"]) for row in saved)
-    table = geneval_table(saved)
-    assert table[-1]["accuracy"] == pytest.approx(sum(r["accuracy"] for r in table[:-1]) / 6)
-    assert 0 < table[-1]["correct"] == sum(row["correct"] for row in saved) < 12
+    lines = (folder / "scores.csv").read_text().splitlines()
+    assert lines[0] == "image,prompt,geneval" and len(lines) == 13
+    right = sum(float(line.rpartition(",")[2]) for line in lines[1:])
+    assert 0 < right < 12
     assert run("benchmark", "geneval", folder, "--args", "{detector: tiny}", "--json") == 0
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
-    assert printed == table
+    table = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
+    assert [row["prompts"] for row in table] == [*sorted(GENEVAL_TAGS), "all", "mean of kinds"]
+    assert table[-2]["geneval"] == pytest.approx(right / 12)
 
 
 def test_300_rendered_scenes_of_known_truth_have_the_right_table(tmp_path):
@@ -105,37 +100,50 @@ def test_300_rendered_scenes_of_known_truth_have_the_right_table(tmp_path):
         Image.fromarray(draw(shown, rng)).save(folder / "0000.png")
         Image.new("RGB", (8, 8)).save(folder.parent / "grid.png")
         truth[tag].append(right)
-    table = geneval_table(judge_geneval(tmp_path, TINY))
-    assert [row["images"] for row in table] == [50] * 6 + [300]
-    for row in table[:-1]:
-        assert row["accuracy"] == sum(truth[row["task"]]) / 50, row
-    assert table[-1]["accuracy"] == pytest.approx(0.8)
+    rows = score_folder(tmp_path, [JUDGE]).rows
+    table = kind_table(tmp_path, rows, ["geneval"])
+    assert [row["images"] for row in table] == [50] * 6 + [300, 300]
+    for row in table[:-2]:
+        assert row["geneval"] == sum(truth[row["prompts"]]) / 50, row
+    assert table[-1]["geneval"] == pytest.approx(0.8)
 
 
-def test_tasks_count_alike_however_many_images_they_have():
-    rows = [{"tag": "colors", "correct": True}] * 3 + [{"tag": "counting", "correct": False}]
-    assert geneval_table(rows)[-1]["accuracy"] == 0.5
-    missing = geneval_table([*rows, {"tag": "colors", "correct": None}])
-    assert missing[0]["accuracy"] == 1 and missing[0]["images"] == 3
+def test_kinds_count_alike_however_many_images_they_have(tmp_path):
+    for index, kind in enumerate(["colors", "colors", "colors", "counting"]):
+        (tmp_path / f"{index:05d}" / "samples").mkdir(parents=True)
+        row = {"prompt": "a cat", "tag": kind}
+        (tmp_path / f"{index:05d}" / "metadata.jsonl").write_text(json.dumps(row))
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{index:05d}/samples/0000.png")
+    names = [str(tmp_path / f"{index:05d}/samples/0000.png") for index in range(4)]
+    scores = [1.0, 1.0, math.nan, 0.0]
+    rows = [{"image": name, "r": value} for name, value in zip(names, scores, strict=True)]
+    table = {row["prompts"]: row["r"] for row in kind_table(tmp_path, rows, ["r"])}
+    assert table == {"colors": 1.0, "counting": 0.0, "all": 2 / 3, "mean of kinds": 0.5}
 
 
 def test_what_cannot_be_judged_is_missing_or_refused(tmp_path):
     with pytest.raises(UserError, match="is not in GenEval's layout"):
-        judge_geneval(tmp_path, TINY)
+        score_folder(tmp_path, [JUDGE])
     (tmp_path / "00000" / "samples").mkdir(parents=True)
-    (tmp_path / "00000" / "samples" / "0000.png").write_bytes(b"no image")
+    picture = tmp_path / "00000" / "samples" / "0000.png"
+    picture.write_bytes(b"no image")
     row = split_prompts("colors", "test")[0]
     (tmp_path / "00000" / "metadata.jsonl").write_text(json.dumps(row))
-    (found,) = judge_geneval(tmp_path, TINY)
-    assert found["correct"] is None and "cannot be read" in found["reason"]
+    scored = score_folder(tmp_path, [JUDGE])
+    assert math.isnan(scored.rows[0]["geneval"]) and "cannot read" in scored.missing[0]
     assert run("benchmark", "geneval", tmp_path, "--args", "{detector: tiny}") == 1
-    other = row | {"include": [{"class": "zebra", "count": 1, "color": "red"}]}
-    (tmp_path / "00000" / "metadata.jsonl").write_text(json.dumps(other))
-    with pytest.raises(UserError, match="does not know 'zebra'"):
-        judge_geneval(tmp_path, TINY)
-    (tmp_path / "00000" / "metadata.jsonl").write_text('{"prompt": "a cat"}')
-    with pytest.raises(UserError, match="'a cat' has no tag"):
-        judge_geneval(tmp_path, TINY)
+    Image.new("RGB", (8, 8)).save(picture)
+    zebra = row | {"include": [{"class": "zebra", "count": 1, "color": "red"}]}
+    for asked, word in ((zebra, "zebra"), ({"prompt": "a cat"}, "tag")):
+        (tmp_path / "00000" / "metadata.jsonl").write_text(json.dumps(asked))
+        scored = score_folder(tmp_path, [JUDGE])
+        assert math.isnan(scored.rows[0]["geneval"]) and word in scored.missing[0]
+    (tmp_path / "zebra.jsonl").write_text(json.dumps(zebra))
+    code = run(
+        "benchmark", "geneval", "tiny-sd3", "--prompts", tmp_path / "zebra.jsonl",
+        "--args", "{detector: tiny}", "-o", tmp_path / "images",
+    )  # fmt: skip
+    assert code == 1 and not (tmp_path / "images").exists()
 
 
 def test_a_benchmark_of_any_prompts_has_means_by_kind(tmp_path, capsys):
@@ -148,7 +156,7 @@ def test_a_benchmark_of_any_prompts_has_means_by_kind(tmp_path, capsys):
     )  # fmt: skip
     assert code == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
-    assert [row["prompts"] for row in printed] == ["r", "stars", "all"]
+    assert [row["prompts"] for row in printed] == ["r", "stars", "all", "mean of kinds"]
     mean = (printed[0]["brightness"] + printed[1]["brightness"]) / 2
     assert printed[2]["brightness"] == pytest.approx(mean)
     lines = (tmp_path / "own" / "scores.csv").read_text().splitlines()
