@@ -9,6 +9,7 @@ from typing import Any
 
 from flowrl.assembly.backbone import FILE as TRAINING
 from flowrl.assembly.backbone import call_settings
+from flowrl.backbones.families import family_of
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import TINY
 from flowrl.backbones.lora_files import FILE as LORA
@@ -193,7 +194,7 @@ def card(
     built_in = p.path in TINY
     on_hub = not built_in and is_hub_name(p.path)
     options = f", revision={p.revision!r}" if on_hub and p.revision else ""
-    family = learner.policy.backbone.family
+    family = family_of(type(learner.policy.backbone.pipeline).__name__)
     options += "".join(f", {name}=None" for name in family.without)
     change = summary[0].change if summary else None
     measured = ""

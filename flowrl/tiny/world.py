@@ -47,7 +47,7 @@ SPLITS = {"train": 0.60, "validation": 0.15, "test": 0.25}  # shares of the requ
 Prompt = dict
 
 # How often pretraining draws a request of a tier right. Tiers follow what a request is made of
-# (`_family`), so that a policy can learn them from other requests.
+# (`family`), so that a policy can learn them from other requests.
 TIERS = {"easy": 0.9, "half": 0.5, "hard": 0.1, "rare": 0.02}
 _TIERS_OF_SIX = ("easy", "half", "easy", "half", "easy", "hard")
 _TIERS_OF_PAIRS = ("easy", "half") * 6 + ("easy", "hard", "rare")  # of the 15 pairs of six
@@ -144,11 +144,11 @@ def _pairs(things: Sequence[Thing]) -> Iterator[tuple[Thing, ...]]:
 
 def tier(request: Request) -> str:
     """Return how hard a request was made, a key of TIERS."""
-    family, members = _family(request)
-    return (_TIERS_OF_PAIRS if members == 15 else _TIERS_OF_SIX)[family]
+    number, members = family(request)
+    return (_TIERS_OF_PAIRS if members == 15 else _TIERS_OF_SIX)[number]
 
 
-def _family(request: Request) -> tuple[int, int]:
+def family(request: Request) -> tuple[int, int]:
     """Return the number of a request's family within its kind, and how many families there are.
 
     Single objects, counts and relations go by the (first) shape, colours by the colour, words by

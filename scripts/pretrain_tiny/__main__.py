@@ -25,7 +25,7 @@ from flowrl.utils.files import load_state
 from scripts.pretrain_tiny import latents
 from scripts.pretrain_tiny.families import MODELS, save_half, track
 from scripts.pretrain_tiny.flow import Stage, Texts, TinyModel, fit_flow
-from scripts.pretrain_tiny.images import images
+from scripts.pretrain_tiny.images import clean, defects, images
 from scripts.pretrain_tiny.text import fit_text
 
 
@@ -119,8 +119,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
     sets = {
-        name: images(args.work, args.images, args.seed + i, args.threads, defects=name == "defects")
-        for i, name in enumerate(("clean", "defects"))
+        sample.__name__: images(
+            args.work, sample.__name__, sample, args.images, args.seed + i, args.threads
+        )
+        for i, sample in enumerate((clean, defects))
     }
     vae = autoencoder(args, sets["clean"][0])
     model = model_with_text(args, args.backbone, args.work)

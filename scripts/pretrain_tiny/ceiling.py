@@ -21,7 +21,7 @@ import torch
 from flowrl.backbones.loading import TINY, load_pipeline
 from scripts.pretrain_tiny.families import MODELS, save_half, track
 from scripts.pretrain_tiny.flow import Stage, Texts, TinyModel, fit_flow
-from scripts.pretrain_tiny.images import images
+from scripts.pretrain_tiny.images import clean, images
 from scripts.pretrain_tiny.latents import encode_all
 
 
@@ -55,7 +55,7 @@ def main() -> None:
 
     pipeline = load_pipeline(args.pipeline, dtype="fp32", device="cpu")
     model = with_weights_of(pipeline, args.pipeline.removeprefix("tiny-"), args.work / "tokenizers")
-    drawn, captions = images(args.work, args.images, args.seed, args.threads, defects=False)
+    drawn, captions = images(args.work, "clean", clean, args.images, args.seed, args.threads)
     latents = encode_all(pipeline.vae, drawn, args.work / f"latents-clean-{args.seed}.safetensors")
     texts = Texts(model, captions, "cpu")
     ema = copy.deepcopy(model.transformer).requires_grad_(False)

@@ -2,13 +2,14 @@
 
 import functools
 import random
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
 from flowrl.tiny.draw import draw
-from flowrl.tiny.world import TAGS, Prompt, prompts_of, requests, with_defects
+from flowrl.tiny.world import TAGS, Prompt, Request, prompts_of, requests, with_defects
 from flowrl.utils.files import atomic_path
 
 SHARES = {  # how often each kind is drawn
@@ -18,18 +19,20 @@ SHARES = {  # how often each kind is drawn
 CHUNK = 500  # images that one process draws at a time
 
 
+Sample = Callable[[random.Random], tuple[str, np.ndarray]]  # -> caption, (64, 64, 3) uint8
+
+
 def images(
-    folder: Path, count: int, seed: int, workers: int, *, defects: bool
+    folder: Path, name: str, sample: Sample, count: int, seed: int, workers: int
 ) -> tuple[np.ndarray, list[str]]:
     """Draw `count` images (count, 64, 64, 3) uint8 with their captions, cached in `folder`.
 
-    Requests of all splits are drawn. With `defects` some images are wrong and keep their captions
-    (`flowrl/tiny/world.py`).
+    name: of the sample, in the cache.
     """
-    path = folder / f"images-{'defects' if defects else 'clean'}-{seed}-{count}.npz"
+    path = folder / f"images-{name}-{seed}-{count}.npz"
     if not path.exists():
         starts = range(0, count, CHUNK)
-        jobs = [(seed, start, min(start + CHUNK, count), defects) for start in starts]
+        jobs = [(sample, seed, start, min(start + CHUNK, count)) for start in starts]
         with get_context("spawn").Pool(workers) as pool:
             parts = pool.starmap(_draw_range, jobs)
         drawn = np.concatenate([part[0] for part in parts])
@@ -40,19 +43,28 @@ def images(
     return stored["images"], stored["captions"].tolist()
 
 
-def _draw_range(seed: int, start: int, stop: int, defects: bool) -> tuple[np.ndarray, list[str]]:
-    drawn, captions = [], []
-    for index in range(start, stop):
-        rng = random.Random(f"{seed}/{index}")
-        prompt = _choose(rng)
-        drawn.append(draw(with_defects(prompt, rng) if defects else prompt, rng))
-        captions.append(prompt["prompt"])
-    return np.stack(drawn), captions
+def clean(rng: random.Random) -> tuple[str, np.ndarray]:
+    """Draw a prompt of all splits, and its image."""
+    prompt = choose(rng)[1]
+    return prompt["prompt"], draw(prompt, rng)
 
 
-def _choose(rng: random.Random) -> Prompt:
+def defects(rng: random.Random) -> tuple[str, np.ndarray]:
+    """Draw a prompt of all splits, and its image, which may be wrong (`flowrl/tiny/world.py`)."""
+    prompt = choose(rng)[1]
+    return prompt["prompt"], draw(with_defects(prompt, rng), rng)
+
+
+def choose(rng: random.Random) -> tuple[Request, Prompt]:
+    """Draw a kind by SHARES, a request of it and one of its wordings."""
     tag = rng.choices(TAGS, [SHARES[t] for t in TAGS])[0]
-    return rng.choice(_prompts(rng.choice(requests(tag))))
+    request = rng.choice(requests(tag))
+    return request, rng.choice(_prompts(request))
+
+
+def _draw_range(sample: Sample, seed: int, start: int, stop: int) -> tuple[np.ndarray, list[str]]:
+    pairs = [sample(random.Random(f"{seed}/{index}")) for index in range(start, stop)]
+    return np.stack([drawn for _, drawn in pairs]), [caption for caption, _ in pairs]
 
 
 _prompts = functools.cache(prompts_of)

@@ -1,0 +1,1 @@
+"""The arena: methods compared on worlds that nobody tuned on."""

@@ -1,0 +1,87 @@
+"""Make a world's pipeline and prompt files.
+
+    python -m scripts.arena.plant 17 --folder build/arena
+
+The tiny SANA without defects, which all worlds share (`clean.safetensors`), learns from images
+with the world's defects. `world-17` in the folder receives the pipeline, a prompt file for each
+split and `world.json`, which says what was planted. It can be stopped at any time; the same
+command resumes it.
+"""
+
+import argparse
+import copy
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from flowrl.backbones.loading import load_pipeline
+from flowrl.utils.files import write_text
+from scripts.arena.world import SPLITS, World, world
+from scripts.pretrain_tiny.ceiling import with_weights_of
+from scripts.pretrain_tiny.families import save_half, track
+from scripts.pretrain_tiny.flow import Stage, Texts, fit_flow
+from scripts.pretrain_tiny.images import images
+from scripts.pretrain_tiny.latents import encode_all
+
+CLEAN = Path(__file__).with_name("clean.safetensors")  # the transformer's weights, fp16
+IMAGES, STEPS, BATCH = 40_000, 8_000, 64
+
+
+def world_folder(folder: Path, seed: int) -> Path:
+    """Return the folder of a world."""
+    return folder / f"world-{seed}"
+
+
+def write_prompts(planted: World, folder: Path) -> None:
+    """Write a prompt file for each split, and what was planted."""
+    for split in SPLITS:
+        lines = [json.dumps(prompt) for prompt in planted.prompts(split)]
+        write_text(folder / f"{split.replace(' ', '-')}.jsonl", "\n".join(lines) + "\n")
+    content = {
+        "seed": planted.seed,
+        "defects": {tag: [asdict(d) for d in kind] for tag, kind in planted.defects.items()},
+        "right": {f"{tag} {number}": share for (tag, number), share in planted.tiers.items()},
+        "withheld": sorted(f"{tag} {number}" for tag, number in planted.withheld),
+    }
+    write_text(folder / "world.json", json.dumps(content, indent=1) + "\n")
+
+
+def plant(planted: World, folder: Path, *, threads: int, steps: int = STEPS) -> None:
+    """Teach the clean pipeline the world's images, and save it as `pipeline` in the folder."""
+    work = folder / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    pipeline = load_pipeline("tiny-sana", dtype="fp32", device="cpu")
+    pipeline.transformer.load_state_dict({n: t.float() for n, t in load_file(CLEAN).items()})
+    model = with_weights_of(pipeline, "sana", work / "tokenizers")
+    drawn, captions = images(work, "planted", planted.sample, IMAGES, planted.seed, threads)
+    latents = encode_all(pipeline.vae, drawn, work / "latents.safetensors")
+    texts = Texts(model, captions, "cpu")
+    ema = copy.deepcopy(model.transformer).requires_grad_(False)
+    fit_flow(
+        Stage(name=f"world-{planted.seed}", steps=steps, seed=planted.seed),
+        model, ema, texts.examples(captions, latents), texts,
+        folder=work, batch=BATCH, track=track,
+    )  # fmt: skip
+    save_half(model.pipeline(ema, pipeline.vae), folder / "pipeline")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--folder", type=Path, default=Path("build/arena"))
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    folder = world_folder(args.folder, args.seed)
+    write_prompts(world(args.seed), folder)
+    plant(world(args.seed), folder, threads=args.threads)
+    print(f"World {args.seed} lies in {folder}.")
+
+
+if __name__ == "__main__":
+    main()
