@@ -41,8 +41,6 @@ class GenEval:
             when it is first needed.
         colors: names the colours of objects: "clip" (the rule of the GenEval paper) or
             "module:attribute", made with colors_args; None leaves it to the detector.
-        threshold: least confidence of an object; None leaves it to the detector.
-        counting_threshold: the same for counting prompts, where doubtful objects would add up.
     """
 
     required_metadata = ("tag", "include")
@@ -56,15 +54,12 @@ class GenEval:
         detector_args: Mapping[str, Any] | None = None,
         colors: str | None = None,
         colors_args: Mapping[str, Any] | None = None,
-        threshold: float | None = None,
-        counting_threshold: float | None = None,
     ):
         if mode not in MODES:
             raise ValueError(f"GenEval mode is one of {', '.join(MODES)}, not {mode!r}")
         self.mode = mode
         self.detector, self.detector_args = detector, dict(detector_args or {})
         self.colors, self.colors_args = colors, dict(colors_args or {})
-        self.threshold, self.counting_threshold = threshold, counting_threshold
         self.name = "geneval" if mode == "partial" else f"geneval_{mode}"
         self.bounds = (0.0, 1.0)
         self.version = self._version()
@@ -83,10 +78,8 @@ class GenEval:
         said = {
             "detector": _telling(self.detector_args),
             "colors": _telling(self.colors_args),
-            "threshold": self.threshold,
-            "counting_threshold": self.counting_threshold,
         }
-        said = {key: value for key, value in said.items() if value not in (None, {})}
+        said = {key: value for key, value in said.items() if value}
         return "/".join(parts + ([json.dumps(said, sort_keys=True, default=str)] if said else []))
 
     def applies(self, prompt: str, metadata: dict) -> bool:
@@ -128,13 +121,6 @@ class GenEval:
             )
         if self.colors is not None and self._name_colors is None:
             self._name_colors = load_color_namer(self.colors, self.colors_args)
-        floor = getattr(self._find, "floor", 0.0)
-        for value in (self.threshold, self.counting_threshold):
-            if value is not None and value < floor:
-                raise ValueError(
-                    f"the detector {self.detector!r} reports nothing below {floor}, so a threshold "
-                    f"of {value} means nothing: lower its floor with detector_args"
-                )
         return self._find, self._name_colors
 
     def _loaded_detector(self) -> Detector:
@@ -204,8 +190,7 @@ class GenEval:
 
     def _threshold(self, tag: str) -> float:
         key = "counting_threshold" if tag == "counting" else "threshold"
-        threshold = getattr(self, key)
-        return getattr(self._find, key, 0.0) if threshold is None else threshold
+        return getattr(self._find, key, 0.0)
 
     def _color(self, objects: rules.Objects, include: Sequence[dict], image: np.ndarray) -> None:
         """Name the colours that the rules need, of as many objects as the prompt wants."""

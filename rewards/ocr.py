@@ -8,7 +8,6 @@ import importlib.metadata
 import math
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,9 +60,7 @@ class OCR:
     neither. A prompt with a quote that is not closed, and for "flow_grpo" one that quotes several
     texts, is ambiguous and gets no score.
     first: take what follows the first quote instead, as Flow-GRPO's code does.
-    mode "strict": Unicode NFKC and case folding, no white space, and further text costs
-    (`extra_text`, on by default); words may come in any order when `word_order` is off. With both
-    off it scores 1 when all words are there, wherever.
+    mode "strict": Unicode NFKC and case folding, no white space, and further text costs.
     confidence: lines that the engine is less sure of do not count.
     """
 
@@ -74,8 +71,6 @@ class OCR:
         self,
         mode: str = "flow_grpo",
         *,
-        extra_text: bool = True,
-        word_order: bool = True,
         confidence: float = CONFIDENCE,
         first: bool = False,
     ):
@@ -84,13 +79,10 @@ class OCR:
         if not 0 <= confidence < 1:
             raise ValueError(f"confidence lies between 0 and 1, got {confidence}")
         self.mode = mode
-        self.extra_text = extra_text
-        self.word_order = word_order
         self.confidence = confidence
         self.first = first
         self.name = "ocr" if mode == "flow_grpo" else "ocr_strict"
-        rule = mode if mode == "flow_grpo" else f"{mode}-{extra_text:d}{word_order:d}"
-        self.version = f"ocr-2/{rule}/{_engine_version()}/{confidence}"
+        self.version = f"ocr-2/{mode}/{_engine_version()}/{confidence}"
         self._read: Reader | None = None
 
     def targets(self, prompt: str, metadata: dict) -> list[str]:
@@ -164,11 +156,7 @@ class OCR:
         """Return the score of recognised lines for the wanted texts."""
         if self.mode == "flow_grpo":
             return flow_grpo_score(lines, targets[0])
-        recognised, target = self._folded(lines), self._folded(targets)
-        complete = not self.extra_text and target in recognised
-        if not self.extra_text and not self.word_order:
-            complete = complete or Counter(_words(targets)) <= Counter(_words(lines))
-        return 1.0 if complete else distance_score(recognised, target)
+        return distance_score(_folded(lines), _folded(targets))
 
     def fixtures(self) -> list[dict]:
         """Return words and blank paper in their right order."""
@@ -180,13 +168,9 @@ class OCR:
             fixture("a misspelled word scores above an empty page", typo, blank(128), prompt, data),
         ]
 
-    def _folded(self, texts: Sequence[str]) -> str:
-        words = _words(texts)
-        return "".join(words if self.word_order else sorted(words))
 
-
-def _words(texts: Sequence[str]) -> list[str]:
-    return unicodedata.normalize("NFKC", " ".join(texts)).casefold().split()
+def _folded(texts: Sequence[str]) -> str:
+    return "".join(unicodedata.normalize("NFKC", " ".join(texts)).casefold().split())
 
 
 def _is_text(value: Any) -> bool:

@@ -1,6 +1,5 @@
-"""`flowrl runs`: list run folders, and free disk space."""
+"""`flowrl runs`: list run folders."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,27 +16,15 @@ Folder = Annotated[Path, typer.Argument(metavar="RUNS", help="Folder of runs, or
 
 def runs(
     folder: Folder = Path("runs"),
-    prune: Annotated[
-        bool,
-        typer.Option(
-            "--prune",
-            help="Remove from finished runs what neither resuming nor the card needs: checkpoints "
-            "but the newest and the best, and what was set aside.",
-        ),
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before removing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List runs with state, score and size on disk; with --prune remove what is left over.
-
-    The LoRA, the newest and the best checkpoint, metrics, ledger, evaluations, gallery and card
-    always stay. A run that is unfinished or in use is not touched.
+    """List runs with state, held-out scores and size on disk.
 
     Examples:
 
       flowrl runs
 
-      flowrl runs runs/quickstart --prune
+      flowrl runs runs/quickstart
     """
     from flowrl.web.runs import RunFolders
 
@@ -49,28 +36,11 @@ def runs(
     listed = RunFolders(folder).runs()
     if not listed:
         raise UserError(f"There is no run in {folder}: flowrl train RECIPE makes one.")
-    if not prune:
-        rows = [_json_row(run) if as_json else _row(run) for run in listed]
-        print_table(rows, as_json=as_json, whole="run")
-        for run in [] if as_json else listed:
-            if (state := run.state()).name in ("stopped", "failed", "killed"):
-                say(f"{run.name}: {state.detail}")
-        return
-    spare = {run.name: (run, list(_spare(run))) for run in listed}
-    rows = [
-        {"run": name, "to remove": len(paths), "MB": _megabytes(paths)}
-        for name, (_, paths) in spare.items()
-        if paths
-    ]
-    if not rows:
-        say("Nothing to remove.")
-        return
+    rows = [_json_row(run) if as_json else _row(run) for run in listed]
     print_table(rows, as_json=as_json, whole="run")
-    if not yes:
-        typer.confirm("Remove these?", abort=True)
-    for run, paths in spare.values():
-        if paths:
-            _remove(run, paths)
+    for run in [] if as_json else listed:
+        if (state := run.state()).name in ("stopped", "failed", "killed"):
+            say(f"{run.name}: {state.detail}")
 
 
 def _json_row(run: "RunFiles") -> dict[str, object]:
@@ -80,7 +50,7 @@ def _json_row(run: "RunFiles") -> dict[str, object]:
         "held out": "held_out",
     }  # fmt: skip
     row: dict[str, object] = {name: summary[key] for name, key in names.items()}
-    return row | {"MB": _megabytes([run.path])}
+    return row | {"MB": _megabytes(run.path)}
 
 
 def _row(run: "RunFiles") -> dict[str, object]:
@@ -97,46 +67,12 @@ def _row(run: "RunFiles") -> dict[str, object]:
         "state": summary["state"],
         "iteration": f"{summary['step']}{total}",
         "held-out": "\n".join(scores),
-        "MB": _megabytes([run.path]),
+        "MB": _megabytes(run.path),
     }
 
 
-def _spare(run: "RunFiles") -> Iterator[Path]:
-    """Yield the folders of a finished run that neither resuming nor the card needs."""
-    from flowrl.training.checkpoint import Checkpoints
-
-    if run.state().name != "finished":
-        return
-    checkpoints = Checkpoints(run.path, keep=1)
-    newest = checkpoints.newest()  # an intact one, or none is spare
-    if newest is not None:
-        path, state = newest
-        best = state["best"][1] if state["best"] else None
-        yield from (
-            checkpoints.path(step)
-            for step in checkpoints.steps()
-            if step != best and checkpoints.path(step) != path
-        )
-    if (run.path / "set-aside").is_dir():
-        yield run.path / "set-aside"
-
-
-def _megabytes(paths: list[Path]) -> float:
-    """Return the size of files and folders; a link counts as itself."""
-    files = [f for p in paths for f in (p.rglob("*") if p.is_dir() else [p])]
-    total = sum(f.lstat().st_size for f in files if f.is_symlink() or f.is_file())
+def _megabytes(folder: Path) -> float:
+    """Return the size of a folder; a link counts as itself."""
+    files = (f for f in folder.rglob("*") if f.is_symlink() or f.is_file())
+    total = sum(f.lstat().st_size for f in files)
     return round(total / 1e6, 1)
-
-
-def _remove(run: "RunFiles", paths: list[Path]) -> None:
-    """Remove folders of a run, which is locked meanwhile."""
-    import shutil
-
-    from flowrl.training.checkpoint import LATEST, STATE, claim, remove_checkpoint
-
-    with claim(run.path, resume=LATEST):
-        for path in paths:
-            if (path / STATE).is_file():
-                remove_checkpoint(path)
-            else:
-                shutil.rmtree(path)

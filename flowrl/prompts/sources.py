@@ -45,8 +45,6 @@ def read_rows(source: str | Path, *, split: str = "train") -> Iterator[dict]:
     if (file := _of_split(path, split)) is not None:
         check_regular(path)
         return _file(file)
-    if path.is_dir() and (table := path / f"{split}.parquet").is_file():  # verl's folders
-        name, path = str(table), table
     if name.startswith(HUB) or path.suffix.lower() in (".parquet", ".arrow") or path.is_dir():
         rows = read_dataset(name.removeprefix(HUB), hub=name.startswith(HUB))
         return (check_row(row, f"{name}, row {i}") for i, row in enumerate(rows, start=1))
@@ -201,8 +199,7 @@ def _usual(row: dict, where: str) -> dict:
     """Return the row of another project in our keys.
 
     `negative_prompt` is `negative`; the keys of `metadata`, an object or its JSON, become metadata
-    themselves; of a chat (verl) the last user message is the prompt, `reward_model.ground_truth`
-    becomes `ground_truth`, and in rows about OCR `ocr_text`.
+    themselves.
     """
     row = dict(row)
     if isinstance(row.get("metadata"), str | dict):
@@ -221,29 +218,7 @@ def _usual(row: dict, where: str) -> dict:
             raise UserError(f'{where}: "negative" and "negative_prompt" differ: keep one')
         if negative is not None or "negative" not in row:
             row["negative"] = negative
-    if isinstance(row.get("prompt"), list):
-        row["prompt"] = _last_user_message(row["prompt"], where)
-        reward = row.get("reward_model")
-        if isinstance(reward, dict) and "ground_truth" in reward:
-            row["ground_truth"] = truth = reward["ground_truth"]
-            if isinstance(truth, str) and "ocr" in str(row.get("data_source", "")).lower():
-                row.setdefault("ocr_text", truth)
     return row
-
-
-def _last_user_message(messages: list, where: str) -> str:
-    """Return the text of the last message of a user. Raises UserError when there is none."""
-    users = [m for m in messages if isinstance(m, dict) and m.get("role") == "user"]
-    content = users[-1].get("content") if users else None
-    if isinstance(content, list):
-        parts = (p.get("text") for p in content if isinstance(p, dict))
-        content = "\n".join(text for text in parts if isinstance(text, str))
-    if not isinstance(content, str) or not content.strip():
-        raise UserError(
-            f'{where}: "prompt" is a list, expected messages with "role" and "content", one of '
-            "them of the user"
-        )
-    return content
 
 
 # --- data sets ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`flowrl runs`: what lies on disk, and what --prune may take of it."""
+"""`flowrl runs`: what lies on disk."""
 
 import json
 
@@ -19,7 +19,7 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
     return int(end.value.code or 0), out, err
 
 
-def write_run(folder, *, finished: bool, steps=(1, 2, 3), best: int = 3):
+def write_run(folder, *, finished: bool, steps=(1, 2, 3)):
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("run: {iterations: 3}")
     ledger = Ledger(folder)
@@ -27,53 +27,21 @@ def write_run(folder, *, finished: bool, steps=(1, 2, 3), best: int = 3):
                  run_id=None)  # fmt: skip
     for step in steps:
         path = folder / "checkpoints" / f"step-{step:06d}"
-        save_state(path / STATE, {"best": [0.5, best], "weights": torch.zeros(250_000)})
+        save_state(path / STATE, {"weights": torch.zeros(250_000)})
     (folder / "set-aside" / "old").mkdir(parents=True)
     (folder / "set-aside" / "old" / "state.safetensors").write_bytes(bytes(500_000))
     if finished:
         ledger.append("stop", step=3, reason="done", complete=True)
 
 
-def names(folder):
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
-
-
-def test_runs_are_listed_and_pruned_where_they_are_finished(tmp_path, capsys):
+def test_runs_are_listed_with_their_state_and_size(tmp_path, capsys):
     for name, finished in (("done", True), ("half", False)):
         write_run(tmp_path / name, finished=finished)
     code, out, _ = run(capsys, "runs", str(tmp_path), "--json")
     rows = {row["run"]: row for row in map(json.loads, out.splitlines())}
     assert code == 0 and rows["done"]["state"] == "finished" and rows["half"]["state"] == "killed"
     assert rows["done"]["MB"] == 3.5 and rows["done"]["iteration"] == rows["done"]["of"] == 3
-    code, out, _ = run(capsys, "runs", str(tmp_path), "--prune", "--yes")
-    assert code == 0 and "done" in out and "half" not in out and "2.5" in out
-    assert names(tmp_path / "done") == ["step-000003"]
-    assert names(tmp_path / "half") == ["step-000001", "step-000002", "step-000003"]
-    assert not (tmp_path / "done" / "set-aside").exists()
-    assert (tmp_path / "half" / "set-aside").is_dir()
-    assert "Nothing to remove" in run(capsys, "runs", str(tmp_path), "--prune")[1]
     assert run(capsys, "runs", str(tmp_path / "none"))[0] == 1
-
-
-def test_the_best_checkpoint_stays_with_the_newest(tmp_path, capsys):
-    write_run(tmp_path / "done", finished=True, best=2)
-    assert run(capsys, "runs", str(tmp_path), "--prune", "--yes")[0] == 0
-    assert names(tmp_path / "done") == ["step-000002", "step-000003"]
-
-
-def test_of_damaged_checkpoints_none_is_removed(tmp_path, capsys):
-    write_run(tmp_path / "done", finished=True, steps=(1, 2))
-    for path in (tmp_path / "done" / "checkpoints").glob(f"*/{STATE}"):
-        path.write_bytes(bytes(100))
-    assert run(capsys, "runs", str(tmp_path), "--prune", "--yes")[0] == 1
-    assert names(tmp_path / "done") == ["step-000001", "step-000002"]
-
-
-def test_without_a_yes_nothing_is_removed(tmp_path, capsys, monkeypatch):
-    write_run(tmp_path / "done", finished=True)
-    monkeypatch.setattr("typer.confirm", lambda *_, abort: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert run(capsys, "runs", str(tmp_path), "--prune")[0] != 0
-    assert names(tmp_path / "done") == ["step-000001", "step-000002", "step-000003"]
 
 
 def test_a_screen_of_80_columns_breaks_no_word(tmp_path, capsys, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 
-import datasets
 import pytest
 
 from flowrl.assembly.learner import build_prompts
@@ -62,14 +61,6 @@ def test_a_column_is_chosen_by_name_and_an_ambiguous_or_missing_one_is_refused(t
 # --- rows ----------------------------------------------------------------------------------------
 
 COUNTING = {"tag": "counting", "include": [{"class": "cat", "count": 2}]}
-VERL = {
-    "data_source": "flow_grpo/ocr",
-    "prompt": [
-        {"role": "system", "content": "draw"},
-        {"role": "user", "content": 'a sign "HI"'},
-    ],
-    "reward_model": {"style": "rule", "ground_truth": "HI"},
-}
 ROWS = [  # a row; its text, negative prompt and metadata
     (COUNTING | {"prompt": "two cats"}, "two cats", None, COUNTING),
     ({"text": "x", "negative": "blur"}, "x", "blur", {}),
@@ -86,15 +77,6 @@ def test_a_row_is_text_negative_prompt_and_metadata(row, text, negative, metadat
     (tmp_path / "a.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", "utf-8")
     (record,) = load_prompts(tmp_path / "a.jsonl")
     assert (record.text, record.negative, record.metadata) == (text, negative, metadata)
-
-
-def test_the_last_user_message_of_a_chat_is_the_prompt(tmp_path):
-    datasets.Dataset.from_list([VERL]).to_parquet(str(tmp_path / "train.parquet"))
-    (tmp_path / "a.jsonl").write_text(json.dumps(VERL))
-    for name in ("train.parquet", "a.jsonl"):
-        (record,) = load_prompts(tmp_path / name)
-        assert record.text == 'a sign "HI"'
-        assert record.metadata["ground_truth"] == record.metadata["ocr_text"] == "HI"
 
 
 @pytest.mark.parametrize(
