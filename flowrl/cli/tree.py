@@ -50,8 +50,8 @@ def tree(
 
       flowrl tree tempflow splits=[0,4,8] branch=4 --leaves 24
     """
-    from flowrl.config.trees import PRESETS
     from flowrl.trees.plan import PlanError
+    from flowrl.trees.presets import PRESETS
 
     if not preset:
         print_table([{"tree": name, "what": kind.__doc__} for name, kind in PRESETS.items()])
@@ -71,7 +71,7 @@ def _options(preset: str, changes: list[str]) -> dict[str, Any]:
     import difflib
 
     from flowrl.config.load import parse_overrides
-    from flowrl.config.trees import PRESETS
+    from flowrl.trees.presets import PRESETS
 
     if preset not in PRESETS:
         near = difflib.get_close_matches(preset, PRESETS, 1, 0.5)
@@ -98,7 +98,7 @@ def _section(preset: str, options: dict[str, Any]) -> Any:
 
     from flowrl.config.load import merge
     from flowrl.config.messages import format_errors
-    from flowrl.config.trees import PRESETS
+    from flowrl.trees.presets import PRESETS
     from flowrl.utils.fields import Options
 
     kind = PRESETS[preset]

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from flowrl.config.trees import FlowGRPOOptions, Tree
-from flowrl.trees import presets
 from flowrl.trees.plan import PlanError, TreePlan
+from flowrl.trees.presets import FlowGRPOOptions, Tree, chains
 from flowrl.trees.windows import DepthPruning
 from flowrl.utils.fields import (
     Count,
@@ -200,7 +199,7 @@ class RolloutOptions(Options):
         e = self.explore
         assert e is not None
         if e.num_inference_steps is not None:
-            return presets.ode(e.num_inference_steps, e.candidates)
+            return chains(e.num_inference_steps, e.candidates, noisy=())
         return replace(self.plan(iteration, seed), roots=e.candidates)
 
     def whole(self, iteration: int, seed: int) -> TreePlan:

@@ -40,8 +40,8 @@ from flowrl.sampling.rollout import (
 from flowrl.sampling.two_stage import Explorer
 from flowrl.scoring.scorer import Scoring
 from flowrl.scoring.spec import RewardSpec, load_reward
-from flowrl.trees import presets
 from flowrl.trees.plan import TreePlan
+from flowrl.trees.presets import chains
 from flowrl.utils.distributed import Runtime
 from scripts.bench.cost import break_even_gain, two_stage_ratio
 from scripts.bench.random_model import RandomBackbone, model_spec, move
@@ -579,12 +579,12 @@ def sampler_of(
     low = replace(low, times=EXPLORING)
     return Sampler(
         generator=exact,
-        plan=lambda iteration: presets.ode(plan.steps, plan.keep),
+        plan=lambda iteration: chains(plan.steps, plan.keep, noisy=()),
         prompts=PromptSampler(records, prompts, seed=0),
         seed=0,
         explorer=Explorer(
             preview=lambda iteration, candidates: (low, {}),
-            plan=lambda iteration: presets.ode(plan.preview_steps, plan.candidates),
+            plan=lambda iteration: chains(plan.preview_steps, plan.candidates, noisy=()),
             select="best_worst",
         ),
     )

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.config.trees import PRESETS
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.quantization.linear import same_precision_layers
+from flowrl.trees.presets import PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 NAMES = re.findall(r"^\| `(.+?)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)

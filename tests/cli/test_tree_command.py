@@ -12,7 +12,7 @@ from flowrl.cli import report_errors
 from flowrl.cli.tree import tree
 from flowrl.config import load_config, parse_config
 from flowrl.config.load import merge, parse_overrides
-from flowrl.config.trees import PRESETS
+from flowrl.trees.presets import PRESETS
 
 
 @pytest.fixture

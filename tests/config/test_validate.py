@@ -80,9 +80,9 @@ def test_pruning_that_moves_later_ends_with_the_last_step_that_has_noise():
 def test_plans_of_peoples_own_that_fail_or_train_nothing_are_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "failing_plans.py").write_text(
         "from flowrl.trees.plan import Step, TreePlan\n"
-        "from flowrl.trees.presets import flow_grpo\n"
+        "from flowrl.trees.presets import chains\n"
         "def late(iteration, steps, leaves, seed):\n"
-        "    return flow_grpo(steps, leaves) if iteration < 3 else {}['no']\n"
+        "    return chains(steps, leaves, range(steps - 1)) if iteration < 3 else {}['no']\n"
         "def idle(iteration, steps, leaves, seed):\n"
         "    return TreePlan(leaves, (Step(),) * steps)\n"
     )

@@ -11,13 +11,13 @@ import torch
 
 from flowrl.backbones.lora_formats import open_lora
 from flowrl.config.rewards import HTTPOptions
-from flowrl.config.trees import CustomTreeOptions
 from flowrl.scoring.check import check_named
 from flowrl.scoring.executors.http import HTTPExecutor
 from flowrl.scoring.protocol import Info, Response, ScoreRequest
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec, load_reward
 from flowrl.trees.plan import count
+from flowrl.trees.presets import CustomTreeOptions
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,9 +16,9 @@ from flowrl.planning.memory import (
 from flowrl.planning.model_specs import MODEL_SPECS, spec_for
 from flowrl.planning.rewards import CLIP_L
 from flowrl.planning.work import count_work
-from flowrl.trees import presets
 from flowrl.trees.memory import rollout_bytes
 from flowrl.trees.plan import ode_plan
+from flowrl.trees.presets import chains
 
 pytestmark = pytest.mark.usefixtures("even_activations")
 PHASES = ("encode", "rollout", "decode", "rewards", "training", "evaluation")
@@ -87,7 +87,7 @@ def test_candidates_are_held_a_batch_of_trees_at_a_time_and_freed_before_trainin
     few = {"prompts_per_iteration": 1, "group_size": 2}
     many = plan(rollout=few | {"explore": explore})
     latent = many.spec.channels * (64 // many.spec.factor) ** 2
-    batch = rollout_bytes(presets.ode(4, 4), 1, latent, 2)
+    batch = rollout_bytes(chains(4, 4, noisy=()), 1, latent, 2)
     held = {f.phase: f.parts.get("latents") for f in many.footprints()}
     plain = parts("rollout", rollout=few)["latents"]
     assert held["rollout"] == held["decode"] == batch > plain

@@ -1,9 +1,9 @@
 import torch
 from toy_forest import Counting, grown
 
-from flowrl.config.trees import PRESETS
 from flowrl.trajectory import transitions
 from flowrl.trees.plan import count
+from flowrl.trees.presets import PRESETS
 
 T = 8
 # Options, and images of a prompt: two trees of each where trees have a size of their own.

@@ -5,6 +5,12 @@ import re
 from hypothesis import strategies as st
 
 from flowrl.trees.plan import Fan, NoiseCoupling, Step, TreePlan
+from flowrl.trees.presets import PRESETS
+
+
+def preset(kind: str, steps: int, leaves: int, at=None, **options) -> TreePlan:
+    """The plan of a published method; at: its window, or what else an iteration decides."""
+    return PRESETS[kind](**options).make(steps, leaves, at)
 
 
 @st.composite

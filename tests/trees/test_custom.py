@@ -2,7 +2,7 @@ import pytest
 from any_plan import nearest
 
 from flowrl.trees.plan import PlanError
-from flowrl.trees.presets import custom
+from flowrl.trees.presets import CustomTreeOptions
 
 SOURCE = """
 from flowrl.trees.plan import Step, TreePlan
@@ -28,7 +28,8 @@ def make(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def call(target, **args):
-        return custom(6, 8, target, args, iteration=2, seed=0)
+        options = CustomTreeOptions(function=target, args=args)
+        return options.plan(iteration=2, steps=6, leaves=8, seed=0)
 
     return call
 

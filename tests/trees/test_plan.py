@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees.plan import Fan, Move, PlanError, Step, TreePlan
-from flowrl.trees.presets import flow_grpo
+from flowrl.trees.presets import chains
 
 NOISY = Step(noise=True, train=True)
 
@@ -63,7 +63,7 @@ def test_what_cannot_work_is_refused_in_one_sentence():
     for make, words in [
         (lambda: plan(NOISY, Step(), roots=0), "root"),
         (lambda: plan(), "1 step"),
-        (lambda: flow_grpo(1, 4), "2 steps"),
+        (lambda: chains(1, 4, ()), "2 steps"),
         (lambda: plan(Step(), NOISY), "step 1 .* 0"),
         (lambda: plan(Step(branch=2), Step()), "branches .* noise"),
         (lambda: plan(replace(NOISY, branch=0), Step()), "0 branches"),

