@@ -245,9 +245,6 @@ def even_activations(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"flowrl.planning.{module}.count_decode", decoder)
 
 
-# --- networks of published make ----------------------------------------------------------------
-
-
 # --- servers and folders of images -------------------------------------------------------------
 
 

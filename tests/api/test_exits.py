@@ -20,14 +20,11 @@ from flowrl.backbones.small import small_folder
 from flowrl.cli import main
 from flowrl.errors import UserError
 
-# One class whose keys have ComfyUI's names, and, among the slow ones, one whose keys have none.
-CLASSES = (
-    "Flux2KleinPipeline",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("QwenImagePipeline", "ZImagePipeline", "Krea2Pipeline", "LongCatImagePipeline")
-    ),
-)
+pytestmark = pytest.mark.slow  # the tests of each exit take runs of the built-in pipelines
+CLASSES = (  # LongCat's keys have no names of ComfyUI's
+    "Flux2KleinPipeline", "QwenImagePipeline", "ZImagePipeline", "Krea2Pipeline",
+    "LongCatImagePipeline",
+)  # fmt: skip
 STEPS = 4
 
 

@@ -16,17 +16,25 @@ from flowrl.utils.images import to_tensor
 from scripts.pipelines import CHECKS, Case, pipeline_classes, read_table
 
 PAGE = read_table((Path(__file__).parents[2] / "docs/pipelines.md").read_text())
-QUICK = ("Flux2KleinPipeline", "ZImagePipeline")  # packed with batch norm; texts of own lengths
+# Without --slow: packed latents with batch norm; and texts of several lengths.
+QUICK = {
+    "Flux2KleinPipeline": ("gradients", "image latents", "first ratio", "trained pixels"),
+    "ZImagePipeline": ("images", "rows"),
+}
 
 
-def classes():
-    """The classes that hold the whole contract by the page, all but the quick ones slow."""
+def cases():
+    """Each check of each class that holds the whole contract by the page."""
     return [
         pytest.param(
-            getattr(diffusers, name), id=name, marks=[pytest.mark.slow] * (name not in QUICK)
+            getattr(diffusers, name),
+            check,
+            id=f"{name}-{check}",
+            marks=() if check in QUICK.get(name, ()) else pytest.mark.slow,
         )
         for name, result in PAGE.items()
         if result == "all"
+        for check in CHECKS
     ]
 
 
@@ -34,8 +42,7 @@ def test_the_page_lists_every_class():
     assert PAGE.keys() == {kind.__name__ for kind in pipeline_classes()}
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("kind", classes())
+@pytest.mark.parametrize(("kind", "check"), cases())
 def test_a_pipeline_class_holds_the_contract(kind, check):
     CHECKS[check](kind)
 

@@ -15,10 +15,8 @@ from flowrl.utils.files import load_state
 SCRIPT = Path(sharded_texts.__file__)
 
 
-@pytest.mark.parametrize(
-    "name",  # the first also takes one noise level a call
-    ["ZImagePipeline", pytest.param("CogView4Pipeline", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ZImagePipeline", "CogView4Pipeline"])  # one level a call; many
 def test_texts_of_several_lengths_give_what_the_whole_network_gives(tmp_path, name):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}

@@ -9,12 +9,12 @@ import torch
 from flowrl.backbones.small import small_folder, small_pipeline
 from flowrl.errors import UserError
 
+QUICK = "StableDiffusion3Pipeline FluxPipeline QwenImagePipeline ZImagePipeline".split()
 CLASSES = """
-StableDiffusion3Pipeline FluxPipeline Flux2Pipeline Flux2KleinPipeline SanaPipeline
-QwenImagePipeline QwenImage21Pipeline ZImagePipeline Krea2Pipeline ChromaPipeline AuraFlowPipeline
-Lumina2Pipeline CogView4Pipeline LongCatImagePipeline OvisImagePipeline BriaPipeline
-BriaFiboPipeline NucleusMoEImagePipeline OmniGenPipeline PRXPipeline HunyuanImagePipeline
-ErnieImagePipeline LuminaPipeline
+Flux2Pipeline Flux2KleinPipeline SanaPipeline QwenImage21Pipeline Krea2Pipeline ChromaPipeline
+AuraFlowPipeline Lumina2Pipeline CogView4Pipeline LongCatImagePipeline OvisImagePipeline
+BriaPipeline BriaFiboPipeline NucleusMoEImagePipeline OmniGenPipeline PRXPipeline
+HunyuanImagePipeline ErnieImagePipeline LuminaPipeline
 """.split()
 
 
@@ -29,7 +29,9 @@ def draw(pipeline) -> torch.Tensor:
     ).images  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    "name", QUICK + [pytest.param(name, marks=pytest.mark.slow) for name in CLASSES]
+)
 def test_a_class_is_built_small_and_draws_the_same_after_loading(name, tmp_path):
     kind = getattr(diffusers, name)
     pipeline = small_pipeline(kind)

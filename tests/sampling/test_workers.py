@@ -1,12 +1,10 @@
 """Rollout workers through Ray: whoever samples, dies or freezes, the bits of one process."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from flowrl.assembly.worker import Worker, build_pool
 from flowrl.backbones.lora_files import FILE
 from flowrl.config import config_yaml
 from flowrl.errors import MachineFailure, UserError, exit_code
+from flowrl.sampling.workers import WorkerPool
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.distributed import Runtime
 
@@ -67,21 +66,6 @@ def _command(process: psutil.Process) -> str:
         return ""
 
 
-def during_a_run(folder: Path, act: Callable[[psutil.Process], None]) -> threading.Thread:
-    """Do something to a worker once the run in a folder has done an iteration."""
-
-    def wait() -> None:
-        for _ in range(2400):  # Ray starts slowly on a busy machine
-            workers = workers_of(psutil.Process())
-            if (folder / "metrics.jsonl").exists() and read_metrics(folder) and workers:
-                return act(workers[0])
-            time.sleep(0.1)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "grpo"]
 )
@@ -91,11 +75,20 @@ def test_a_run_with_workers_has_the_weights_of_one_process(config_for, same, cas
     assert same()
 
 
-def test_a_worker_that_is_killed_changes_no_bit(config_for, same, tmp_path):
-    align(config_for("here", None, 30))
-    killer = during_a_run(tmp_path / "ray", lambda worker: worker.send_signal(signal.SIGKILL))
-    align(config_for("ray", {"count": 2}, 30))
-    killer.join()
+def test_a_worker_that_is_killed_changes_no_bit(config_for, same, tmp_path, monkeypatch):
+    align(config_for("here", None))
+    submit, submitted = WorkerPool.submit, []
+
+    def then_kill(pool, jobs, name):
+        pending = submit(pool, jobs, name)
+        submitted.append(name)
+        if len(submitted) == 2:
+            (worker,) = workers_of(psutil.Process())
+            worker.kill()
+        return pending
+
+    monkeypatch.setattr(WorkerPool, "submit", then_kill)
+    align(config_for("ray", {"count": 1}))
     assert same()
     last = read_metrics(tmp_path / "ray")[-1]
     assert last["workers/restarts"] >= 1 and last["workers/joined"] >= 1
@@ -104,7 +97,13 @@ def test_a_worker_that_is_killed_changes_no_bit(config_for, same, tmp_path):
 
 @pytest.mark.slow
 def test_a_frozen_worker_ends_the_run_with_its_name(config_for, tmp_path):
-    frozen = during_a_run(tmp_path / "ray", lambda worker: worker.suspend())
+    def freeze() -> None:
+        while not read_metrics(tmp_path / "ray"):  # Ray starts slowly on a busy machine
+            time.sleep(0.1)
+        workers_of(psutil.Process())[0].suspend()
+
+    frozen = threading.Thread(target=freeze)
+    frozen.start()
     with pytest.raises(MachineFailure, match=r"worker \d \(.*process \d+\)") as failure:
         align(config_for("ray", {"count": 2}, 99, timeout=20.0))
     frozen.join()

@@ -35,7 +35,10 @@ def pack_latents(z):
     return torch.nn.functional.pixel_unshuffle(z, 2).flatten(2).transpose(1, 2)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sd3", "sana"))],
+)
 def family(request):
     return FAMILIES[request.param]
 

@@ -20,8 +20,17 @@ OLD_POLICIES = {
 }
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("name", OLD_POLICIES)
+LATE = [("nft", 0), ("nft", 1), ("awm", 1), ("online gdro", 1)]  # with each staleness, if slow
+
+
+@pytest.mark.parametrize(
+    ("name", "staleness"),
+    [
+        pytest.param(name, late, marks=() if (name, late) in LATE else pytest.mark.slow)
+        for name in OLD_POLICIES
+        for late in (0, 1)
+    ],
+)
 def test_the_old_policy_is_the_one_that_sampled(make_learner, monkeypatch, name, staleness):
     learner = make_learner(
         objective=OLD_POLICIES[name],
@@ -71,7 +80,13 @@ LEARNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("dpo", "awm", "sft") else ())
+        for name in LEARNED
+    ],
+)
 def test_forwards_are_the_rows_that_the_trained_network_computes(make_learner, monkeypatch, name):
     objective, tree = LEARNED[name]
     learner = make_learner(objective=objective, rollout=ROLLOUT | tree)

@@ -17,7 +17,8 @@ STEPS = 2
 @pytest.mark.parametrize(
     "name",
     ["StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline", "QwenImagePipeline",
-     "ZImagePipeline", "Krea2Pipeline", "LongCatImagePipeline"],
+     "ZImagePipeline", pytest.param("Krea2Pipeline", marks=pytest.mark.slow),
+     pytest.param("LongCatImagePipeline", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_any_class_draws_the_given_noise_as_its_own_call_does(name):
     pipeline = small_pipeline(getattr(diffusers, name))

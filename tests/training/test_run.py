@@ -179,7 +179,7 @@ def newest(folder: Path) -> Path:
 # --- inside one process --------------------------------------------------------------------------
 
 
-def test_a_time_limit_stops_after_an_iteration_and_is_no_end(whole, config_for, tmp_path):
+def test_a_time_limit_stops_after_an_iteration_and_is_no_end(config_for, tmp_path):
     folder = tmp_path / "run"
     trained = align(config_for(folder, max_minutes=1e-6))
     assert [line["step"] for line in read_metrics(folder)] == [0, 1]
@@ -190,9 +190,6 @@ def test_a_time_limit_stops_after_an_iteration_and_is_no_end(whole, config_for, 
     assert all(said in text.replace("\\_", "_") for text in (trained.stopped, state.detail, *texts))
     assert state.name == "stopped" and f"--resume {folder} run.max_minutes=null" in trained.stopped
     assert load_state(newest(folder))["iteration"] == 1
-    align(config_for(folder), resume="latest")
-    ours, theirs = lora(folder), lora(whole)
-    assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
 
 
 def test_metrics_are_on_the_disk_before_what_a_resumed_run_takes_for_written(
@@ -224,13 +221,12 @@ def test_too_little_cpu_time_is_said_once_with_the_remedy(
 ):
     monkeypatch.setattr("flowrl.training.run.CPU_CHECK", 0.0)
     monkeypatch.setattr("flowrl.training.run.cpu_share", lambda: 0.4)
-    threads = torch.get_num_threads()
-    try:
-        rollout = {"prompts_per_iteration": 1, "group_size": 2, "num_inference_steps": 2}
-        run = {"output_dir": str(tmp_path / "run"), "iterations": 2, "threads": 2}
-        align(tiny_config(rollout=rollout, run=run))
-    finally:
-        torch.set_num_threads(threads)
+    # This process keeps its one thread.
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    rollout = {"prompts_per_iteration": 1, "group_size": 2, "num_inference_steps": 2}
+    run = {"output_dir": str(tmp_path / "run"), "iterations": 2, "threads": 2}
+    align(tiny_config(rollout=rollout, run=run))
     (said,) = [r.getMessage() for r in caplog.records if "run.threads" in r.getMessage()]
     assert "40 %" in said and "2 threads" in said
 
