@@ -183,16 +183,6 @@ def test_the_sdist_holds_what_the_wheel_is_built_from_and_no_caches(tmp_path):
     assert sum(files.values()) < 40e6
 
 
-@pytest.mark.slow
-def test_the_installed_wheel_runs_the_quickstarts_first_iteration(wheel, tmp_path):
-    pip = ["pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "here"), str(wheel)]
-    assert python("-m", *pip).returncode == 0
-    words = ["-m", "flowrl", *SMALL, "run.iterations=1"]
-    result = python(*words, cwd=tmp_path, path=tmp_path / "here")
-    assert result.returncode == 0, result.stderr
-    assert "runs/quickstart/gallery/index.html" in result.stdout.replace(os.sep, "/")
-
-
 # --- a user's own module or folder `rewards`, and flowrl's ---------------------------------------
 
 OWN = """from flowrl_rewards.fixtures import noise
@@ -266,14 +256,6 @@ def test_a_wheel_and_the_rewards_of_a_user_live_together(unpacked, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_editable_install_and_the_rewards_of_a_user_live_together(tmp_path):
-    code = f"from hatchling.build import build_editable; print(build_editable({str(tmp_path)!r}))"
-    built = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    zipfile.ZipFile(tmp_path / built.stdout.split()[-1]).extractall(tmp_path / "installed")
-    check_names(tmp_path / "installed", tmp_path)
-
-
-@pytest.mark.slow
 def test_pip_installs_what_lives_with_the_rewards_of_a_user(tmp_path):
     for number, words in enumerate([[str(ROOT)], ["-e", str(ROOT)]]):
         target = tmp_path / str(number)
@@ -281,10 +263,3 @@ def test_pip_installs_what_lives_with_the_rewards_of_a_user(tmp_path):
         result = python("-m", *pip, *words)
         assert result.returncode == 0, result.stderr
         check_names(target, target)
-
-
-def test_the_command_finds_a_reward_beside_it(unpacked, tmp_path):
-    (tmp_path / "rewards.py").write_text(OWN)
-    words = ("-m", "flowrl", "reward-check", "brightness", "rewards:mine")
-    result = python(*words, cwd=tmp_path, path=unpacked)
-    assert result.returncode == 0, result.stdout + result.stderr

@@ -46,19 +46,14 @@ def drifting(pipeline):
 
 
 def test_a_velocity_that_depends_on_the_step_is_refused_before_training(tiny_config, load_tiny):
-    for encoders in ("keep", "free"):
-        config = tiny_config(memory={"text_encoders": encoders})
-        given = ProvidedObjects(pipeline=drifting(load_tiny()))
-        with pytest.raises(UserError, match="depends on the step"):
-            build_learner(config, Runtime(device="cpu"), given)
+    given = ProvidedObjects(pipeline=drifting(load_tiny()))
+    with pytest.raises(UserError, match="depends on the step"):
+        build_learner(tiny_config(), Runtime(device="cpu"), given)
 
 
-@pytest.mark.parametrize("encoders", ["keep", "offload", "free"])
-def test_the_velocity_is_compared_once_and_nothing_random_moves(
-    encoders, tiny_config, load_tiny, caplog
-):
+def test_the_velocity_is_compared_once_and_nothing_random_moves(tiny_config, load_tiny, caplog):
     before = torch.random.get_rng_state()
-    config = tiny_config(memory={"text_encoders": encoders})
+    config = tiny_config(memory={"text_encoders": "free"})
     with caplog.at_level(logging.INFO, "flowrl"):
         build_learner(config, Runtime(device="cpu"), ProvidedObjects(pipeline=load_tiny()))
     assert caplog.text.count("all 4 steps") == 1

@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_name_gets_the_recipe_of_its_class_or_else_of_it
 
 
 def test_a_distilled_checkpoint_is_trained_and_evaluated_at_its_own_steps(
-    tmp_path, capsys, prompts
+    tmp_path, capsys, prompts, even_activations
 ):
     file = tmp_path / "mine.yaml"
     model = ["--model", "black-forest-labs/FLUX.2-klein-4B", "--memory=24GB"]

@@ -67,9 +67,17 @@ def work(tiny_config, monkeypatch):
     return {"evaluate": evaluate, "benchmark": benchmark, "encode": encode}
 
 
-@pytest.mark.parametrize("command", ["evaluate", "benchmark", "encode"])
+COMMANDS = ["evaluate", "benchmark", "encode"]
+QUICK = [("evaluate", 1), ("evaluate", 17), ("benchmark", 1), ("encode", 1)]
+
+
 @pytest.mark.parametrize(
-    "number", [1, 17, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 5))]
+    ("command", "number"),
+    [
+        pytest.param(command, number, marks=() if (command, number) in QUICK else pytest.mark.slow)
+        for command in COMMANDS
+        for number in (1, 2, 5, 17)
+    ],
 )
 def test_a_killed_command_is_resumed_and_ends_equal(work, tmp_path, command, number):
     """geneval, benchmark and vote that were killed at their first write could never resume."""
@@ -94,7 +102,7 @@ def test_a_lost_encoding_is_made_again_in_its_batch(work, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("command", ["evaluate", "benchmark", "encode"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_process_that_is_killed_at_random_moments_ends_equal(command, tmp_path):
     changes = ["evaluation.num_images=96", "pipeline.device=cpu", "evaluation.batch_size=8"]
     (tmp_path / "few.txt").write_text("\n".join(PROMPTS * 2))

@@ -72,7 +72,7 @@ def klein(tmp_path_factory):
     return replace(spec, config=spec.config | {"num_layers": 3, "num_single_layers": 4})
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_peaks_are_those_of_the_memory_tracker(klein, checkpointing):
     forward = forward_of(klein, height=256, width=256)
     counted = transformer_peak(forward, "train", checkpointing=checkpointing)

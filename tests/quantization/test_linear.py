@@ -94,7 +94,5 @@ def check_one_graph(made: RolloutLinear, backend: str, x: torch.Tensor) -> None:
 
 
 def test_updates_need_no_new_graph():
-    for backend in RUNNING:
-        check_one_graph(layer(backend), "aot_eager", randn(2, 5, 64))
     with torch.autocast("cpu", torch.bfloat16):
         check_one_graph(layer(NVFP4Emulated()), "aot_eager", randn(2, 5, 64))

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from importlib.util import find_spec
-from pathlib import Path
 
 import psutil
 import pytest

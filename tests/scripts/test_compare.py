@@ -1,5 +1,6 @@
 """Methods side by side: intervals, data files, pages, and runs that happen once."""
 
+import functools
 import math
 from pathlib import Path
 
@@ -85,13 +86,21 @@ def test_reaching_is_not_staying_above():
 GALLERY = Path(__file__).parents[2] / "gallery"
 
 
-def test_pages_of_the_gallery_are_what_their_data_say():
-    rendered = [name for name in page_names() if (GALLERY / name / IMAGES).is_file()]
-    assert {"quickstarts", "trees", "solrl", "overoptimisation"} <= set(rendered)
-    for name in rendered:
-        data = GALLERY / name
-        text = text_of(Results.read(load_page(name), data), data)
-        assert (data / "README.md").read_text(encoding="utf-8") == text, name
+RENDERED = [name for name in page_names() if (GALLERY / name / IMAGES).is_file()]
+
+
+@functools.cache
+def results_of(name: str) -> Results:
+    return Results.read(load_page(name), GALLERY / name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "overoptimisation" else pytest.mark.slow) for n in RENDERED],
+)
+def test_pages_of_the_gallery_are_what_their_data_say(name):
+    text = text_of(results_of(name), GALLERY / name)
+    assert (GALLERY / name / "README.md").read_text(encoding="utf-8") == text
 
 
 def cells(table, method: str) -> dict[str, str]:
@@ -102,9 +111,10 @@ def read_page(*path: str) -> str:
     return " ".join(GALLERY.parent.joinpath(*path).read_text(encoding="utf-8").split())
 
 
+@pytest.mark.slow
 def test_docs_say_of_two_stages_what_their_page_says():
     page = load_page("solrl")
-    results = Results.read(page, GALLERY / "solrl")
+    results = results_of("solrl")
     assert {len(runs) for runs in results.lines.values()} == {5}
     table = differences_table(results, page.baseline)
     drafted, control = (cells(table, f"24 of 96, {how}") for how in ("low-bit drafts", "at random"))
@@ -131,7 +141,7 @@ def test_docs_say_of_two_stages_what_their_page_says():
 
 def test_docs_say_of_over_optimisation_what_its_page_says():
     page = load_page("overoptimisation")
-    results = Results.read(page, GALLERY / "overoptimisation")
+    results = results_of("overoptimisation")
     assert len(results.lines) >= 8 and {len(runs) for runs in results.lines.values()} == {5}
     turns = turns_table(results)
     rules = rules_table(results)

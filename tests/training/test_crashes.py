@@ -181,7 +181,9 @@ SAMPLE = {"grpo": 130, "stored": 60, "collect": 30}
 KILLS = 25
 
 
-@pytest.mark.parametrize("kind", SAMPLE)
+@pytest.mark.parametrize(
+    "kind", ["grpo", "collect", pytest.param("stored", marks=pytest.mark.slow)]
+)
 def test_a_killed_process_leaves_a_run_that_ends_as_if_nothing_had_happened(drill, kind):
     made, whole = drill(kind)
     folder = made.folder / "killed" / "run"

@@ -71,7 +71,7 @@ def test_a_rerun_of_a_finished_run_says_so_and_touches_nothing(copy, config_for,
 
 
 def test_a_rerun_of_a_finished_run_returns_what_it_measured(config_for, tmp_path):
-    evaluation = {"prompts": "tiny:geneval:test", "num_images": 4, "num_inference_steps": 2}
+    evaluation = {"prompts": "tiny:geneval:test", "num_images": 2, "num_inference_steps": 1}
     config = config_for(tmp_path / "run", evaluation=evaluation)
     first = align(config).comparisons
     assert first and align(config).comparisons == first

@@ -177,7 +177,7 @@ def state_of(folder, step: str | int = "latest") -> dict:
 
 
 def test_it_stops_after_the_last_bad_evaluation_saves_and_says_why(scripted, capsys):
-    """And keeps the checkpoint that the held-out reward rates highest."""
+    """And keeps the checkpoint that the held-out reward rates highest, and stays stopped."""
     config, learner, run = scripted()
     trained(learner, run)
     assert run.done == 4 and run.stopped.startswith("Stopped at iteration 4")
@@ -194,6 +194,12 @@ def test_it_stops_after_the_last_bad_evaluation_saves_and_says_why(scripted, cap
     before = list(run.evaluator.calls)
     assert run.evaluate_policy() is run.evaluate_policy()
     assert run.evaluator.calls == before == [0, 1, 2, 3, 4]
+    _, learner, run = scripted(state_of(run.folder))
+    trained(learner, run)
+    assert run.done == 4 and run.stopped and run.evaluator.calls == []
+    _, learner, run = scripted(state_of(run.folder), rule=None)
+    trained(learner, run)
+    assert run.done == 6
 
 
 def test_without_a_rule_the_trained_reward_decides_and_nothing_stops(scripted):
@@ -210,14 +216,3 @@ def test_a_resumed_run_knows_the_evaluations_before_it(scripted):
     trained(learner, run)
     assert run.evaluator.calls == [4]
     assert run.done == 4 and "since iteration 2" in run.stopped and run.best == (4.0, 2)
-
-
-def test_a_stopped_run_stays_stopped_until_the_rule_is_gone(scripted):
-    _, learner, run = scripted()
-    trained(learner, run)
-    _, learner, run = scripted(state_of(run.folder))
-    trained(learner, run)
-    assert run.done == 4 and run.stopped and run.evaluator.calls == []
-    _, learner, run = scripted(state_of(run.folder), rule=None)
-    trained(learner, run)
-    assert run.done == 6

@@ -43,14 +43,13 @@ def _recorder(found: list[torch.Tensor]):
 
 
 def test_the_first_log_ratio_is_exactly_0_at_equal_batch_shapes(make_learner):
-    for kernel in ["flow_sde", "dance_sde", "cps"]:
-        for guidance in [1.0, 3.0]:
-            options = {"merge_lora": False, "kernel": kernel, "guidance_scale": guidance}
-            learner = warm(make_learner(rollout=ROLLOUT | options))
-            _, metrics = learner.iterate(0)
-            assert metrics["policy/ratio_error_max"] == 0
-            assert metrics["policy/ratio_mean"] == 1
-            assert metrics["groups/no_signal"] == 0  # otherwise shapes would not be equal
+    for kernel, guidance in [("flow_sde", 3.0), ("dance_sde", 1.0), ("cps", 1.0)]:
+        options = {"merge_lora": False, "kernel": kernel, "guidance_scale": guidance}
+        learner = warm(make_learner(rollout=ROLLOUT | options))
+        _, metrics = learner.iterate(0)
+        assert metrics["policy/ratio_error_max"] == 0
+        assert metrics["policy/ratio_mean"] == 1
+        assert metrics["groups/no_signal"] == 0  # otherwise shapes would not be equal
 
 
 def test_the_old_policy_follows_by_the_share_of_the_next_iteration(make_learner):
@@ -86,18 +85,13 @@ def test_siblings_and_every_tree_learn_at_a_ratio_of_1(make_learner):
     assert metrics["tree/train_forwards"] == 2 and metrics["tree/trained_edges"] == 8
     assert metrics["grad/norm"] > 0 and metrics["tree/distance/step_0"] > 0
     # Every shape learns at a ratio of 1.
-    for kl_coef in [0.0, 0.1]:
-        for kind, options in TREES.items():
-            tree, credit = options
-            objective = {"kl_coef": kl_coef, "advantage": credit}
-            rollout = ROLLOUT | {"tree": {"kind": kind} | tree}
-            learner = warm(make_learner(rollout=rollout, objective=objective))
-            before = [p.clone() for p in learner.policy.parameters()]
-            drawn, metrics = learner.iterate(0)
-            assert len(drawn.images) == 8 and metrics["policy/ratio_error_max"] < 0.1  # nats
-            assert metrics["grad/norm"] > 0 and metrics["tree/no_advantage"] < 1
-            after = learner.policy.parameters()
-            assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    for kind, (tree, credit) in TREES.items():
+        rollout = ROLLOUT | {"tree": {"kind": kind} | tree}
+        objective = {"kl_coef": 0.1, "advantage": credit}
+        learner = warm(make_learner(rollout=rollout, objective=objective))
+        drawn, metrics = learner.iterate(0)
+        assert len(drawn.images) == 8 and metrics["policy/ratio_error_max"] < 0.1  # nats
+        assert metrics["grad/norm"] > 0 and metrics["tree/no_advantage"] < 1
 
 
 TREES = {
@@ -117,15 +111,14 @@ def test_folded_or_in_half_precision_the_first_ratio_stays_1(make_learner):
         assert (metrics["policy/ratio_error_max"] == 0) == (not options["merge_lora"])
     # Networks in half precision give exact first ratios too. The precision of accelerate is a
     # process's; autocast alone is what bf16 adds to it.
-    for dtype in ["bf16"]:
-        learner = warm(make_learner(pipeline={"dtype": dtype}))
-        learner.runtime.autocast = lambda: torch.autocast("cpu", torch.bfloat16)
-        rollout, metrics = learner.iterate(0)
-        assert rollout.tree.x.dtype == torch.bfloat16
-        assert rollout.images.dtype == rollout.tree.mean_old.dtype == torch.float32
-        assert metrics["policy/ratio_error_max"] == 0
-        assert metrics["grad/norm"] > 0
-        assert {p.dtype for p in learner.policy.parameters()} == {torch.float32}
+    learner = warm(make_learner(pipeline={"dtype": "bf16"}))
+    learner.runtime.autocast = lambda: torch.autocast("cpu", torch.bfloat16)
+    rollout, metrics = learner.iterate(0)
+    assert rollout.tree.x.dtype == torch.bfloat16
+    assert rollout.images.dtype == rollout.tree.mean_old.dtype == torch.float32
+    assert metrics["policy/ratio_error_max"] == 0
+    assert metrics["grad/norm"] > 0
+    assert {p.dtype for p in learner.policy.parameters()} == {torch.float32}
 
 
 def test_training_stops_and_explains_when_the_velocities_differ(make_learner):
@@ -140,21 +133,13 @@ def test_training_stops_and_explains_when_the_velocities_differ(make_learner):
 
 
 def test_the_gradient_does_not_depend_on_the_micro_batch(make_learner):
-    for kl_coef in [0.0, 0.1]:
-        gradients = [
-            first_gradient(
-                warm(
-                    make_learner(
-                        optim={"lr": 1e-2, "micro_batch": size}, objective={"kl_coef": kl_coef}
-                    )
-                )
-            )
-            for size in (8, 4)
-        ]
-        torch.testing.assert_close(
-            *gradients, rtol=1e-3, atol=1e-6 * float(gradients[0].abs().max())
-        )
-        assert gradients[0].norm() > 0
+    gradients = []
+    for size in (8, 4):
+        optim = {"lr": 1e-2, "micro_batch": size}
+        learner = warm(make_learner(optim=optim, objective={"kl_coef": 0.1}))
+        gradients.append(first_gradient(learner))
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6 * float(gradients[0].abs().max()))
+    assert gradients[0].norm() > 0
 
 
 def test_two_updates_split_the_gradient_of_one_by_groups(make_learner):
@@ -230,13 +215,13 @@ def test_the_reward_rises(make_learner, tmp_path):
         rollout={
             "prompts_per_iteration": 1,
             "group_size": 12,
-            "num_inference_steps": 4,
+            "num_inference_steps": 3,
             "batch_size": 12,
         },
-        optim={"lr": 3e-3, "micro_batch": 12},
+        optim={"lr": 6e-3, "micro_batch": 12},
         objective={"clip_nats": 1e9},
     )
-    rollouts = [learner.iterate(iteration)[0] for iteration in range(18)]
+    rollouts = [learner.iterate(iteration)[0] for iteration in range(12)]
     means = [rollout.reward.mean().item() for rollout in rollouts]
     gain = sum(means[-3:]) / 3 - sum(means[:3]) / 3
     assert gain > rollouts[0].reward.std(), means
