@@ -103,24 +103,18 @@ def prompts(
     ratio: Annotated[
         str | None, typer.Option(metavar="N:N:...", help="Shares of the kinds, see above.")
     ] = None,
-    classes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="geneval: names of objects, one per line.")
-    ] = None,
     exclude: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE", help="geneval: leave out the requests of a .jsonl file; repeatable."
         ),
     ] = None,
-    words: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="ocr: words, one per line.")
-    ] = None,
 ) -> None:
     """Write a list of training prompts and a held-out one, with the metadata that rewards need.
 
     geneval: objects, their number, colours and places, for the reward geneval. --ratio is
     position:counting:color_attr:colors:two_object:single_object, 7:5:3:1:1:0 by default;
-    test.jsonl has equally many of each kind. The default classes are COCO's. A kind with fewer
+    test.jsonl has equally many of each kind. The classes are COCO's. A kind with fewer
     requests than prompts repeats requests in other words, then texts; counting has the fewest, 240
     requests. --exclude evaluation_metadata.jsonl leaves out the 553 requests of GenEval's published
     test, in any wording.
@@ -136,30 +130,26 @@ def prompts(
 
       flowrl prompts geneval -o prompts/geneval --exclude evaluation_metadata.jsonl
 
-      flowrl prompts ocr -o prompts/ocr --words words.txt
+      flowrl prompts ocr -o prompts/ocr
 
       flowrl train RECIPE prompts.train=prompts/ocr/train.jsonl \\
         evaluation.prompts=prompts/ocr/test.jsonl
     """
     from flowrl.prompts.generate import geneval, ocr
-    from flowrl.prompts.generate.templates import read_list, write_sets
+    from flowrl.prompts.generate.templates import write_sets
     from flowrl.prompts.overlap import requests_in
 
     if not count + held_out:
         raise UserError("--count and --held-out are both 0: nothing to write.")
-    of_kind = {"geneval": {"--classes": classes, "--exclude": exclude}, "ocr": {"--words": words}}
-    for option, value in of_kind["ocr" if kind == "geneval" else "geneval"].items():
-        if value:
-            raise UserError(f"{option} is not for {kind}: leave it out, see flowrl prompts --help.")
+    if exclude and kind == "ocr":
+        raise UserError("--exclude is not for ocr: leave it out, see flowrl prompts --help.")
     sizes, parts = (count, held_out, seed), _parts(ratio)
     if kind == "geneval":
-        names = read_list(classes) if classes else geneval.COCO
         excluded = requests_in(exclude or [])
         parts = parts or geneval.RATIO
-        sets = geneval.geneval_sets(*sizes, classes=names, ratio=parts, excluded=excluded)
+        sets = geneval.geneval_sets(*sizes, ratio=parts, excluded=excluded)
     else:
-        names = read_list(words) if words else ocr.WORDS
-        sets = ocr.ocr_sets(*sizes, words=names, ratio=parts or ocr.RATIO)
+        sets = ocr.ocr_sets(*sizes, ratio=parts or ocr.RATIO)
     for path, rows in zip(write_sets(output_dir, sets), filter(None, sets), strict=True):
         say(f"{path}  {len(rows)} prompts")
 

@@ -4,16 +4,13 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 
 from flowrl.cli._console import say
 from flowrl.cli.recipes import CARD
 from flowrl.errors import UserError
-
-if TYPE_CHECKING:
-    from flowrl.config import Config
 
 FEW_STEPS = """\
 rollout:
@@ -69,7 +66,7 @@ def init(
         str | None, typer.Option(metavar="24GB", help="Of the GPU; 0 for a CPU.")
     ] = None,
 ) -> None:
-    """Ask for model, prompts, reward and GPU memory; write a commented recipe, and plan it.
+    """Ask for model, prompts, reward and GPU memory; write a commented recipe.
 
     What is given on the command line is not asked. An existing file is not overwritten.
 
@@ -79,6 +76,7 @@ def init(
 
       flowrl init mine.yaml --model tiny-sd3 --prompts prompts.txt --reward brightness --memory 0
     """
+    from flowrl.config import load_config
     from flowrl.utils.files import write_text
 
     if file.exists():
@@ -93,14 +91,14 @@ def init(
         memory, "Memory of the GPU, such as 24GB (0 for none)", "0",
         lambda text: (text.strip(), parent_of(kind, _bytes(text), name)),
     )  # fmt: skip
-    text = recipe_text(file, parent, name, source, rewards)
-    config = _check(text, file)
-    write_text(file, text)
-    if _bytes(size) and class_of(parent_path(parent)) != kind:
+    write_text(file, recipe_text(file, parent, name, source, rewards))
+    load_config(file)  # as flowrl train will
+    if _bytes(size) and class_of(load_config(parent).pipeline.path) != kind:
         say(f"No recipe is for a {kind} yet: {parent} is the nearest in size.")
     say(f"{file} is written: {parent} with your own pipeline, prompts and rewards.\n")
-    _show_plan(config, _bytes(size), f"flowrl plan {file} --memory {size}")
-    say(f"next  flowrl train {file} --dry-run\n      flowrl train {file}")
+    memory_words = f" --memory {size}" if _bytes(size) else ""
+    say(f"next  flowrl plan {file}{memory_words}\n      flowrl train {file} --dry-run")
+    say(f"      flowrl train {file}")
 
 
 def _answer(value: str | None, question: str, likely: str, check: Callable[[str], T]) -> T:
@@ -173,13 +171,6 @@ def parent_of(kind: str, memory: int, model: str) -> str:
     return max(fitting, key=lambda name: ("-nft-" in name, sizes[name], name))
 
 
-def parent_path(parent: str) -> str:
-    """Return the pipeline of a preset."""
-    from flowrl.config import load_config
-
-    return load_config(parent).pipeline.path
-
-
 def recipe_text(file: Path, parent: str, model: str, prompts: str, rewards: Sequence[str]) -> str:
     """Return a commented recipe."""
     from flowrl.config.yaml12 import dump_yaml
@@ -204,18 +195,6 @@ def recipe_text(file: Path, parent: str, model: str, prompts: str, rewards: Sequ
     )
 
 
-def _check(text: str, file: Path) -> "Config":
-    """Read the recipe as `flowrl train` will."""
-    import tempfile
-
-    from flowrl.config import load_config
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / file.name
-        path.write_text(text, encoding="utf-8")
-        return load_config(path)
-
-
 def _check_reward(name: str) -> str:
     from flowrl.scoring.spec import load_reward
 
@@ -231,30 +210,3 @@ def _check_prompts(source: str) -> str:
     if not source.startswith(HUB):
         load_prompts(source, limit=1)
     return source
-
-
-def _show_plan(config: "Config", memory: int, planning: str) -> None:
-    """Print whether a recipe fits, and the work of an iteration.
-
-    memory: bytes of the GPU, 0 for a CPU. planning: the command that says what to change.
-    """
-    import psutil
-
-    from flowrl.planning.plan import make_plan
-
-    available = memory or psutil.virtual_memory().total
-    plan = make_plan(config, memory=available)
-    if plan.peak is None:
-        say(f"Whether it fits is not known: {plan.unknown}.")
-    else:
-        verb, hint = ("fits", "") if plan.fits else ("does not fit", f": {planning} says more")
-        place = "a GPU of" if memory else "this machine's memory of"
-        needed = f"with {plan.peak.total / 1e9:.1f} at its peak"
-        say(f"It {verb} {place} {available / 1e9:.1f} GB, {needed}{hint}.")
-    work = plan.work.first
-    say(
-        f"An iteration samples {work.images + work.candidates:,} images by "
-        f"{work.previews + work.sampling:,} forwards of the network, and learns by at most "
-        f"{work.training:,} more with gradients, in {work.updates:,} "
-        f"{'update' if work.updates == 1 else 'updates'}.\n"
-    )

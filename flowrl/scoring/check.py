@@ -9,7 +9,7 @@ import importlib
 import math
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -23,7 +23,7 @@ from flowrl.errors import CheckResult, UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.executors.base import Answer, Executor, Reward, RewardFailure
 from flowrl.scoring.scorer import quantise
-from flowrl.scoring.spec import BUILT_IN, ArgumentsRefused, RewardSpec, load_reward, trained
+from flowrl.scoring.spec import ArgumentsRefused, RewardSpec, load_reward, trained
 
 CALLS = 5  # with one image, for the median
 SIZE = (128, 128)  # height and width of plain images, unless a run has others
@@ -48,14 +48,13 @@ GENERIC = (
 # (rounding in bf16 stays below), and of the score itself (float32 sums in another order).
 SPREAD_SHARE, SCORE_SHARE = 0.01, 1e-4
 LONGEST = 400  # characters of a reason that are shown
-# Exceptions, and words of reasons, that show that a package, weights or a server is missing.
-ABSENT = {
-    "ImportError", "ModuleNotFoundError", "FileNotFoundError", "LocalEntryNotFoundError",
-    "ConnectionError", "ConnectionRefusedError", "ConnectError",
-}  # fmt: skip
-ABSENT_WORDS = re.compile(
-    r"cannot run: |not installed|No module named|not on this machine|huggingface|\bgated\b"
-    r"|\boffline\b|cannot be reached|[Cc]onnection refused|ConnectTimeout"
+# What shows in a reason, or in the classes of exceptions, that a package, weights or a server is
+# missing.
+ABSENT = re.compile(
+    r"\b(ImportError|ModuleNotFoundError|FileNotFoundError|LocalEntryNotFoundError|ConnectionError"
+    r"|ConnectionRefusedError|ConnectError|ConnectTimeout)\b|cannot run: |not installed"
+    r"|No module named|not on this machine|huggingface|\bgated\b|\boffline\b|cannot be reached"
+    r"|[Cc]onnection refused"
 )
 
 Row = tuple[int, int]  # trial, image
@@ -440,17 +439,15 @@ def failure_result(name: str, error: Exception) -> CheckResult:
     """Return the result that an exception means: "missing" or "problem"."""
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     text = text.removeprefix(f"reward {name!r}").lstrip(": ")  # the result names it already
-    kinds: set[str] = set()
-    cause: BaseException | None = error
+    kinds, cause = "", error.__cause__
     while cause is not None:
-        kinds |= {kind.__name__ for kind in type(cause).__mro__}
-        cause = cause.__cause__
+        kinds, cause = f"{kinds} {type(cause).__name__}", cause.__cause__
     return _missing(name, text, kinds) or _result(name, line(text), "Mend that before training.")
 
 
-def _missing(name: str, reason: str, kinds: Collection[str] = ()) -> CheckResult | None:
-    """Return a result "missing" if a reason or `kinds`, the exceptions' class names, show it."""
-    if ABSENT.isdisjoint({*kinds, reason.partition(":")[0]}) and not ABSENT_WORDS.search(reason):
+def _missing(name: str, reason: str, kinds: str = "") -> CheckResult | None:
+    """Return a result "missing" if a reason, or names of exceptions, show it."""
+    if not ABSENT.search(f"{reason} {kinds}"):
         return None
     detail = re.sub(r"^\w+: ", "", line(reason))  # the exception's class says no more
     remedy = "Install the package, download the weights or start the server that it names."
@@ -459,23 +456,13 @@ def _missing(name: str, reason: str, kinds: Collection[str] = ()) -> CheckResult
 
 def _load_failure(name: str, args: Mapping[str, Any] | None, error: UserError) -> CheckResult:
     """Return why a reward cannot be made: no package, no arguments, or no such reward."""
-    result, cause = failure_result(name, error), error.__cause__
-    if result.state == "missing" and (name in BUILT_IN or _lacks_package(name, cause)):
-        return result
     if isinstance(error, ArgumentsRefused) and not args:
-        detail, remedy = f"needs arguments: {line(str(cause))}", "Give them, as in --args '{a: 1}'."
-        return _result(name, detail, remedy, state="missing")
+        detail = f"needs arguments: {line(str(error.__cause__))}"
+        return _result(name, detail, "Give them, as in --args '{a: 1}'.", state="missing")
+    result = failure_result(name, error)
+    if result.state == "missing":
+        return result
     return _result(name, line(str(error)), "Correct its name, its arguments or its code.")
-
-
-def _lacks_package(name: str, cause: BaseException | None) -> bool:
-    """Return whether a user's own module was there, and a package that it needs was not."""
-    while cause is not None and not isinstance(cause, ImportError):
-        cause = cause.__cause__
-    if cause is None or cause.name is None:  # raised by hand: "needs the package ..."
-        return cause is not None
-    misnamed = f"{name.partition(':')[0]}.".startswith(f"{cause.name}.")
-    return isinstance(cause, ModuleNotFoundError) and not misnamed
 
 
 def _result(name: str, detail: str, remedy: str = "", *, state: State = "problem") -> CheckResult:

@@ -29,16 +29,13 @@ def rows(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_words_classes_and_ratios_of_the_user_are_used(run, tmp_path):
-    (tmp_path / "words.txt").write_text("ART\nBOX\nCUP\nDOG\nEGG\n")
-    options = ["--words", "words.txt", "--ratio", "1:0:0:0"]
-    assert run("ocr", "-o", "o", "--count", "3", "--held-out", "2", *options)[0] == 0
+def test_ratios_and_sizes_of_the_user_are_used(run, tmp_path):
+    options = ["--count", "3", "--held-out", "2", "--ratio", "1:0:0:0"]
+    assert run("ocr", "-o", "o", *options)[0] == 0
     train, test = (rows(tmp_path / "o" / f"{name}.jsonl") for name in ("train", "test"))
-    words = {row["ocr_text"] for row in train + test}
-    assert words == {"ART", "BOX", "CUP", "DOG", "EGG"}
-    (tmp_path / "names.txt").write_text("cat\nwine glass\n")
-    options = ["--classes", "names.txt", "--ratio", "0:1:0:0:0:0", "--held-out", "0"]
-    assert run("geneval", "-o", "g", "--count", "20", *options)[0] == 0
+    assert {len(row["ocr_text"].split()) for row in train + test} == {1}
+    options = ["--count", "20", "--ratio", "0:1:0:0:0:0", "--held-out", "0"]
+    assert run("geneval", "-o", "g", *options)[0] == 0
     train = rows(tmp_path / "g" / "train.jsonl")
-    assert {row["include"][0]["class"] for row in train} == {"cat", "wine glass"}
+    assert {row["tag"] for row in train} == {"counting"} and len(train) == 20
     assert not (tmp_path / "g" / "test.jsonl").exists()

@@ -34,9 +34,7 @@ def geneval_sets(
     held_out: int,
     seed: int = 0,
     *,
-    classes: Sequence[str] = COCO,
     ratio: Sequence[int] = RATIO,
-    test_ratio: Sequence[int] = TEST_RATIO,
     excluded: Collection[Hashable] = (),
 ) -> Sets:
     """Return `count` and `held_out` prompts of the six kinds as rows in GenEval's form.
@@ -45,16 +43,16 @@ def geneval_sets(
     the same. A kind with fewer requests than prompts repeats them in other words, then texts.
 
     Args:
-        ratio, test_ratio: parts of the KINDS.
+        ratio: parts of the KINDS in training; the test has all kinds alike.
         excluded: requests (`overlap.request_of`) that neither set may have, such as those of a
             published test.
 
     Raises:
         UserError: a kind has no request for a set.
     """
-    kinds = geneval_kinds(classes)
+    kinds = geneval_kinds(COCO)
     return sample_sets(
-        kinds, count, held_out, seed, ratio=ratio, test_ratio=test_ratio, excluded=excluded
+        kinds, count, held_out, seed, ratio=ratio, test_ratio=TEST_RATIO, excluded=excluded
     )
 
 

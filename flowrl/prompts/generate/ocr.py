@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from math import perm
 
-from flowrl.errors import UserError
 from flowrl.prompts.generate.templates import (
     WORDS,
     Sets,
@@ -38,24 +37,20 @@ def ocr_sets(
     held_out: int,
     seed: int = 0,
     *,
-    words: Sequence[str] = WORDS,
     ratio: Sequence[int] = RATIO,
 ) -> Sets:
     """Return `count` and `held_out` prompts for one to four different words, in "ocr_text", too.
 
     No text is in both sets, in any case or spacing. ratio: parts of texts of 1, 2, 3 and 4 words.
-    Raises UserError when there are not enough, and for words that cannot be quoted.
+    Raises UserError when there are not enough.
     """
-    for word in words:
-        if '"' in word or len(word.split()) != 1:
-            raise UserError(f"the word {word!r} has spaces or quotes, expected one plain word")
-    kinds = [_kind(name, n, words) for n, name in enumerate(LENGTHS, start=1)]
+    kinds = [_kind(name, n) for n, name in enumerate(LENGTHS, start=1)]
     return sample_sets(kinds, count, held_out, seed, ratio=ratio, test_ratio=ratio)
 
 
-def _kind(name: str, length: int, words: Sequence[str]) -> TemplateKind:
+def _kind(name: str, length: int) -> TemplateKind:
     def text(index: int) -> str:
-        left, chosen = list(words), []
+        left, chosen = list(WORDS), []
         for _ in range(length):
             index, place = divmod(index, len(left))
             left[place], left[-1] = left[-1], left[place]
@@ -69,7 +64,7 @@ def _kind(name: str, length: int, words: Sequence[str]) -> TemplateKind:
 
     return TemplateKind(
         name=name,
-        combinations=perm(len(words), length),
+        combinations=perm(len(WORDS), length),
         wordings=len(TEMPLATES),
         make=make,
         # As the OCR reward compares texts: without case and spaces.

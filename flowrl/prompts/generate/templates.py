@@ -10,11 +10,9 @@ from pathlib import Path
 
 from flowrl.errors import UserError
 from flowrl.utils.files import write_text
-from flowrl.utils.untrusted import read_text
 
 SPARE = 1000  # combinations looked at beyond twice those needed, as some are the same
 COUNTED = 2**16  # with more combinations, those that are excluded are not counted one by one
-LISTED = 2**40  # with more combinations, the same index hardly comes twice
 Sets = tuple[list[dict], list[dict]]  # training prompts, held-out prompts
 
 
@@ -82,11 +80,7 @@ class TemplateKind:
 
     def _unused(self, rng: random.Random, most: int, taken: set[Hashable]) -> Iterator[int]:
         """Yield combinations in random order, each once; look at `most`."""
-        if self.combinations < LISTED:
-            indices = rng.sample(range(self.combinations), min(most, self.combinations))
-        else:
-            indices = [rng.randrange(self.combinations) for _ in range(most)]
-        for index in indices:
+        for index in rng.sample(range(self.combinations), min(most, self.combinations)):
             key = self.key(index)
             if key not in taken:
                 taken.add(key)
@@ -154,18 +148,6 @@ def write_sets(folder: Path, sets: Sets) -> list[Path]:
     for path, rows in files.items():
         write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return list(files)
-
-
-def read_list(path: Path) -> list[str]:
-    """Return the non-empty lines of a text file, each once. Raises UserError without any."""
-    try:
-        lines = read_text(path).splitlines()
-    except (OSError, UserError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    entries = list(dict.fromkeys(" ".join(line.split()) for line in lines if line.strip()))
-    if not entries:
-        raise UserError(f"{path} is empty, expected one entry per line")
-    return entries
 
 
 # --- The words that generated prompt sets are made of: names of objects, colours, plain words --

@@ -66,87 +66,6 @@ REMEDIES = {
 T = TypeVar("T")
 
 
-class HTTPExecutor:
-    """The reward `name` of the servers at `options.urls`, as executor and as reward.
-
-    Its attributes version, bounds, scope and so on are fetched at first use, and raise
-    RewardFailure when no server answers in time.
-
-    Raises:
-        UserError: for a token that is missing or that no HTTP header can hold.
-    """
-
-    differentiable = False
-    version = property(lambda self: self._fetch_info().version)
-    bounds = property(lambda self: self._fetch_info().bounds)
-    scope = property(lambda self: self._fetch_info().scope)
-    required_metadata = property(lambda self: tuple(self._fetch_info().required_metadata))
-    deterministic = property(lambda self: self._fetch_info().deterministic)
-
-    def __init__(self, name: str, options: HTTPOptions):
-        self.name, self.options = name, options
-        self._token = _read_token(options.token_env)
-        self._lock = Lock()
-        self._client: _Client | None = None
-        self._info: RewardInfo | None = None
-
-    def __call__(
-        self, images: Tensor, prompts: list[str], metadata: list[dict]
-    ) -> tuple[Tensor, dict[int, str]]:
-        answer = self.submit(images, prompts, metadata).result()
-        return answer.scores, dict(answer.reasons)
-
-    def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
-        if not all_finite(images):
-            future: Future[Answer] = Future()
-            future.set_result(failed(len(images), "images hold NaN or infinite pixels"))
-            return future
-        levels = to_levels(images).numpy()
-        pixels = np.empty((len(levels), *levels.shape[2:], 3), np.uint8)
-        for channel in range(3):  # a third of the time of one transposed copy
-            pixels[..., channel] = levels[:, channel]
-        client = self._open()
-        return client.start(client.score, pixels, prompts, metadata)
-
-    def close(self) -> None:
-        """End the thread and its connections; what was not answered is cancelled."""
-        with self._lock:
-            client, self._client = self._client, None
-        if client is not None:
-            client.close()
-
-    def _open(self) -> "_Client":
-        with self._lock:
-            if self._client is None:
-                self._client = _Client(self.name, self.options, self._token)
-            return self._client
-
-    def _fetch_info(self) -> RewardInfo:
-        if self._info is None:
-            client = self._open()
-            try:
-                self._info = client.start(client.fetch_info).result()
-            except TimeoutError as error:
-                raise RewardFailure(f"reward {self.name!r}: {error}") from error
-        return self._info
-
-
-def _read_token(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    token = os.environ.get(variable)
-    if not token:
-        raise UserError(
-            f"executor.token_env is {variable!r}, but the environment has no such variable: set it "
-            "to the servers' token, or token_env to null"
-        )
-    check_token(token)
-    return token
-
-
-# --- servers --------------------------------------------------------------------------------------
-
-
 class Again(Exception):
     """A failure to retry. `retry_after`: seconds that the server asks for."""
 
@@ -221,43 +140,91 @@ class _Request:
             ) from error
 
 
-class _Client:
-    """Asks servers in an event loop of its own thread; each call ends within the deadline."""
+class HTTPExecutor:
+    """The reward `name` of the servers at `options.urls`, as executor and as reward.
 
-    def __init__(self, name: str, options: HTTPOptions, token: str | None):
+    It asks servers in an event loop of its own thread; each call ends within the deadline. Its
+    attributes version, bounds, scope and so on are fetched at first use, and raise RewardFailure
+    when no server answers in time.
+
+    Raises:
+        UserError: for a token that is missing or that no HTTP header can hold.
+    """
+
+    differentiable = False
+    version = property(lambda self: self._fetch_info().version)
+    bounds = property(lambda self: self._fetch_info().bounds)
+    scope = property(lambda self: self._fetch_info().scope)
+    required_metadata = property(lambda self: tuple(self._fetch_info().required_metadata))
+    deterministic = property(lambda self: self._fetch_info().deterministic)
+
+    def __init__(self, name: str, options: HTTPOptions):
         self.name, self.options = name, options
         self.servers = [Server(url=url.rstrip("/")) for url in options.urls]
-        self.http = httpx.AsyncClient(
-            headers={"Accept-Encoding": "identity"}
-            | ({"Authorization": f"Bearer {token}"} if token else {}),
-            timeout=httpx.Timeout(
-                options.timeout, connect=min(CONNECT_S, options.timeout), pool=None
-            ),
-            trust_env=False,  # proxies of companies answer for servers next door, and wrongly
-        )
-        self._slots = asyncio.Semaphore(IN_FLIGHT)
+        self._token = _read_token(options.token_env)
+        self._info: RewardInfo | None = None
         self._version: tuple[str, str] | None = None  # URL and version of the first answer
+        self._lock = Lock()
+        self._open: ExitStack | None = None  # the thread and its connections, None without
         self._started: WeakSet[Future[Any]] = WeakSet()
-        self._stack = ExitStack()
-        self._portal = self._stack.enter_context(start_blocking_portal())
-        self._stack.enter_context(self._portal.wrap_async_context_manager(self.http))
 
-    def start(self, work: Callable[..., Awaitable[T]], *args: Any) -> "Future[T]":
-        """Start one of the methods below in the event loop."""
-        future = self._portal.start_task_soon(work, *args)
+    def __call__(
+        self, images: Tensor, prompts: list[str], metadata: list[dict]
+    ) -> tuple[Tensor, dict[int, str]]:
+        answer = self.submit(images, prompts, metadata).result()
+        return answer.scores, dict(answer.reasons)
+
+    def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
+        if not all_finite(images):
+            future: Future[Answer] = Future()
+            future.set_result(failed(len(images), "images hold NaN or infinite pixels"))
+            return future
+        levels = to_levels(images).numpy()
+        pixels = np.empty((len(levels), *levels.shape[2:], 3), np.uint8)
+        for channel in range(3):  # a third of the time of one transposed copy
+            pixels[..., channel] = levels[:, channel]
+        return self._start(self._score, pixels, prompts, metadata)
+
+    def close(self) -> None:
+        """End the thread and its connections; what was not answered is cancelled."""
+        with self._lock:
+            opened, self._open = self._open, None
+        if opened is not None:
+            for future in list(self._started):
+                future.cancel()
+            opened.close()
+
+    def _fetch_info(self) -> RewardInfo:
+        info, ends = self._info, time.monotonic() + self.options.deadline
+        if info is None:
+            try:
+                info = self._info = self._start(self._retry, ends, self._introduce).result()
+            except TimeoutError as error:
+                raise RewardFailure(f"reward {self.name!r}: {error}") from error
+        return info
+
+    def _start(self, work: Callable[..., Awaitable[T]], *args: Any) -> "Future[T]":
+        """Start one of the methods below in the event loop, which begins with the first."""
+        with self._lock:
+            if self._open is None:
+                timeout = self.options.timeout
+                self._http = httpx.AsyncClient(
+                    headers={"Accept-Encoding": "identity"}
+                    | ({"Authorization": f"Bearer {self._token}"} if self._token else {}),
+                    timeout=httpx.Timeout(timeout, connect=min(CONNECT_S, timeout), pool=None),
+                    trust_env=False,  # proxies of companies answer for servers next door, wrongly
+                )
+                self._slots = asyncio.Semaphore(IN_FLIGHT)
+                self._open = ExitStack()
+                self._portal = self._open.enter_context(start_blocking_portal())
+                self._open.enter_context(self._portal.wrap_async_context_manager(self._http))
+            future = self._portal.start_task_soon(work, *args)
         self._started.add(future)
         return future
 
-    def close(self) -> None:
-        for future in list(self._started):
-            future.cancel()
-        self._stack.close()
+    # --- in the event loop ------------------------------------------------------------------------
 
-    async def fetch_info(self) -> RewardInfo:
-        """Return the reward's description. Raises TimeoutError and RewardFailure."""
-        return await self._retry(time.monotonic() + self.options.deadline, self._introduce)
-
-    async def score(self, images: np.ndarray, prompts: list[str], metadata: list[dict]) -> Answer:
+    async def _score(self, images: np.ndarray, prompts: list[str], metadata: list[dict]) -> Answer:
         """Score images (B, H, W, 3) uint8. Raises RewardFailure for what no retry mends."""
         began, count = time.monotonic(), len(prompts)
         ends = began + self.options.deadline
@@ -414,7 +381,7 @@ class _Client:
         """
         data = bytearray()
         try:
-            async with self.http.stream(method, server.url + path, **content) as reply:
+            async with self._http.stream(method, server.url + path, **content) as reply:
                 async for chunk in reply.aiter_raw():
                     data += chunk
                     if len(data) > MAX_ANSWER:
@@ -464,3 +431,16 @@ def _retry_after(value: str | None) -> float | None:
     with suppress(ValueError, OverflowError):
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     return None
+
+
+def _read_token(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    token = os.environ.get(variable)
+    if not token:
+        raise UserError(
+            f"executor.token_env is {variable!r}, but the environment has no such variable: set it "
+            "to the servers' token, or token_env to null"
+        )
+    check_token(token)
+    return token
