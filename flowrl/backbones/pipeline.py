@@ -156,7 +156,7 @@ class PipelineBackbone:
         Raises:
             UserError: A negative prompt that the pipeline would ignore.
         """
-        for negative in set(negatives):
+        for negative in set(negatives) - {""}:
             call_arguments(self.pipeline, guidance=self.guidance, negative=negative)
         if self._kinds is None:
             self._kinds = self._find_kinds()

@@ -82,7 +82,7 @@ class Config(Options):
 
         In very long runs, only every n-th iteration is looked at.
         """
-        if self.rollout.tree.static and self.rollout.depth_pruning is None:
+        if self.rollout.fixed:
             return {self.rollout.plan(0, self.run.seed): 0}
         plans: dict[TreePlan, int] = {}
         last = None

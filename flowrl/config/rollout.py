@@ -187,6 +187,11 @@ class RolloutOptions(Options):
         scale = self.training_guidance_scale
         return self.guidance_scale if scale is None else scale
 
+    @property
+    def fixed(self) -> bool:
+        """Whether all iterations have the same plan."""
+        return self.tree.static and self.depth_pruning is None
+
     def plan(self, iteration: int, seed: int) -> TreePlan:
         """Return the plan of an iteration. Raises PlanError for what cannot work."""
         whole, pruned = self.whole(iteration, seed), self.depth_pruning

@@ -14,6 +14,7 @@ from flowrl.functional.gaussian import (
     velocity_kl,
 )
 from flowrl.functional.sde import Step, StepKernel
+from flowrl.objectives.advantage import image_advantages
 from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.tree_credit import tree_credit
 from flowrl.trajectory import Metrics, Rollout, Transitions, Tree, transitions
@@ -80,8 +81,15 @@ class GRPO:
         Edges without advantage are dropped: they have no gradient, but may cost a forward and a
         backward. They stay when the pull to the reference needs them.
         """
-        tree = rollout.tree
-        advantage, keep = tree_credit(rollout, self.options.advantage)
+        tree, options = rollout.tree, self.options.advantage
+        plain = (options.scope, options.edges, options.keep) == ("prompt", "node", "all")
+        if plain and len(tree.leaf) == 1:
+            # The steps of a chain have the advantage of its image.
+            of_image, _ = image_advantages(rollout, options)
+            advantage = of_image[rollout.trees.cpu()][:, None].expand(-1, len(tree.edge))
+            keep = torch.ones_like(advantage, dtype=torch.bool)
+        else:
+            advantage, keep = tree_credit(rollout, options)
         if self.options.kl_coef == 0:
             keep = keep & (advantage != 0)
         group = rollout.group.view(-1, len(tree.leaf))[rollout.trees, 0]
