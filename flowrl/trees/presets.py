@@ -58,12 +58,18 @@ class TreeOptions(Options):
     # What its paper or code has under objective.advantage where it differs from the defaults, and
     # the scale in any case, since recipes set another.
     credit: ClassVar[str] = ""
-    static: ClassVar[bool] = False  # every iteration has the same plan
 
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
         """Return what one rollout of an iteration does: `leaves` images of a prompt."""
         this: Any = self  # frozen, hence hashable
         return _made(this, steps, leaves, self.at(iteration, steps, seed))
+
+    @property
+    def static(self) -> bool:
+        """Whether every iteration has the same plan."""
+        window = getattr(self, "window", None)
+        still = window is None or window.kind in ("all", "fixed")
+        return still and type(self).at is TreeOptions.at
 
     def at(self, iteration: int, steps: int, seed: int) -> Any:
         """Return what of the plan depends on the iteration: the steps of the window, if any."""
@@ -87,7 +93,6 @@ class ODEOptions(TreeOptions):
     """Independent chains without noise: the pipeline's own sampler."""
 
     title: ClassVar[str] = "GRPO"
-    static: ClassVar[bool] = True
     kind: Literal["ode"] = option(
         "ode", "Independent chains without noise, for objectives that learn from images."
     )
@@ -101,7 +106,6 @@ class FlowGRPOOptions(TreeOptions):
 
     title: ClassVar[str] = "Flow-GRPO"
     credit: ClassVar[str] = "{scale: global}"
-    static: ClassVar[bool] = True
     kind: Literal["flow_grpo"] = option("flow_grpo", "Independent chains.", FLOW_GRPO)
 
     def make(self, steps: int, leaves: int, at: Any = None) -> TreePlan:
@@ -169,7 +173,6 @@ class BranchGRPOOptions(SiblingOptions):
 
     title: ClassVar[str] = "BranchGRPO"
     credit: ClassVar[str] = "{scope: depth, scale: std, ddof: 1, floor: 1e-8}"
-    static: ClassVar[bool] = True
     kind: Literal["branch_grpo"] = option("branch_grpo", "Trees, all stochastic.", BRANCH_GRPO)
     branch: Branch = option(2, "Children at a split.", BRANCH_GRPO)
     splits: Steps = option((0, 3, 6, 9), SPLITS, f"{BRANCH_GRPO}: dense")
@@ -196,7 +199,6 @@ class BranchGRPOMixOptions(BranchGRPOOptions):
 
     title: ClassVar[str] = "BranchGRPO-Mix"
     credit: ClassVar[str] = "{scope: depth, scale: std, ddof: 1, floor: 1e-8}"
-    static: ClassVar[bool] = False
     kind: Literal["branch_grpo_mix"] = option(
         "branch_grpo_mix", "Trees, stochastic at the splits and in a window.", BRANCH_GRPO
     )
@@ -282,7 +284,6 @@ class TempFlowOptions(SiblingOptions):
 
     title: ClassVar[str] = "TempFlow-GRPO"
     credit: ClassVar[str] = "{edges: fan, scope: leaf, scale: std}"
-    static: ClassVar[bool] = True
     kind: Literal["tempflow"] = option(
         "tempflow", "ODE trajectories that branch into several images at some steps.", TEMPFLOW
     )
