@@ -9,8 +9,6 @@ import math
 import os
 import random
 import re
-import signal
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,43 +22,32 @@ from flowrl.cli import main
 from flowrl.config import Config
 from flowrl.config.load import load_recipe, preset_folder, preset_names
 from flowrl.config.messages import name_of, sections_in, type_text, walk
-from flowrl.config.rollout import RolloutOptions
-from flowrl.config.yaml12 import dump_yaml, flow_yaml, load_yaml
+from flowrl.config.yaml12 import flow_yaml, load_yaml
 from flowrl.errors import UserError
 from flowrl.utils.fields import Options
 
 CASES = 5000
 SAMPLE = 100  # of the default tests
-SECONDS = 60  # after which a case hangs
-PLANS = 40_000  # a case may look at
 FILE = "mine.yaml"
 NAMES = {option.path for option in walk(Config)} | {"rewards.0"}
 
 # Values as a recipe has them, that most options should not take.
 ODD = [
-    "0", "-0", "-1", "1", "2", "3", "-3.5", "0.5", "1e-300", "1e308", "-1e308", "1e400", ".inf",
-    "-.inf", ".nan", "010", "0o17", "0x1F", "1_000", "1:30", "9" * 30, "-" + "9" * 30, "9" * 5000,
-    "0x" + "f" * 5000, "18446744073709551616", "9223372036854775808", "1.0", "1e3", "'1'", "'1e-3'",
-    "true", "false", "True", "yes", "no", "null", "~", "''", "' '", "none", "off", "2026-11-22",
-    "2026-11-22T10:00:00Z", "[]", "{}", "[null]", "[1]", "[true]", "[a, b]", "[[[]]]", "[1, 2, 3]",
-    "{a: 1}", "{kind: ode}", "{kind: nope}", "{kind: [a]}", "{kind: null}", "{kind: 3}", "{1: 2}",
-    "{null: 1}", "{[a]: 1}", "{a: 1, a: 2}", "{? {a: 1} : 2}", "a", "\u00e9\u00df\u4e2d\U0001f600",
-    "'a\u2028b'", "\u202eabc", '"\\0"', '"a\\0b"', '"\\ud800"', '"\\udfff x"', "\udc80", "a\x00b",
-    "a" * 10_000, "'" + "\u4e2d" * 5000 + "'", "a/" * 3000, "../" * 50, "/", ".", "..", "~/x",
-    "[" * 1000 + "]" * 1000, "[" * 1000, "{a: " * 200 + "1" + "}" * 200, "[" * 45 + "]" * 45,
-    "&a [*a]", "&a {b: *a}", "*nobody", "[&a [1, 1], *a, *a]", "{<<: {a: 1}}", "{<<: 3}",
-    "!!python/object/apply:os.system [ls]", "!!python/name:os.system", "!!set {a}", "!!bool x",
-    "!!int x", "!!float ''", "!!null x", "!!str 3", "!!binary aGk=", "!mine 3", "!!omap [a: 1]",
-    "--- 1\n--- 2", "# nothing", "a # b", "'a # b'", "%YAML 9.9", "@", "`", "\t", "a: b: c", "- 1",
-    "|\n  a\n  b", ">", "? a", "!", "&", "*", "[1, 2", "{a: 1", "'", '"', '"\\q"', "a\tb",
-    "\ufeff1",
+    "0", "-1", "1", "2", "-3.5", "0.5", "1e-300", "1e308", "1e400", ".inf", "-.inf", ".nan", "010",
+    "0o17", "0x1F", "1_000", "1:30", "9" * 5000, "18446744073709551616", "1.0", "'1'", "true",
+    "True", "yes", "null", "~", "''", "' '", "none", "2026-11-22", "[]", "{}", "[null]", "[1]",
+    "[a, b]", "[[[]]]", "{a: 1}", "{kind: ode}", "{kind: nope}", "{kind: [a]}", "{1: 2}",
+    "{null: 1}", "{a: 1, a: 2}", "{? {a: 1} : 2}", "a", "\u00e9\u00df\u4e2d\U0001f600", "\u202eabc",
+    '"\\0"', '"\\ud800"', "\udc80", "a\x00b", "a" * 10_000, "a/" * 3000, "../" * 50, "/", "..",
+    "[" * 1000 + "]" * 1000, "[" * 1000, "{a: " * 200 + "1" + "}" * 200, "&a [*a]", "*nobody",
+    "{<<: {a: 1}}", "{<<: 3}", "!!python/object/apply:os.system [ls]", "!!set {a}", "!!int x",
+    "!!binary aGk=", "!mine 3", "--- 1\n--- 2", "# nothing", "%YAML 9.9", "@", "\t", "a: b: c",
+    "|\n  a\n  b", ">", "? a", "[1, 2", "{a: 1", "'", '"\\q"', "\ufeff1",
     "[" + ", ".join(["1"] * 3000) + "]", "{" + ", ".join(f"k{i}: 1" for i in range(500)) + "}",
-    "[" + ", ".join(["{name: a:b}"] * 300) + "]",
 ]  # fmt: skip
-SPECIAL = [
-    "\t", ":", "- ", "#", "&a ", "*a", "{", "}", "[", "]", "'", '"', "!!set ", "%", "\x00",
-    "\ud7ff", "\u2028", "\ufeff", "<<: ", "? ", "|", ">", "---\n", "...\n", "\r", "0", "true",
-]  # fmt: skip
+
+
+# --- cases --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,43 +98,23 @@ class Case:
 def make_case(number: int) -> Case:
     rng = random.Random(f"recipe {number}")
     preset = rng.choice(preset_names())
-    mutations = [odd_value, odd_value, bound, bound, misspelt, text, text]
-    return rng.choice(mutations)(rng, preset)
+    return rng.choice([value_of_an_option, misspelt_option, damaged_text])(rng, preset)
 
 
-def odd_value(rng: random.Random, preset: str) -> Case:
-    leaf, value = rng.choice(LEAVES), rng.choice(ODD)
-    return put(preset, leaf, value, in_file=rng.random() < 0.3)
-
-
-def put(preset: str, leaf: Leaf, value: str, *, in_file: bool = False) -> Case:
-    wanted = None
-    with contextlib.suppress(UserError):
-        wanted = leaf.path, load_yaml(value) if value.strip() else ""
-    words = [*leaf.needs, f"{leaf.path}={value}"]
-    if in_file and wanted and not leaf.needs:  # as nested keys, beside the preset's
-        data = wanted[1]
-        for part in reversed(leaf.path.split(".")):
-            data = {part: data}
-        with contextlib.suppress(RecursionError):
-            return Case([FILE], f"extends: {preset}\n" + dump_yaml(data), wanted)
-    return Case([preset, *words], wanted=wanted)
-
-
-def bound(rng: random.Random, preset: str) -> Case:
-    """A value at or beside a limit, one of a list of words, or the default."""
-    leaf = rng.choice(LEAVES)
-    takes = type_text(leaf.field.annotation)
-    found = [example(leaf.field), *takes.split(", ")]
+def value_of_an_option(rng: random.Random, preset: str) -> Case:
+    """An odd value, one at or beside a limit, one of a list of words, or the default."""
+    leaf, wanted = rng.choice(LEAVES), None
+    values = [example(leaf.field), *type_text(leaf.field.annotation).split(", ")]
     for limit in leaf.field.metadata:
         for name in {"ge", "le", "gt", "lt"} & set(dir(limit)):
-            found += [f"{getattr(limit, name) + step:g}" for step in (-1, -1e-9, 0, 1e-9, 1)]
-    if "number" in takes:
-        found += [str(rng.randint(0, 2 ** rng.randint(1, 70))), f"{rng.lognormvariate(0, 9):g}"]
-    return put(preset, leaf, rng.choice(found))
+            values += [f"{getattr(limit, name) + step:g}" for step in (-1, -1e-9, 0, 1e-9, 1)]
+    value = rng.choice([rng.choice(values), rng.choice(ODD)])
+    with contextlib.suppress(UserError):
+        wanted = leaf.path, load_yaml(value) if value.strip() else ""
+    return Case([preset, *leaf.needs, f"{leaf.path}={value}"], wanted=wanted)
 
 
-def misspelt(rng: random.Random, preset: str) -> Case:
+def misspelt_option(rng: random.Random, preset: str) -> Case:
     leaf = rng.choice(LEAVES)
     key, i = leaf.path, rng.randrange(len(leaf.path))
     changes = [key[:i] + key[i + 1 :], key[:i] + rng.choice("_x.- \u00e9") + key[i:], key.upper()]
@@ -155,42 +122,20 @@ def misspelt(rng: random.Random, preset: str) -> Case:
     return Case([preset, f"{rng.choice(changes)}={example(leaf.field)}"])
 
 
-def text(rng: random.Random, preset: str) -> Case:
-    """A shipped recipe whose text is damaged."""
-    lines = (preset_folder() / f"{preset}.yaml").read_text().splitlines(keepends=True)
+def damaged_text(rng: random.Random, preset: str) -> Case:
+    """A shipped recipe with a part cut out, and something odd in its place."""
+    text = (preset_folder() / f"{preset}.yaml").read_text()
     for _ in range(rng.randint(1, 3)):
-        i, j = rng.randrange(len(lines)), rng.randrange(len(lines))
-        at = rng.randrange(len(lines[i]) + 1)
-        change = rng.randrange(7)
-        if change == 0:
-            lines.insert(j, lines[i])
-        elif change == 1 and len(lines) > 1:
-            del lines[i]
-        elif change == 2:
-            lines[i] = " " * rng.randint(1, 3) + lines[i]
-        elif change == 3:
-            lines[i] = lines[i][:at] + rng.choice(SPECIAL) + lines[i][at:]
-        elif change == 4:
-            lines[i] = re.sub(r": .*", lambda _: f": {rng.choice(ODD)}", lines[i], count=1)
-        elif change == 5:
-            lines[i] = lines[i][:at]
-        else:
-            lines[i], lines[j] = lines[j], lines[i]
-    return Case([FILE], "".join(lines))
+        place = rng.randrange(len(text))
+        text = text[:place] + rng.choice(["", *ODD]) + text[place + rng.randrange(9) :]
+    return Case([FILE], text)
 
 
 # --- what a case has to do ----------------------------------------------------------------------
 
 
-@dataclass
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-def run(case: Case) -> Outcome:
-    """Run `flowrl train ... --print-config` in this process."""
+def run(case: Case) -> tuple[int, str, str]:
+    """Run `flowrl train ... --print-config` in this process: exit code, output, and errors."""
     if case.text is not None:
         with open(FILE, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(case.text)
@@ -201,7 +146,7 @@ def run(case: Case) -> Outcome:
             code = 0
         except SystemExit as error:
             code = int(error.code or 0)
-    return Outcome(code, out.getvalue(), err.getvalue())
+    return code, out.getvalue(), err.getvalue()
 
 
 def shown(printed: Any, wanted: Any) -> bool:
@@ -223,75 +168,56 @@ def at(data: Any, path: str) -> Any:
 
 def check(case: Case) -> bool:
     """Check a case's outcome; return whether it was accepted."""
-    found = run(case)
-    assert "Traceback" not in found.err and "not expected" not in found.err, found.err
-    if found.code == 0:
-        printed = load_yaml(found.out)
+    code, out, err = run(case)
+    assert "Traceback" not in err and "not expected" not in err, err
+    if code == 0:
+        printed = load_yaml(out)
         recipe, *changes = case.words
         assert shown(printed, load_recipe(recipe, [c.removeprefix("--") for c in changes]))
         if case.wanted is not None:
             assert shown(at(printed, case.wanted[0]), case.wanted[1]), case.wanted
         return True
-    lines = found.err.strip().splitlines()
-    assert not found.out and 1 <= len(lines) <= 10 and max(map(len, lines)) < 900, found.err
-    assert lines[0].startswith("error: ") and lines[-1].endswith((".", "?")), found.err
-    words = {re.sub(r"\.\d+", ".0", word.rstrip(".:,;?")) for word in found.err.split()}
+    lines = err.strip().splitlines()
+    assert not out and 1 <= len(lines) <= 10 and max(map(len, lines)) < 900, err
+    assert lines[0].startswith("error: ") and lines[-1].endswith((".", "?")), err
+    words = {re.sub(r"\.\d+", ".0", word.rstrip(".:,;?")) for word in err.split()}
     named = words & NAMES - {"run"}  # which is a word of sentences, too
     named |= {word for word in words if ".".join(word.split(".")[:2]) in NAMES and "." in word}
-    typed = any(name_of(word.partition("=")[0])[:50] in found.err for word in case.words)
-    option = re.search(r"\b(Unknown o|O)ption \S", found.err)  # as it was written
-    assert named or typed or option or FILE in found.err, found.err
+    typed = any(name_of(word.partition("=")[0])[:50] in err for word in case.words)
+    option = re.search(r"\b(Unknown o|O)ption \S", err)  # as it was written
+    assert named or typed or option or FILE in err, err
     return False
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """An empty folder to be in, a count of plans, and an end for what hangs."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "10000")
-    plans: list[int] = []
-    plan = RolloutOptions.plan
-    monkeypatch.setattr(
-        RolloutOptions, "plan", lambda self, i, seed: plans.append(i) or plan(self, i, seed)
-    )
-
-    def hangs(*_: object) -> None:
-        raise TimeoutError(f"more than {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, hangs)
-    yield plans
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def check_cases(numbers: range, plans: list[int]) -> int:
-    """Check cases; return how many of them were accepted."""
+def check_cases(numbers: range) -> int:
+    """Check cases in an empty folder; return how many of them were accepted."""
     accepted = 0
     for number in numbers:
         case = make_case(number)
         try:
-            signal.alarm(SECONDS)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 accepted += check(case)
-            signal.alarm(0)
-            assert len(plans) < PLANS
             assert set(os.listdir()) <= {FILE}, "something was left behind"
         except BaseException as error:
             raise AssertionError(
                 f"case {number}: {case.words!r:.600} {case.text!r:.3000}"
             ) from error
-        plans.clear()
-    print(f"cases {numbers.start} to {numbers.stop - 1}: {accepted} accepted", file=sys.stderr)
     return accepted
 
 
-def test_a_sample_of_mutated_recipes_is_taken_as_written_or_refused_in_sentences(folder):
-    accepted = check_cases(range(SAMPLE), folder)
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "10000")
+
+
+def test_a_sample_of_mutated_recipes_is_taken_as_written_or_refused_in_sentences():
+    accepted = check_cases(range(SAMPLE))
     assert SAMPLE / 10 < accepted < SAMPLE * 0.9  # both happen
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, CASES, 500))
-def test_mutated_recipes_are_taken_as_written_or_refused_in_sentences(first, folder):
-    assert check_cases(range(first, first + 500), folder)
+def test_mutated_recipes_are_taken_as_written_or_refused_in_sentences(first):
+    assert check_cases(range(first, first + 500))

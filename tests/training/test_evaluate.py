@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator
-from flowrl.errors import UserError
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation, compare
@@ -83,15 +82,6 @@ def test_the_key_changes_with_whatever_changes_the_base_images(tiny_config, load
     assert key(evaluation=unseen, optim={"lr": 1.0}) == plain
 
 
-def test_evaluations_come_back_from_disk(evaluation, tmp_path):
-    evaluation.save(tmp_path / "e")
-    again = Evaluation.load(tmp_path / "e")
-    assert torch.equal(again.scores, evaluation.scores)
-    assert torch.equal(again.images, evaluation.images)
-    for name in ("names", "prompts", "draws"):
-        assert getattr(again, name) == getattr(evaluation, name)
-
-
 # --- other numbers of steps, other sizes, the pipeline's own call --------------------------------
 
 SETTINGS = {"prompts": "tiny:colors:test", "num_images": 3, "batch_size": 3}
@@ -144,14 +134,6 @@ def test_as_deployed_is_the_pipelines_own_call_from_the_same_noise(make_evaluato
         images = backbone.pipeline(texts, latents=noise, output_type="pt", **call).images
     assert torch.equal(found.images, (images * 255).round().to(torch.uint8))
     assert called.key != ours.key
-
-
-def test_as_deployed_needs_the_pipelines_text_encoders(tiny_config, load_tiny):
-    config = tiny_config(
-        evaluation=SETTINGS | {"as_deployed": True}, memory={"text_encoders": "free"}
-    )
-    with pytest.raises(UserError, match="as_deployed .* set memory.text_encoders to offload"):
-        build_evaluator(config, load_tiny(), [], ProvidedObjects())
 
 
 def scored(*rows: list[float], names=("a", "b")) -> Evaluation:

@@ -9,17 +9,12 @@ import pytest
 from PIL import Image
 
 from flowrl.api import align, evaluate, gallery, score
-from flowrl.backbones.lora_files import FILE
 from flowrl.errors import UserError
-from flowrl.planning.rewards import judge_requests
-from flowrl.planning.work import count_work
-from flowrl.training.checkpoint import Checkpoints
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rewards"))
 from chat_servers import Scripted, completion, images_of, redness, scripted, text_of
 
 ITERATIONS = 4
-CHECKED = 4  # questions before the first iteration: two colours, asked for in turn
 KEY = "sk-proj-Zq8wLx7RtYuIoPaSdFgHjKl1234"
 
 
@@ -74,17 +69,6 @@ def config_for(tiny_config, tmp_path, monkeypatch):
     return make
 
 
-def weights(folder: Path) -> bytes:
-    return (folder / FILE).read_bytes()
-
-
-def end_of(run, folder: Path, reason: str) -> int:
-    """Let a run end for this reason; return the iterations of the checkpoint that it left."""
-    with pytest.raises(UserError, match=reason):
-        run()
-    return Checkpoints(folder, keep=9).steps()[-1]
-
-
 def assert_hidden(texts: list[str]) -> None:
     """No 8 characters of the key in a row are in any text."""
     for text in texts:
@@ -96,37 +80,6 @@ def written(folder: Path) -> list[str]:
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert files
     return [str(path) for path in files] + [path.read_bytes().decode("latin-1") for path in files]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "staleness, limit",
-    [(0, "quota"), (1, "quota"), (0, "max_requests"), (1, "max_tokens_total")],
-)
-def test_a_run_that_its_judge_ends_resumes_to_the_weights_of_another_and_pays_for_nothing_twice(
-    config_for, load_tiny, tmp_path, staleness, limit
-):
-    plenty, judge = Judge(), Judge()
-    with scripted(plenty) as server:
-        align(config_for("whole", server, staleness), pipeline=load_tiny())
-    asked = len(server.asked)
-    config = config_for("whole", server, staleness)
-    assert asked == CHECKED + sum(filter(None, judge_requests(config, count_work(config)).values()))
-    budgets, said = {}, "quota is used up"
-    if limit == "quota":
-        judge.left = asked - 6  # two iterations of four images are missing then, or most of them
-    else:
-        budgets, said = {limit: (asked - 6) * (100 if "tokens" in limit else 1)}, f"of {limit}"
-    with scripted(judge) as server:
-        config, folder = config_for("lost", server, staleness, budgets), tmp_path / "lost"
-        done = end_of(lambda: align(config, pipeline=load_tiny()), folder, said)
-        assert 0 < done < ITERATIONS
-        judge.left = 10**6
-        more = {name: 10 * value for name, value in budgets.items()}
-        again = config_for("lost", server, staleness, more)
-        align(again, pipeline=load_tiny(), resume="latest")
-    assert weights(folder) == weights(tmp_path / "whole")
-    assert 10**6 - judge.left == 6 if limit == "quota" else len(server.asked) == asked
 
 
 @pytest.mark.slow

@@ -60,21 +60,6 @@ def apart(folder: Path, case: str, world: int, dtype: str) -> tuple[float, float
     return rewards.max().item(), max((a - b).abs().max().item() for a, b in pairs)
 
 
-def table(folder: Path) -> str:
-    """Return what docs/more-than-one-gpu.md shows of it."""
-    lines = [
-        "| case | rewards | weights, 2 | weights, 4 | float64, 2 | float64, 4 |",
-        "|---|" + 5 * "---|",
-    ]
-    for case in processes.CASES:
-        single = [apart(folder, case, world, "single") for world in (2, 4)]
-        double = [apart(folder, case, n, "double")[1] for n in (2, 4)] if case in EXACT else []
-        numbers = [max(r for r, _ in single), *(w for _, w in single), *double]
-        cells = [f"{x:.0e}" for x in numbers] + ["-"] * (5 - len(numbers))
-        lines.append(f"| `{case}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 @pytest.mark.parametrize("case", processes.CASES)
 def test_networks_in_parts_learn_the_same_bit_for_bit(folder, case):
     pairs = [(2, "all"), (4, "node")] + [(4, "all")] * (case in ("tree", "bf16", "draft"))
@@ -92,7 +77,6 @@ def test_processes_learn_what_one_does_but_for_rounding(folder, case):
     for world in (2, 4):
         rewards, weights = apart(folder, case, world, "single")
         exact = apart(folder, case, world, "double")
-        print(case, world, rewards, weights, exact)
         assert rewards <= 1e-5
         assert weights <= 1e-5 or max(exact) <= 1e-9
 
@@ -121,4 +105,3 @@ def test_the_policy_learns_something_in_every_case(folder):
             adapters = ["default", "ema", "old"]
             values = [single["adapters"][name] for name in adapters]
             assert not torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2])
-    print(table(folder))

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from flowrl.errors import UserError
 from flowrl.training.tracking import FILE, Report, read_metrics
 from flowrl.utils.journal import seal_line
 
@@ -78,15 +77,6 @@ def test_wherever_a_crash_cuts_the_file_resuming_repairs_it(tmp_path_factory, cu
     with Report(folder, trackers=[], resume_step=len(LOG)) as report:
         report.log(99, {"reward/mean": 0.5})
     assert read_metrics(folder) == [*LOG[:whole], {"step": 99, "reward/mean": 0.5}]
-
-
-def test_a_damaged_line_is_named_and_a_new_run_writes_into_no_other(tmp_path, caplog):
-    write(tmp_path, lines(LOG[:2]) + '{"step": \n' + lines(LOG[3:]))
-    assert read_metrics(tmp_path) == LOG[:2] + LOG[3:] and "line 3" in caplog.text
-    write(tmp_path, lines(LOG))
-    with pytest.raises(UserError, match="earlier run"):
-        Report(tmp_path, trackers=[])
-    assert read_metrics(tmp_path) == LOG
 
 
 def test_samples_are_a_sheet_of_the_images_rounded_to_bytes(tmp_path):

@@ -196,53 +196,6 @@ def test_without_its_token_the_page_shows_nothing_and_asks_for_it(browser, addre
     context.close()
 
 
-def tabs_to(page, script: str) -> None:
-    """Press Tab until the focused element is the one that `script` describes."""
-    for _ in range(60):
-        page.keyboard.press("Tab")
-        if page.evaluate(f"(e => {script})(document.activeElement)"):
-            outline = page.evaluate(
-                "(e => { const s = getComputedStyle(e);"
-                " return s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2; })"
-                "(document.activeElement)"
-            )
-            assert outline, script
-            return
-    raise AssertionError(f"Tab does not come to {script}")
-
-
-def test_the_keyboard_alone_opens_a_run_reads_a_curve_moves_over_time_and_compares(page, address):
-    opened(page, address)
-    page.get_by_role("link", name="one", exact=True).wait_for()
-    tabs_to(page, "e.className === 'skip'")
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "main"
-    tabs_to(page, "e.textContent === 'one'")
-    page.keyboard.press("Enter")
-    page.wait_for_selector('[data-metric="reward/mean"] .value')
-    assert page.evaluate("document.activeElement.tagName") == "H1"
-    tabs_to(page, "e.parentElement.dataset.metric === 'reward/mean'")
-    page.keyboard.press("ArrowLeft")
-    page.keyboard.press("ArrowLeft")
-    assert reading(page, "reward/mean").inner_text() == "at 3: 0.3"
-    page.keyboard.press("Home")
-    assert reading(page, "reward/mean").inner_text() == "at 1: 0.1"
-    tabs_to(page, "e.tagName === 'SUMMARY'")
-    page.keyboard.press("Enter")
-    tabs_to(page, "e.value === 'loss'")
-    page.keyboard.press("Space")
-    page.wait_for_selector('[data-metric="loss"] .value')
-    assert page.evaluate("document.activeElement.value") == "loss"
-    page.wait_for_selector(".pair img:not([hidden])")
-    tabs_to(page, "e.type === 'range' && !e.disabled")
-    page.keyboard.press("ArrowLeft")
-    page.wait_for_selector("output:text('the base, before training')")
-    page.wait_for_selector("figcaption:has-text('brightness 0')")
-    tabs_to(page, "e.tagName === 'SELECT'")
-    page.keyboard.press("ArrowDown")
-    page.wait_for_selector("th:has-text('optim.lr')")
-
-
 # --- a run that trains --------------------------------------------------------------------------
 
 RECIPE = """
