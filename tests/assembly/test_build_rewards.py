@@ -53,15 +53,6 @@ def test_a_server_is_reward_and_executor_and_gets_the_token_of_the_environment(m
     assert spec.name == "far" and spec.executor.options.deadline == 60
 
 
-def test_a_missing_token_is_refused(monkeypatch):
-    for value in [None, ""]:
-        monkeypatch.delenv("REWARD_TOKEN", raising=False)
-        if value is not None:
-            monkeypatch.setenv("REWARD_TOKEN", value)
-        with pytest.raises(UserError, match="token_env is 'REWARD_TOKEN'"):
-            build_rewards(config({"name": "ocr"}, {"name": "far", "executor": REMOTE}))
-
-
 def test_two_rewards_of_one_name_are_refused():
     strict = {"name": "geneval", "args": {"mode": "strict"}}
     same = {"name": "geneval", "args": {"mode": "strict", "colors": "pixels"}}
@@ -72,9 +63,3 @@ def test_two_rewards_of_one_name_are_refused():
     near = {"name": "far", "executor": REMOTE | {"token_env": None}}
     specs = build_rewards(config(near, near | {"label": "second"}))
     assert [spec.name for spec in specs] == ["far", "second"]
-
-
-def test_the_callers_rewards_are_taken():
-    own = Rivals()
-    specs = build_rewards(config({"name": "no.such:Thing"}), {"mine": own})
-    assert [(s.name, s.reward, s.weight) for s in specs] == [("mine", own, 1.0)]

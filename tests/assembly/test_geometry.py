@@ -124,22 +124,6 @@ def test_a_refusal_names_numbers_that_are_not_refused(load, gpus):
         assert all(share.trees for share in split_work(load, gpus).shares)
 
 
-def test_eight_prompts_in_two_updates_on_eight_gpus():
-    # Eight prompts in two updates leave half of eight gpus waiting. One prompt each, so that an
-    # update has prompts for every other GPU only.
-    found = split_work(BASE, 8)
-    assert [share.rows for share in found.shares[:2]] == [(6, 0), (0, 6)]
-    assert found.busy == {"drawing": 1.0, "learning": 0.5} and not found.even
-    assert nearest_gpus(BASE, 8) == (4,)
-    assert nearest_prompts(BASE, 8) == (16,)
-    four = split_work(BASE, 4)
-    assert four.even and four.update_rows == found.update_rows == (24, 24)
-    # 24 images of an update, 4 forwards each, 16 at a time
-    assert split_work(BASE, 1).shares[0].micro_batches == (6, 6)
-    assert split_work(BASE, 2).shares[0].micro_batches == (3, 3)
-    assert split_work(replace(BASE, micro_batch=3), 2).shares[0].micro_batches == (12, 12)
-
-
 def test_shares_that_cannot_be_dealt_are_refused():
     whole = replace(BASE, whole_prompts=True, together="group", judge="objective.kind gdro")
     with pytest.raises(

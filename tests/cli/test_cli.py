@@ -7,7 +7,6 @@ from typer.main import get_command
 from flowrl import __version__
 from flowrl.cli import app, main
 from flowrl.config import load_config
-from flowrl.config.yaml12 import load_yaml
 
 
 @pytest.fixture
@@ -60,14 +59,6 @@ def test_help_lists_every_command_and_teaches_each_by_examples_uncut(run, monkey
         assert code == 0 and "…" not in text, command
         assert command == "doctor" or f"flowrl {command} " in text.split("Example", 1)[1]
     assert run("--version")[1].strip() == f"flowrl {__version__}"
-
-
-def test_print_config_shows_the_whole_and_trains_nothing(run, built):
-    code, out, _ = run("train", "quickstart", "optim.lr=1e-4", "--rank", "4", "--print-config")
-    assert code == 0
-    expected = load_config("quickstart", ["optim.lr=1e-4", "lora.rank=4"])
-    assert load_yaml(out) == expected.model_dump(mode="json")
-    assert not built
 
 
 def test_train_builds_the_configuration_and_passes_on_where_to_resume(run, built, tmp_path):
@@ -137,25 +128,6 @@ def test_an_unexpected_error_is_short_and_debug_shows_the_traceback(run, built, 
     for words in (["--debug", "train", "nowhere"], ["train", "nowhere", "--debug"]):
         with pytest.raises(Exception, match="There is no recipe 'nowhere'"):
             main(words)
-
-
-def test_score_passes_on_the_arguments_of_each_reward(run, built):
-    words = ["score", "a.png", "--reward", "ocr", "--args", "{mode: strict}"]
-    assert run(*words)[0] == 1  # its only score is missing
-    assert built[0][0][3] == [{"mode": "strict"}]
-    assert "given 1 times for 2 rewards" in run(*words, "--reward", "brightness")[2]
-    assert "expected names and values" in run(*words[:-1], "[strict]")[2]
-    assert "--reward ocr is given twice" in run(*words[:-2], "--reward", "ocr")[2]
-    assert len(built) == 1
-
-
-def test_collect_draws_whatever_the_recipe_learns_from(run, monkeypatch):
-    seen = []
-    monkeypatch.setattr("flowrl.api.collect", lambda *a, **k: seen.append(a[0]) or [])
-    options = ["objective={kind: dpo}", "rollout.store=groups"]
-    code, _, err = run("collect", "quickstart", "-o", "groups", "--groups", "2", *options)
-    assert not code, err
-    assert seen[0].rollout.store is None
 
 
 def test_names_that_no_file_can_have_and_endless_trees_are_refused(run):

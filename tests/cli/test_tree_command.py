@@ -32,29 +32,6 @@ def run(capsys, monkeypatch):
     return call
 
 
-def test_the_command_prints_steps_totals_and_tree(run, tmp_path):
-    code, out, _ = run("branch_grpo")
-    assert code == 0
-    assert out.splitlines()[1].split() == ["0", "1", "2", "sde", "shared(4)", "2", "1"]
-    assert "16 images from 203 forwards, 12.69 each; separate chains take 320, 1.58" in out
-    assert "218 edges, 219 nodes, at most 16 at once." in out
-    assert "202 trained edges, those from one node sharing a forward: 187 in an update." in out
-    assert out.count("┳") == 15
-    # Options of the preset change the tree.
-    _, out, _ = run("tree_grpo", "branch=4", "window.size=2", "--leaves", "32", "--steps", "6")
-    assert "One of 2 trees alike" in out and "32 images from" in out
-    assert out.count("┳") == 5
-    # Numbers are for all prompts.
-    _, out, _ = run("branch_grpo", "--prompts", "10")
-    assert "160 images from 2030 forwards, 12.69 each" in out
-    # Help teaches with examples.
-    code, out, _ = run("--help")
-    assert code == 0 and "flowrl tree branch_grpo splits=[0,5,10,15] --steps 20 --leaves 16" in out
-    # Without a preset it lists them.
-    code, out, _ = run()
-    assert code == 0 and all(name in out for name in PRESETS)
-
-
 def test_refusals_are_one_sentence(run):
     for words, said in [
         (("brnch_grpo",), "did you mean 'branch_grpo'?"),

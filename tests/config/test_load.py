@@ -6,7 +6,6 @@ import pytest
 
 from flowrl.config import config_yaml, load_config, parse_config
 from flowrl.config.load import (
-    differences,
     find_recipe,
     load_recipe,
     merge,
@@ -42,15 +41,6 @@ def test_mappings_merge_lists_are_replaced_and_another_kind_replaces_all():
     for number in ("2", "-1", "x", "9" * 5000):
         with pytest.raises(UserError, match="item .* of l"):
             merge(base, {"l": {number: {"n": 1}}})
-
-
-def test_differences_name_each_leaf_and_only_the_kind_of_another_kind():
-    before = {"a": {"x": 1}, "t": {"kind": "p", "q": 1}, "l": [1, 2]}
-    now = {"a": {"x": 2}, "t": {"kind": "r"}, "l": [1, 3], "n": 0}
-    assert differences(before, now) == {
-        "a.x": (1, 2), "t.kind": ("p", "r"), "l.1": (2, 3), "n": (None, 0),
-    }  # fmt: skip
-    assert not differences(now, now)
 
 
 def test_a_recipe_extends_a_preset_or_a_file_beside_it(tmp_path):

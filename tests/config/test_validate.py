@@ -4,7 +4,6 @@ import pytest
 
 from flowrl.config import parse_config
 from flowrl.config.load import merge, parse_overrides
-from flowrl.config.rollout import RolloutOptions
 from flowrl.errors import UserError
 
 SMALLEST = {"prompts": {"train": "prompts.txt"}, "rewards": [{"name": "ocr"}]}
@@ -62,37 +61,11 @@ def test_a_comparison_that_could_teach_nothing_or_the_opposite_is_refused():
         parse(f"rollout.tree={{kind: {tree}}}", *wanted, f"objective.advantage.{mended}")
 
 
-def test_every_iteration_is_looked_at_before_the_first():
-    tree = "rollout.tree={kind: tree_grpo, branch: 2, window: {kind: random, size: 1}}"
-    pruned = PRUNED % "start: 1, size: 2, stop: 1"
-    for seed in range(3):
-        with pytest.raises(UserError, match=r"in iteration \d+ rollout.depth_pruning leaves no"):
-            parse(tree, pruned, f"run.seed={seed}")
-
-
 def test_pruning_that_moves_later_ends_with_the_last_step_that_has_noise():
     rollout = parse(TREE % "splits: [0, 1]", PRUNED % "start: 2, size: 3, period: 1").rollout
     plans = [rollout.plan(n, 0).steps for n in range(5)]
     pruned = [[i for i, s in enumerate(steps) if s.noise and not s.train] for steps in plans]
     assert pruned == [[2, 3, 4], [3, 4, 5], [4, 5, 6], [4, 5, 6], [4, 5, 6]]
-
-
-def test_plans_of_peoples_own_that_fail_or_train_nothing_are_one_sentence(tmp_path, monkeypatch):
-    (tmp_path / "failing_plans.py").write_text(
-        "from flowrl.trees.plan import Step, TreePlan\n"
-        "from flowrl.trees.presets import chains\n"
-        "def late(iteration, steps, leaves, seed):\n"
-        "    return chains(steps, leaves, range(steps - 1)) if iteration < 3 else {}['no']\n"
-        "def idle(iteration, steps, leaves, seed):\n"
-        "    return TreePlan(leaves, (Step(),) * steps)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    custom = "rollout.tree={kind: custom, function: 'failing_plans:%s'}"
-    with pytest.raises(UserError, match="failed in iteration 3: KeyError: 'no'"):
-        parse(custom % "late", "run.iterations=5")
-    assert len(parse(custom % "late", "run.iterations=3").plans()) == 1
-    with pytest.raises(UserError, match="rollout.tree trains no step"):  # not blamed on pruning
-        parse(custom % "idle")
 
 
 @pytest.mark.parametrize(
@@ -118,21 +91,3 @@ def test_options_that_exclude_each_other_are_refused_by_name(overrides, key, val
         parse(*overrides)
     assert "\n" not in str(caught.value)
     parse(*overrides, f"{key}={value}")
-
-
-@pytest.fixture
-def plans_made(monkeypatch):
-    """The iterations whose plan was computed."""
-    made = []
-    plan = RolloutOptions.plan
-    monkeypatch.setattr(
-        RolloutOptions, "plan", lambda self, i, seed: made.append(i) or plan(self, i, seed)
-    )
-    return made
-
-
-def test_a_billion_iterations_are_not_walked(plans_made):
-    for tree in ("{kind: flow_grpo}", "{kind: flow_grpo_fast, window: {kind: random, size: 2}}"):
-        config = parse("run.iterations=1000000000", f"rollout.tree={tree}")
-        assert config.plans() and len(plans_made) < 50_000
-        plans_made.clear()

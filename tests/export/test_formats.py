@@ -106,19 +106,6 @@ def test_every_form_of_a_run_holds_its_lora(run, tmp_path):
         export_diffusers(str(comfyui), tmp_path / "third")
 
 
-def test_a_file_without_its_run_needs_its_pipeline_where_keys_do_not_name_it(run, tmp_path):
-    _, base, folder = run
-    (folder / "config.yaml").unlink()
-    for export in (export_original, export_merged):
-        how = {"dtype": None} if export is export_merged else {}
-        with pytest.raises(UserError, match="add --base"):
-            export(str(folder), tmp_path / "out", base=None, revision=None, **how)
-    with pytest.raises(UserError, match="nowhere"):
-        export_original(str(folder), tmp_path / "out", base=str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match="pipeline"):
-        export_diffusers(str(folder), tmp_path / "out", base="tiny-sana")
-
-
 def test_the_alpha_that_is_given_to_a_command_is_in_the_file_that_it_writes(tmp_path, load_tiny):
     name = "transformer.transformer_blocks.0.attn.to_q"
     bare = tmp_path / "bare.safetensors"

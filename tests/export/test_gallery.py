@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import math
 import re
 from html.parser import HTMLParser
@@ -18,10 +17,8 @@ from flowrl.export.gallery import (
     GalleryRow,
     changes,
     fair_sample,
-    gallery_grid,
     gallery_page,
     largest_remainders,
-    write_gallery,
 )
 from flowrl.functional.contrasts import Contrast
 from flowrl.training.evaluate import Evaluation, EvaluationComparison
@@ -120,48 +117,7 @@ def test_only_scores_that_are_missing_are_not_available():
     assert "n/a" not in page.text
 
 
-def test_the_files_hold_all_pairs_and_a_grid_of_the_first(tmp_path):
-    pairs = [pair(number=i, geneval=(0.0, 1.0)) for i in range(5)]
-    html, grid = write_gallery(
-        tmp_path / "gallery", pairs, title="t", summary=[row()], caption="c", grid_rows=3
-    )
-    assert len(re.findall('class="card"', html.read_text("utf-8"))) == 5
-    alone = gallery_grid(pairs[:3])
-    with Image.open(grid) as image:
-        assert image.width == alone.width and image.height > alone.height
-
-
 # --- several columns ---------------------------------------------------------------------------
-
-COLUMNS = ("base", "RLG 0.5", "RLG 2")
-
-
-def sweep(number: int = 0, **scores: Any) -> GalleryRow:
-    images = tuple(noise(3 * number + i) for i in range(3))
-    return GalleryRow(prompt="a red circle", number=number, images=images, scores=scores)
-
-
-def test_a_sweep_shows_and_orders_every_column():
-    rows = [sweep(i) for i in range(2)]
-    page = Page(gallery_page(rows, title="t", columns=COLUMNS))
-    images = [a for t, a in page.tags if t == "img"]
-    shown = [a["alt"] for a in images if a.get("src")]
-    assert shown == [f"{column}: a red circle" for column in COLUMNS] * 2
-    assert sum(not a.get("src") for a in images) == 3  # the viewer's
-    data = [base64.b64decode(a["src"].split(",")[1]) for a in images if a.get("src")]
-    originals = [image for row in rows for image in row.images]
-    for content, original in zip(data, originals, strict=True):
-        assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), np.asarray(original))
-    # A sweep can be ordered by each reward at each strength.
-    page = Page(
-        gallery_page([sweep(ocr=(0.5, 0.25, None), geneval=(0, 0, 1))], title="t", columns=COLUMNS)
-    )
-    card = next(a for _, a in page.tags if a.get("class") == "card")
-    assert json.loads(card["data-changes"]) == [-0.25, None, 0, 1]
-    names = ["ocr, RLG 0.5", "ocr, RLG 2", "geneval, RLG 0.5", "geneval, RLG 2"]
-    assert [page.text.index(name) for name in names] == sorted(map(page.text.index, names))
-    assert "ocr 0.500 → 0.250 -0.250 → n/a n/a" in page.text
-    assert "geneval 0.000 → 0.000 0.000 → 1.000 +1.000" in page.text
 
 
 def evaluation(scores: list[float], kept: int) -> Evaluation:

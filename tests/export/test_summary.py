@@ -3,22 +3,16 @@
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 
-from flowrl.assembly.learner import ProvidedObjects, build_evaluator
 from flowrl.export.gallery import write_gallery
 from flowrl.export.summary import (
-    evaluate_strengths,
     gallery_rows,
     legend,
     sweep_summary,
-    write_sweep,
 )
 from flowrl.functional.contrasts import Contrast
-from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation, EvaluationComparison, compare
-from flowrl.utils.distributed import Runtime
 
 
 def row(name: str) -> EvaluationComparison:
@@ -94,38 +88,3 @@ def test_the_summary_has_each_rewards_mean_at_each_strength():
         ("b, RLG 2", 5.0, 9.0, 4.0),  # over the image that has both
         ("b, RLG 1", 5.0, 6.0, 1.0),
     ]
-
-
-@pytest.fixture(scope="module")
-def drawn(tiny_config, load_tiny):
-    """Evaluations of the base, of its LoRA without RLG, and at four strengths."""
-    from peft import LoraConfig
-
-    specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
-    evaluation = {"prompts": "tiny:colors:test", "num_images": 3, "num_inference_steps": 2}
-    config = tiny_config(evaluation=evaluation)
-    evaluator, runtime = (
-        build_evaluator(config, load_tiny(), specs, ProvidedObjects()),
-        Runtime(device="cpu"),
-    )
-    assert evaluator is not None
-    evaluator = replace(evaluator, keep=3)
-    base = evaluator(evaluator.backbone.velocity, runtime)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        evaluator.backbone.pipeline.transformer.add_adapter(
-            LoraConfig(r=2, target_modules=["attn.to_q"], init_lora_weights=False)
-        )
-    aligned = evaluator(evaluator.backbone.velocity, runtime)
-    return base, aligned, evaluate_strengths(evaluator, runtime, [2.0, 0.0, 1.0, 2.0, -1.0])
-
-
-def test_strengths_keep_their_order_and_0_and_1_are_base_and_lora(drawn, tmp_path):
-    assert list(drawn[2]) == [2.0, 0.0, 1.0, -1.0]
-    # 0 and 1 are the evaluations of base and lora.
-    base, aligned, at_each = drawn
-    for mine, theirs in ((at_each[0.0], base), (at_each[1.0], aligned)):
-        assert torch.equal(mine.images, theirs.images)
-        assert torch.equal(mine.scores, theirs.scores)
-    assert len({tuple(e.scores.flatten().tolist()) for e in at_each.values()}) == 4
-    assert write_sweep(tmp_path, base, at_each, title="t", caption="c").is_file()

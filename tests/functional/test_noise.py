@@ -1,12 +1,11 @@
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.functional.noise import COUPLINGS, NEEDS_SHARED, keyed_noise, noise_seed
+from flowrl.functional.noise import COUPLINGS, keyed_noise, noise_seed
 
 FIELDS = ("seed", "iteration", "prompt", "root", "path", "step", "role")
 KEY = dict(zip(FIELDS, (0, 3, "a1b2", 1, (2, 0), 4, "step"), strict=True))
@@ -132,13 +131,3 @@ def test_siblings_have_the_stated_correlation():
         assert_exact((found.sum(1) - 1) / (siblings - 1), rho)
         rest = ~torch.eye(siblings, dtype=torch.bool)
         assert_exact(found[rest], rho[0].expand(siblings * (siblings - 1)))
-
-
-def test_the_shared_draw_is_needed_exactly_where_it_is_said_to_be():
-    for kind in COUPLINGS:
-        z, shared = randn(2, 4, 3), randn(2, 3, seed=1)
-        changed = not torch.equal(COUPLINGS[kind](z, shared, 1.5), COUPLINGS[kind](z, -shared, 1.5))
-        assert changed == (kind in NEEDS_SHARED)
-        if kind in NEEDS_SHARED:
-            with pytest.raises(ValueError, match="NEEDS_SHARED"):
-                COUPLINGS[kind](z, None, 1.5)

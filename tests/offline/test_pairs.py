@@ -17,7 +17,6 @@ from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.errors import UserError
 from flowrl.offline.format import open_dataset
 from flowrl.offline.pairs import read_pairs
-from flowrl.offline.writer import fit_image
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import split_prompts
 from flowrl.utils.images import to_tensor
@@ -123,16 +122,6 @@ def test_images_that_are_mended_are_taken_in(config, stored_images, load_tiny):
     assert files(folder / "s") == before
 
 
-def test_images_are_scaled_to_cover_the_size_and_cut_evenly():
-    wide = Image.new("RGB", (300, 100), "red")
-    wide.paste("blue", (100, 0, 200, 100))
-    image = fit_image(wide, (32, 32))
-    assert image.size == (32, 32)
-    assert image.getpixel((16, 16)) == (0, 0, 255) == image.getpixel((3, 30))
-    clear = Image.new("RGBA", (32, 32), (0, 0, 0, 0))
-    assert fit_image(clear, (32, 32)).getpixel((0, 0)) == (255, 255, 255)
-
-
 # --- tables of others ----------------------------------------------------------------------------
 
 
@@ -174,20 +163,6 @@ def test_labelled_images_in_a_table_as_of_pick_a_pic(tmp_path):
     ]  # fmt: skip
 
 
-def test_images_as_structures_in_a_folder_of_tables_as_of_open_image_preferences(tmp_path):
-    def image(data: bytes) -> list:
-        return [{"bytes": data, "path": None}]
-
-    columns = {"prompt": ["a cat"], "chosen": image(GOOD), "rejected": image(BAD)}
-    (tmp_path / "data").mkdir()
-    parquet(tmp_path / "data" / "train-0.parquet", columns)
-    (pair,), left_out = read_pairs(str(tmp_path / "data"))
-    assert levels(pair) == (255, 0) and not left_out and not pair.record.metadata
-    (tmp_path / "a.parquet").write_bytes(b"PAR1 not whole")
-    with pytest.raises(UserError, match="a.parquet"):
-        read_pairs(str(tmp_path / "a.parquet"))
-
-
 MEDIA = "supervision.{}.media.0.path"
 
 
@@ -212,16 +187,3 @@ def test_paths_in_any_columns_as_of_hpdv3_and_flow_factory(tmp_path, row, column
     (pair,), _ = read_pairs(str(source), columns)
     assert (pair.record.text, pair.record.metadata) == ("a cat", {"sure": 0.9})
     assert levels(pair) == (255, 0)
-
-
-def test_what_is_no_pair_is_refused(tmp_path):
-    source = write_file(tmp_path, [None, {"prompt": "x", "chosen": "p/0.png"}])
-    for path, columns, named in (
-        (source, None, "line 2: .*'rejected'"),
-        (source, {"prompt": "prompt"}, "--columns"),
-        (source, LABELLED, "'caption'"),
-        (write_file(tmp_path / "..", [[1]]), None, "line 1: expected an object"),
-        (tmp_path / "pairs.csv", None, "pairs.csv"),
-    ):
-        with pytest.raises(UserError, match=named):
-            read_pairs(str(path), columns)

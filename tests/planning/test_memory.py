@@ -17,7 +17,6 @@ from flowrl.planning.model_specs import MODEL_SPECS, spec_for
 from flowrl.planning.rewards import CLIP_L
 from flowrl.planning.work import count_work
 from flowrl.trees.memory import rollout_bytes
-from flowrl.trees.plan import ode_plan
 from flowrl.trees.presets import chains
 
 pytestmark = pytest.mark.usefixtures("even_activations")
@@ -71,15 +70,6 @@ def test_adamw_takes_8_bytes_a_trained_number_and_adapters_4_each():
     assert parts("training", ema=ema)["LoRA adapters"] == 16 * numbers  # with the gradient
 
 
-def test_latents_are_those_of_the_rollout():
-    memory = plan()
-    latent = memory.spec.channels * (64 // memory.spec.factor) ** 2
-    expected = rollout_bytes(memory.kind.plan, 2, latent, 2)
-    assert parts("rollout")["latents"] == parts("training")["latents"] == expected
-    few = parts("evaluation", evaluation=EVALUATED | {"num_inference_steps": 4})
-    assert few["latents"] == rollout_bytes(ode_plan(4), 2, latent, 2)
-
-
 def test_candidates_are_held_a_batch_of_trees_at_a_time_and_freed_before_training():
     """48 trees of 5 nodes, of which 4 are held at once, then 2 that are trained on."""
     explore = {"candidates": 48, "num_inference_steps": 4, "precision": "bf16"}
@@ -92,17 +82,6 @@ def test_candidates_are_held_a_batch_of_trees_at_a_time_and_freed_before_trainin
     plain = parts("rollout", rollout=few)["latents"]
     assert held["rollout"] == held["decode"] == batch > plain
     assert held["rewards"] == held["training"] == plain
-
-
-def test_guidance_doubles_the_rows_of_a_rollout_and_of_training():
-    guided = {"guidance_scale": 3.0}
-    twice = parts("rollout", rollout=guided | {"batch_size": 2})
-    more = parts("rollout", rollout={"batch_size": 4})
-    assert twice["activations"] == more["activations"]
-    whole = parts("rollout", rollout=guided)["text embeddings"]
-    assert whole == 2 * parts("rollout")["text embeddings"]
-    twice = parts("training", rollout=guided, optim={"micro_batch": 1})["activations"]
-    assert twice == parts("training", optim={"micro_batch": 2})["activations"]
 
 
 def test_encoders_that_are_not_kept_are_alone_on_the_gpu_one_at_a_time():

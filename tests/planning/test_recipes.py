@@ -6,13 +6,12 @@ import re
 import shlex
 
 import pytest
-import yaml
 
 from flowrl.backbones.families import family_of
 from flowrl.config import Config
 from flowrl.config import load_config as load
 from flowrl.config.arguments import sort_arguments
-from flowrl.config.load import MAX_PARENTS, preset_folder
+from flowrl.config.load import preset_folder
 from flowrl.planning.model_specs import MODEL_SPECS, spec_name
 
 FILES = sorted(preset_folder().glob("*.yaml"))
@@ -96,16 +95,3 @@ def test_settings_of_a_recipe_fit_its_objective():
         assert size is not None and height is not None and height == config.pipeline.width
         elements = math.prod(MODEL_SPECS[size].latent_shape(height))
         assert config.objective.clip_nats == pytest.approx(1e-4 * elements, rel=0.01)
-
-
-def test_parents_are_few_and_folders_are_different():
-    for name in [path.stem for path in FILES]:
-        chain = [name]
-        while parent := yaml.safe_load((preset_folder() / f"{chain[-1]}.yaml").read_text()).get(
-            "extends"
-        ):
-            chain.append(parent)
-            assert (preset_folder() / f"{parent}.yaml").is_file()
-        assert len(chain) <= MAX_PARENTS + 1
-    folders = [load_config(path.stem).run.output_dir for path in FILES]
-    assert len(set(folders)) == len(folders)

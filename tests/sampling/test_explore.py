@@ -187,15 +187,3 @@ def test_what_cannot_be_explored_is_refused(tiny_config):
         rollout = {"tree": {"kind": "flow_grpo"}, "explore": explore} | other
         with pytest.raises(UserError, match=message):
             tiny_config(rollout=rollout, objective={"kind": "sft"})
-
-
-def test_a_process_without_a_share_draws_nothing(make_learner, drawn, monkeypatch):
-    learner = make_learner(objective=NFT, rollout=ODE)
-    plan = learner.source.plan(0)
-    request = learner.source.request(0, plan)
-    nothing = torch.arange(0)
-    monkeypatch.setattr(type(learner.runtime), "local_rows", lambda self, total, unit=1: nothing)
-    generator = learner.source.generator
-    scored = generator.score(generator.sample(request, plan, Timer()), Timer())
-    assert scored.images == [] and scored.result.scores.shape == (0, 1)
-    assert drawn == []

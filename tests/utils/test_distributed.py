@@ -50,12 +50,6 @@ def test_clipping_shortens_a_long_gradient_and_returns_its_length_before(runtime
         torch.testing.assert_close(weight.grad, torch.tensor(expected), rtol=1e-5, atol=0)
 
 
-def test_accumulation_set_in_the_launcher_is_refused(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    with pytest.raises(UserError, match="optim.micro_batch"):
-        Runtime(device="cpu")
-
-
 @pytest.mark.parametrize(
     ("variable", "words"),
     [("ACCELERATE_USE_FSDP", "asks for FSDP"), ("ACCELERATE_USE_DEEPSPEED", "asks for DeepSpeed")],

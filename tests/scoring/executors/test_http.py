@@ -41,16 +41,6 @@ def test_images_keep_their_order_and_requests_their_limits(monkeypatch):
         assert server.most_at_once == 2
 
 
-def test_the_reward_is_what_its_server_says_and_gets_the_token(monkeypatch):
-    monkeypatch.setenv("REWARD_TOKEN", "secret")
-    info = {"bounds": [0, None], "required_metadata": ["tag"], "scope": "group"}
-    with Faulty(good, version="mean-7", **info) as server:
-        with closing(remote(server, token_env="REWARD_TOKEN")) as reward:
-            assert (reward.version, reward.bounds, reward.scope) == ("mean-7", (0, None), "group")
-            assert reward.required_metadata == ("tag",) and reward.deterministic
-        assert server.tokens == {"Bearer secret"}
-
-
 def test_groups_are_never_split_and_images_with_nan_are_not_sent():
     with Faulty(good, scope="group") as server, closing(remote(server, micro_batch=2)) as executor:
         assert_right(scored(executor, 5))
