@@ -1,7 +1,7 @@
-"""Read a run's `metrics.jsonl` as it grows, in bounded memory.
+"""Read a run's `metrics.jsonl`, in bounded memory.
 
-A look reads what was added since the last one, at most `tail` bytes: of a longer file the beginning
-and the end. Beyond LIMIT iterations they are thinned out evenly; evaluations are kept.
+A look reads a file that has changed anew: of a long one the beginning and the last `tail` bytes.
+Beyond LIMIT iterations they are thinned out evenly; evaluations are kept.
 """
 
 import os
@@ -30,51 +30,38 @@ class MetricsLog:
     def __init__(self, path: Path, tail: int = TAIL):
         self.path, self.tail, self.version = path, tail, 0
         self._lock = threading.Lock()
-        self._reset(None)
-
-    def _reset(self, file: tuple[int, int] | None) -> None:
-        self._file = file  # device and inode: a resumed run writes a new file
-        self._offset = 0
-        self._rows: dict[int, Values] = {}
-        self._names: dict[str, None] = {}
-        self._every = 1  # iterations are held whose number is a multiple of it
-        self.damaged = 0  # lines that are not metrics
-        self.version += 1  # changes with everything else here
-
-    # --- reading --------------------------------------------------------------------------------
+        self._file: tuple[int, ...] | None = None  # what changes with the file
+        self._parse(b"")
 
     def read(self) -> None:
-        """Read what was added since the last call."""
+        """Read the file where it has changed since the last call."""
         with self._lock:
             try:
                 with open_regular(self.path, inside=self.path.parent) as file:
-                    self._read(file)
+                    status = os.fstat(file.fileno())
+                    stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+                    data = b"" if stamp == self._file else self._ends(file, status.st_size)
             except (OSError, RefusedFile):
-                if self._file is not None:
-                    self._reset(None)
+                stamp, data = None, b""
+            if stamp != self._file:
+                self._file = stamp
+                self._parse(data)
 
-    def _read(self, file: BinaryIO) -> None:
-        status = os.fstat(file.fileno())
-        identity, size = (status.st_dev, status.st_ino), status.st_size
-        if identity != self._file or size < self._offset:
-            self._reset(identity)
-            self._take(file.read(HEAD))
-        start = max(self._offset, size - self.tail)
-        file.seek(start)
-        data = file.read(size - start)
-        if start > self._offset:  # inside of a line
-            cut = data.find(b"\n") + 1
-            start, data = start + cut, data[cut:]
-        self._offset = start
-        self._take(data)
+    def _ends(self, file: BinaryIO, size: int) -> bytes:
+        """Return whole lines at the beginning and the end of a file."""
+        head = file.read(HEAD if size > HEAD + self.tail else size)
+        head = head[: head.rfind(b"\n") + 1]
+        if size <= HEAD + self.tail:
+            return head
+        file.seek(size - self.tail)
+        end = file.read(self.tail)
+        return head + end[end.find(b"\n") + 1 : end.rfind(b"\n") + 1]
 
-    def _take(self, data: bytes) -> None:
-        """Add the whole lines of `data`, which begins at the offset."""
-        end = data.rfind(b"\n") + 1
-        if not end:
-            return
-        self._offset += end
-        for line in filter(bytes.strip, data[:end].splitlines()):
+    def _parse(self, data: bytes) -> None:
+        self._rows: dict[int, Values] = {}
+        self._names: dict[str, None] = {}
+        self.damaged = 0  # lines that are not metrics
+        for line in filter(bytes.strip, data.splitlines()):
             row = open_line(line) or {}
             step = row.pop("step", None)
             if type(step) is int and 0 <= step < MAX_STEP:
@@ -82,7 +69,7 @@ class MetricsLog:
             else:
                 self.damaged += 1
         self._thin_out()
-        self.version += 1
+        self.version += 1  # changes with everything else here
 
     def _add(self, step: int, row: dict[str, Any]) -> None:
         values = self._rows.setdefault(step, {})
@@ -97,15 +84,13 @@ class MetricsLog:
         evaluated = {step for step, values in self._rows.items() if any(map(_held_out, values))}
         if len(evaluated) > LIMIT // 2:
             evaluated = set()
-        last = max(self._rows, default=0)
-        while True:
+        last, every = max(self._rows, default=0), 1
+        while len(self._rows) > LIMIT:
+            every *= 2
             self._rows = {
                 step: values for step, values in self._rows.items()
-                if step % self._every == 0 or step == last or step in evaluated
+                if step % every == 0 or step == last or step in evaluated
             }  # fmt: skip
-            if len(self._rows) <= LIMIT:
-                return
-            self._every *= 2
 
     # --- what was read --------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ def curve(log, name="loss", most=10**6) -> Any:
     return log.points([name], most).get(name)
 
 
-def test_a_growing_file_is_read_from_where_the_last_look_ended(path):
+def test_a_growing_file_is_read_again_where_it_has_changed(path):
     log = MetricsLog(path)
     assert curve(log) is None  # no file yet
     third = line(step=3, loss=7)
