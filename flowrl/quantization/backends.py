@@ -158,7 +158,7 @@ class Backend(Protocol):
     @property
     def reference(self) -> Backend | None:
         """The same numbers from fp32 matmuls; None for a backend that uses those itself."""
-        ...
+        return None
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         """Pack a weight (out, in) fp32; names, shapes and dtypes depend on its shape alone."""
@@ -174,14 +174,10 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(Backend):
     """Not quantised: a linear layer in `dtype`. The weight is only cast, so it can be shared."""
 
     dtype: torch.dtype
-
-    @property
-    def reference(self) -> Backend | None:
-        return None
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         return {"weight": weight.to(self.dtype)}
@@ -194,16 +190,12 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class NVFP4Emulated:
+class NVFP4Emulated(Backend):
     """NVFP4 from ordinary matmuls: the native numbers up to the order of sums, and not faster.
 
     Elements times block scales have at most 6 significant bits and are exact in bf16, products of
     two of them in fp32; the scales of whole tensors are applied after the sum.
     """
-
-    @property
-    def reference(self) -> Backend | None:
-        return None
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         values, scale = nvfp4.fake_unscaled(weight)
@@ -219,7 +211,7 @@ class NVFP4Emulated:
 
 
 @dataclass(frozen=True, slots=True)
-class NVFP4Native:
+class NVFP4Native(Backend):
     """NVFP4 on compute capability 10 and above, by torch's scaled_mm.
 
     Raises ValueError where in is no multiple of 32 or out none of 16, as the kernel needs.
@@ -268,14 +260,11 @@ class NVFP4Native:
 
 
 @dataclass(frozen=True, slots=True)
-class FP8Rowwise:
+class FP8Rowwise(Backend):
     """FP8 (E4M3) with a scale per row of x and of the weight: compute capability 8.9 and above.
 
-    fast_accum: sum in the tensor cores' own, shorter accumulator, as inference on Hopper does;
-    elsewhere it changes nothing.
+    It sums in the tensor cores' own, shorter accumulator, as inference on Hopper does.
     """
-
-    fast_accum: bool = True
 
     @property
     def reference(self) -> Backend | None:
@@ -295,24 +284,18 @@ class FP8Rowwise:
         rowwise = F.ScalingType.RowWise
         product = F.scaled_mm(
             codes, state["codes"].t(), scale, rowwise, state["scale"], rowwise,
-            output_dtype=torch.bfloat16 if short else x.dtype, use_fast_accum=self.fast_accum,
+            output_dtype=torch.bfloat16 if short else x.dtype, use_fast_accum=True,
         )  # fmt: skip
         return _with_bias(product.to(x.dtype), bias)
 
 
 @dataclass(frozen=True, slots=True)
-class FP8Dequantised:
+class FP8Dequantised(FP8Rowwise):
     """What FP8Rowwise should give, from an fp32 matmul of the same codes."""
 
     @property
     def reference(self) -> Backend | None:
         return None
-
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        return FP8Rowwise().pack(weight)
-
-    def unpack(self, state: State) -> Tensor:
-        return FP8Rowwise().unpack(state)
 
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         codes, scale = fp8.quantise_rowwise(x)
@@ -321,7 +304,7 @@ class FP8Dequantised:
 
 
 @dataclass(frozen=True, slots=True)
-class PerRow:
+class PerRow(Backend):
     """Another backend on rows that are divided by their largest magnitude before, and undone after.
 
     A backend that scales a whole call by its largest magnitude then finds 1 in every call: a row's

@@ -55,12 +55,12 @@ def to_tensor(images: Sequence[Image.Image]) -> Tensor:
     return torch.from_numpy(rows).permute(0, 3, 1, 2).float() / 255
 
 
-def read_image(path: Path, *, inside: Path | None = None) -> Image.Image:
+def read_image(path: Path) -> Image.Image:
     """Return an image file in RGB.
 
     Raises errors of `flowrl.utils.untrusted.read_bytes`, and of Pillow for what is no image.
     """
-    with Image.open(io.BytesIO(read_bytes(path, inside=inside))) as image:
+    with Image.open(io.BytesIO(read_bytes(path))) as image:
         return image.convert("RGB")
 
 
@@ -140,17 +140,15 @@ def image_grid(
     heading: Sequence[str] = (),
     rows: Sequence[str] = (),
     across: int = 8,
-    side: int | None = None,
 ) -> Image.Image:
     """Lay out columns side by side, `across` in a band, with a heading above.
 
-    Args:
-        rows: names of the rows of images, shown in the left margin.
-        side: an image's box in pixels; by default the images' own size within [192, 320].
+    Images get boxes of the largest one's side within [192, 320] pixels. rows: names of the rows of
+    images, shown in the left margin.
     """
     if not stacks:
         raise ValueError("a grid needs at least one image, got none")
-    side = side or min(320, max(192, *(max(p.size) for s in stacks for p in s.images)))
+    side = min(320, max(192, *(max(p.size) for s in stacks for p in s.images)))
     margin = PAD + max((round(font(TEXT).getlength(row)) + PAD for row in rows), default=0)
     width = margin + min(across, len(stacks)) * (side + PAD)
     head = [line for text in heading for line in wrap(text, width - 2 * PAD, lines=6)]

@@ -73,14 +73,14 @@ def parse_lines(data: bytes) -> Lines:
     return Lines(entries=entries, damaged=damaged)
 
 
-def read_lines(path: Path, *, inside: Path | None = None, limit: int = 16 * MAX_BYTES) -> Lines:
+def read_lines(path: Path) -> Lines:
     """Return what a journal holds, nothing for a missing one.
 
     Raises:
         RefusedFile: see `flowrl.utils.untrusted.read_bytes`.
     """
     try:
-        data = read_bytes(path, inside=inside, limit=limit)
+        data = read_bytes(path, limit=16 * MAX_BYTES)
     except FileNotFoundError:
         return Lines(entries=[], damaged=[])
     return parse_lines(data)

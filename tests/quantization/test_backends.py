@@ -54,7 +54,7 @@ def test_emulated_nvfp4_is_the_product_of_dequantised_operands(m, blocks, n, see
 
 
 def test_fp8_rowwise_is_the_product_of_dequantised_operands():
-    for backend in [FP8Rowwise(), FP8Rowwise(fast_accum=False), FP8Dequantised()]:
+    for backend in [FP8Rowwise(), FP8Dequantised()]:
         x, weight = (
             randn(33, 64, seed=3) * torch.logspace(-3, 3, 33)[:, None],
             randn(48, 64, seed=4),

@@ -173,22 +173,19 @@ class _Later(Future):
         return super().result(timeout)
 
 
-class DaemonThreads:
-    """Threads that do work in order. Unlike those of ThreadPoolExecutor they are daemons, so that
+class DaemonThread:
+    """A thread that does work in order. Unlike that of ThreadPoolExecutor it is a daemon, so that
     the interpreter does not wait for a reward that hangs.
 
-    gpu: that is current in them; it is a thread's own, and 0 in a new thread.
+    gpu: that is current in it; it is a thread's own, and 0 in a new thread.
     """
 
-    def __init__(self, name: str, count: int = 1, gpu: int | None = None):
+    def __init__(self, name: str, gpu: int | None = None):
         self._gpu = gpu
         self._work = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=name, daemon=True) for _ in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         if self._closed:
@@ -197,17 +194,14 @@ class DaemonThreads:
         self._work.put((future, work))
         return future
 
-    def close(self, *, cancel: bool, seconds: float) -> None:
-        """End when the work is done, or without what has not begun; wait for `seconds` at most."""
+    def close(self) -> None:
+        """End without what has not begun; a reward that hangs is left behind after a second."""
         self._closed = True
-        while cancel and not self._work.empty():
+        while not self._work.empty():
             if (item := self._work.get()) is not None:
                 item[0].cancel()
-        for _ in self._threads:
-            self._work.put(None)
-        until = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        self._work.put(None)
+        self._thread.join(1.0)
 
     def _run(self) -> None:
         if self._gpu is not None:
@@ -243,7 +237,7 @@ class InlineExecutor:
         options = options or InlineOptions()
         self.reward, self.name, self.options = reward, name, options
         self._micro_batch = options.micro_batch
-        self._thread = DaemonThreads(f"reward {name}", gpu=gpu) if options.background else None
+        self._thread = DaemonThread(f"reward {name}", gpu) if options.background else None
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         work = functools.partial(self._ask, images, prompts, metadata)
@@ -251,7 +245,7 @@ class InlineExecutor:
 
     def close(self) -> None:
         if self._thread is not None:
-            self._thread.close(cancel=True, seconds=1.0)  # one that hangs is left behind
+            self._thread.close()
 
     def _ask(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Answer:
         began = time.perf_counter()
