@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,13 @@ from flowrl.trajectory import Conditioning
 VelocityField = Callable[[Tensor, Tensor, Conditioning], Tensor]
 
 
+@dataclass(slots=True)
+class Rows:
+    """Counts the rows of the network's calls, for a backbone and its copies together."""
+
+    computed: int = 0
+
+
 class Backbone(Protocol):
     """One diffusers pipeline with its text encoders, transformer and autoencoder.
 
@@ -22,6 +30,7 @@ class Backbone(Protocol):
     pipeline: Any
     transformer: nn.Module
     device: torch.device
+    rows: Rows  # of the network's calls
 
     @property
     def lora_targets(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import in_fp32
+from flowrl.backbones.base import Rows, in_fp32
 from flowrl.backbones.call import call_arguments, is_guided
 from flowrl.backbones.families import check_trainable, family_of, lora_targets
 from flowrl.backbones.gate import NETWORKS, RowTimes, Stop, Visit, call_through
@@ -93,6 +93,7 @@ class PipelineBackbone:
         )
         self.height, self.width = self.arguments["height"], self.arguments["width"]
         self.inverted = bool(pipeline.scheduler.config.get("invert_sigmas"))
+        self.rows = Rows()
         self.example: Conditioning | None = None  # a row for calls that need a text, but not which
         self._kinds: tuple[dict[str, str], list[str], bool] | None = None
         self._layout: tuple[tuple[int, ...], torch.dtype] | None = None
@@ -311,6 +312,7 @@ class PipelineBackbone:
             ),
             until="step",
         )
+        self.rows.computed += len(x) * (1 + self.guided)
         v = self._through(visit, len(x))
         return -v if self.inverted else v
 

@@ -72,9 +72,11 @@ class Learner:
 
     def iterate(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
         """Collect a rollout, update the policy on it, and return it with all metrics."""
-        timer = Timer()
+        timer, rows = Timer(), self.policy.backbone.rows
+        start = rows.computed
         with phase("rollout"):
             rollout = self.source.collect(iteration, timer)
+        sampled = rows.computed
         with phase("learn"):
             with self.policy.sampling_policy_as_old(iteration):
                 metrics = self.learn(rollout, iteration)
@@ -84,7 +86,10 @@ class Learner:
                 self.policy.whole = False
                 self.policy.update_old(old.decay(iteration + 1))
         timer.lap("time/train")
-        return rollout, rollout_metrics(rollout, self.runtime) | metrics | timer.seconds
+        forwards = {"forwards/rollout": sampled - start, "forwards/learn": rows.computed - sampled}
+        forwards = {name: self.runtime.sum(count) for name, count in forwards.items()}
+        of_rollout = rollout_metrics(rollout, self.runtime)
+        return rollout, of_rollout | metrics | forwards | timer.seconds
 
     def learn(self, rollout: Rollout, iteration: int) -> dict[str, float]:
         """Update the policy on one rollout; return metrics averaged over all processes' rows."""
