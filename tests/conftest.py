@@ -6,6 +6,8 @@ import io
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from flowrl.training.loop import Learner
     from flowrl.training.run import Run
 
+ROOT = Path(__file__).parents[1]
 QUICK, SLOW = 25, 100  # cases of a property, by default and with --slow
 settings.register_profile(
     "flowrl", deadline=None, derandomize=True, database=None, max_examples=QUICK
@@ -243,6 +246,35 @@ def even_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("activations", "memory"):
         monkeypatch.setattr(f"flowrl.planning.{module}.count_forward", transformer)
         monkeypatch.setattr(f"flowrl.planning.{module}.count_decode", decoder)
+
+
+# --- processes ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
+    """Start a script in two processes of one group, which are killed at the end of the test."""
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(*words: object) -> list[subprocess.Popen[str]]:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        for rank in range(2):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": ROOT}
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, *map(str, words)],
+                    env=os.environ | {name: str(value) for name, value in place.items()},
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                )
+            )  # fmt: skip
+        return running
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate()
 
 
 # --- servers and folders of images -------------------------------------------------------------

@@ -32,23 +32,6 @@ def run(capsys, monkeypatch):
     return call
 
 
-def test_refusals_are_one_sentence(run):
-    for words, said in [
-        (("brnch_grpo",), "did you mean 'branch_grpo'?"),
-        (("branch_grpo", "spilts=[0]"), "did you mean splits?"),
-        (("branch_grpo", "splits"), "expected KEY=VALUE"),
-        (("branch_grpo", "kind=tempflow"), "Option kind is 'tempflow'"),
-        (("branch_grpo", "branch=1"), "Option branch is 1"),
-        (("branch_grpo", "--leaves", "20"), "the nearest that works is 16."),
-        (("branch_grpo", "--steps", "8"), "splits has step 9"),
-        (("tree_grpo", "window.size=30"), "rollout.tree.window.size is 30"),
-        (("custom",), "Option function is missing"),
-    ]:
-        code, out, err = run(*words)
-        assert (code, out) == (1, "")
-        assert err.startswith("error: ") and said in err and err.count("\n") == 1
-
-
 def test_every_preset_shows_itself_and_says_what_works(run):
     # Every preset says which leaves work when it does not.
     for preset in [name for name in PRESETS if name != "custom"]:

@@ -2,17 +2,12 @@
 
 import pytest
 
-from flowrl.config import config_yaml, parse_config
-from flowrl.config.explain import explain
+from flowrl.config import parse_config
 from flowrl.config.load import merge, parse_overrides
+from flowrl.config.rewards import RewardOptions as Section
 from flowrl.config.rewards import (
-    FailureOptions,
-    HTTPOptions,
-    InlineOptions,
     check_rewards,
 )
-from flowrl.config.rewards import RewardOptions as Section
-from flowrl.config.yaml12 import load_yaml
 from flowrl.errors import UserError
 
 SMALLEST = {"prompts": {"train": "prompts.txt"}, "rewards": [{"name": "ocr"}]}
@@ -20,35 +15,6 @@ SMALLEST = {"prompts": {"train": "prompts.txt"}, "rewards": [{"name": "ocr"}]}
 
 def parse(*overrides):
     return parse_config(merge(SMALLEST, parse_overrides(overrides)))
-
-
-def test_options_of_rewards_read_back():
-    reward = parse().rewards[0]
-    assert reward.executor == InlineOptions()
-    assert reward.applies_to == {}
-    assert parse().failures == FailureOptions(max_invalid_fraction=0.1)
-    config = parse_config(SMALLEST | {"rewards": WHOLE, "failures": {"max_invalid_fraction": 0.3}})
-    assert parse_config(load_yaml(config_yaml(config))) == config
-    first, *_, last = config.rewards
-    assert isinstance(first.executor, InlineOptions) and first.executor.micro_batch == 2
-    assert isinstance(last.executor, HTTPOptions)
-    assert first.applies_to["tag"] == ["ocr", 3, True]
-    for option in ["applies_to", "executor", "executor.urls"]:
-        assert explain(f"rewards.0.{option}")
-
-
-WHOLE = [
-    {
-        "name": "ocr",
-        "applies_to": {"tag": ["ocr", 3, True]},
-        "executor": {"kind": "inline", "micro_batch": 2},
-    },
-    {"name": "c:d", "args": {"x": 1}},
-    {
-        "name": "e",
-        "executor": {"kind": "http", "urls": ["http://127.0.0.1:8000"]},
-    },
-]
 
 
 def test_wrong_options_of_rewards_are_named():

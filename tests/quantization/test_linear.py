@@ -1,6 +1,5 @@
 """A layer for rollouts: the replaced layer's interface, updates in place, one graph for all."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -60,20 +59,6 @@ def test_updates_keep_every_address_and_leave_what_a_new_layer_would_hold():
         assert addresses(made) == before and len(before) >= 2
         for name, buffer in made.named_buffers():
             assert torch.equal(buffer, new.get_buffer(name)), name
-
-
-def test_a_layer_owns_its_weight_unless_it_is_given_it_packed():
-    weight = randn(48, 64)
-    own = RolloutLinear(weight, None, FP32)
-    own.load(randn(48, 64, seed=1))
-    assert torch.equal(weight, randn(48, 64))
-    for backend in PACKING:
-        first = layer(backend)
-        second = layer(backend, packed=first.state())
-        assert all(second.state()[name] is value for name, value in first.state().items())
-        with pytest.raises(ValueError, match="shares its weight"):
-            second.load(randn(48, 64, seed=1))
-    assert torch.equal(weight, randn(48, 64))
 
 
 def check_one_graph(made: RolloutLinear, backend: str, x: torch.Tensor) -> None:

@@ -1,13 +1,11 @@
 """Networks of the real architectures, a thousandth of their size and with random weights."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parent))  # helper modules lie beside the tests
 SIDE = 32  # of the images that the tiny networks read
 ENDS = ("bos", "eos", "pad")
 

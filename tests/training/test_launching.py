@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_two_processes import free_port
+from chat_servers import free_port
 
 from flowrl.backbones.lora_files import FILE
 from flowrl.config import config_yaml

@@ -1,10 +1,7 @@
 """Two real processes of one run, of which one is slow, frozen, killed or fails."""
 
-import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -93,36 +90,6 @@ except MachineFailure as failure:
 
 
 @pytest.fixture
-def launch(tmp_path):
-    """Start a script in two processes, which are killed at the end of the test."""
-    running: list[subprocess.Popen] = []
-
-    def begin(script: str, *words: object) -> list[subprocess.Popen]:
-        (tmp_path / "script.py").write_text(script)
-        root = Path(__file__).parents[2]
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        for rank in range(2):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": root}
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, *map(str, [tmp_path / "script.py", *words])],
-                    env=os.environ | {name: str(value) for name, value in place.items()},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        return running
-
-    yield begin
-    for process in running:
-        process.kill()
-        process.communicate()
-
-
-@pytest.fixture
 def start(launch, tiny_config, tmp_path):
     """Start both processes of a run, of which `victim` does something."""
 
@@ -138,7 +105,8 @@ def start(launch, tiny_config, tmp_path):
             runtime=runtime,
         )
         (tmp_path / "config.yaml").write_text(config_yaml(config))
-        return launch(SCRIPT, does, victim, tmp_path / "config.yaml")
+        (tmp_path / "script.py").write_text(SCRIPT)
+        return launch(tmp_path / "script.py", does, victim, tmp_path / "config.yaml")
 
     return begin
 
@@ -157,7 +125,7 @@ def saved(folder: Path) -> int:
 
 
 def test_messages_outlast_the_groups_timeout_and_name_the_silent_process(launch):
-    code, output = ended(launch(MESSAGES)[0])
+    code, output = ended(launch("-c", MESSAGES)[0])
     assert code == 0, output
     assert "True [0, 1]" in output  # though the group's timeout had passed
     assert "rank 1" in output and "runtime.timeout = 4 s" in output

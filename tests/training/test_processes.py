@@ -9,7 +9,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch
-from test_two_processes import free_port
+from chat_servers import free_port
 
 from flowrl.api import collect
 from flowrl.utils.files import load_state

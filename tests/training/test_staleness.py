@@ -1,6 +1,5 @@
 """Learning one iteration late, and runs that lose a reward and go on: the same weights."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from flowrl.sampling.rollout import Ahead, Timer
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.utils.distributed import Runtime
 
-sys.path.insert(0, str(Path(__file__).parent))
 ITERATIONS = 4
 NFT = {"kind": "nft", "noising": {"count": 2}}
 

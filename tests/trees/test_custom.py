@@ -58,8 +58,3 @@ def test_what_is_no_plan_says_why(make):
     ]:
         with pytest.raises(PlanError, match=words):
             make(target)
-
-
-def test_args_that_do_not_fit_are_named(make):
-    with pytest.raises(PlanError, match="{'colour': 1}"):
-        make("starry_plans:star", colour=1)

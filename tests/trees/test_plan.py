@@ -5,7 +5,7 @@ from any_plan import plans
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.trees.plan import Fan, Move, PlanError, Step, TreePlan
+from flowrl.trees.plan import Fan, PlanError, Step, TreePlan
 from flowrl.trees.presets import chains
 
 NOISY = Step(noise=True, train=True)
@@ -31,25 +31,10 @@ def test_every_way_ends_after_the_last_step_unless_it_is_a_trunk_with_fans(made)
     assert ends and set(ends) == {len(made.steps)}
 
 
-def test_a_trunk_ends_where_its_last_fan_begins():
-    made = plan(Step(), Step(), Step(), Step(), fans=(Fan(step=1, width=2),))
-    assert [(m.step, m.to) for m in made.moves if m.fan < 0] == [(0, 1)]
-
-
 def test_a_merged_step_and_strides_jump_over_steps_and_end_at_the_last():
     made = plan(*[Step()] * 9, fans=(Fan(step=0, width=1, length=2, strides=(3,)),))
     assert [(m.step, m.to) for m in made.moves] == [(0, 2), (2, 5), (5, 8), (8, 9)]
     assert [m.noise for m in made.moves] == [True, False, False, False]
-
-
-def test_only_branches_and_fans_lengthen_a_path():
-    for move, names in [
-        (Move(source=0, step=0, to=1, noise=True), [(7,)]),
-        (Move(source=0, step=0, to=1, branch=2, noise=True), [(7, 0), (7, 1)]),
-        (Move(source=0, step=0, to=1, noise=True, fan=2), [(7, -3, 0)]),
-        (Move(source=0, step=1, to=2, fan=2), [(7,)]),
-    ]:
-        assert move.paths((7,)) == names
 
 
 @given(plans(), st.sets(st.integers(0, 6)))

@@ -1,6 +1,0 @@
-"""Scripts that tests start lie beside them; importlib mode puts no folder on the path."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
