@@ -33,6 +33,7 @@ CLASSES = (
     "StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline", "QwenImagePipeline",
     "ZImagePipeline", "SanaPipeline", "Krea2Pipeline", "BriaPipeline", "OmniGenPipeline",
 )  # fmt: skip
+QUICK = ("StableDiffusion3Pipeline", "Flux2KleinPipeline", "BriaPipeline")  # without --slow
 
 
 def small(name: str) -> Any:
@@ -52,7 +53,12 @@ def draw(pipeline: Any) -> torch.Tensor:
     ).images
 
 
-@pytest.fixture(scope="module", params=CLASSES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CLASSES
+    ],
+)
 def trained(request, tmp_path_factory):
     """A class, the folder of a LoRA with alpha other than rank, its pipeline, and its image."""
     pipeline = small(request.param)

@@ -130,7 +130,7 @@ def test_afterwards_the_pipeline_is_as_it_was_also_after_an_error(pipeline):
     assert torch.equal(draw(pipeline), aligned)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["offloaded before", "offloaded inside"])
+@pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_holds_for_every_image_of_an_offloaded_pipeline(pipeline, inside):
     for name in ("text_encoder", "text_encoder_2", "text_encoder_3", "vae"):  # shared by all tests
         setattr(pipeline, name, copy.deepcopy(getattr(pipeline, name)))

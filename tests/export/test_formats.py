@@ -23,7 +23,15 @@ COMFYUI = (
 )  # fmt: skip
 
 
-@pytest.fixture(params=[*COMFYUI, "SanaPipeline", "LongCatImagePipeline"])
+QUICK = ("FluxPipeline", "Flux2KleinPipeline", "LongCatImagePipeline")  # without --slow
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in (*COMFYUI, "SanaPipeline", "LongCatImagePipeline")
+    ]
+)
 def run(request, tiny_config, tmp_path):
     """A class, a folder with a pipeline of it, and a run's folder: its LoRA and recipe."""
     base = small_folder(getattr(diffusers, request.param), tmp_path / "base")

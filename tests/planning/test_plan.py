@@ -71,15 +71,8 @@ def test_networks_of_rewards_are_counted_once():
     assert size(clipscore, clipscore | {"args": {"dtype": "bf16"}}) == 6 * clip_l
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("quickstart", marks=pytest.mark.slow),
-        pytest.param("quickstart-flux", marks=pytest.mark.slow),
-        "quickstart-sana",
-    ],
-)
-def test_the_quickstarts_are_planned_as_they_lie_in_the_package(name):
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-flux", "quickstart-sana"])
+def test_the_quickstarts_are_planned_as_they_lie_in_the_package(even_activations, name):
     found = make_plan(load_config(name))
     assert found.peak is not None and found.peak.total > 0 and not found.unknown
 

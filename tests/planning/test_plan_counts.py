@@ -35,7 +35,9 @@ def of(config) -> UpdateWork:
     return count_work(config).first
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["chains", "trees", pytest.param("guided", marks=pytest.mark.slow), "groups"]
+)
 def test_an_iteration_takes_as_many_forwards_as_are_counted(make_learner, tiny_config, name):
     rollout, objective, updates = CASES[name]
     tree = {} if objective["kind"] == "grpo" else {"tree": {"kind": "ode"}}

@@ -21,8 +21,8 @@ NFT = {"kind": "nft", "noising": {"count": 2}}
 def config_for(tiny_config, tmp_path):
     def make(name: str, staleness: int = 1, reward: dict | None = None, **changes):
         rollout = {
-            "prompts_per_iteration": 1, "group_size": 4, "num_inference_steps": 2,
-            "batch_size": 4, "tree": {"kind": "ode"}, "staleness": staleness,
+            "prompts_per_iteration": 1, "group_size": 2, "num_inference_steps": 2,
+            "batch_size": 2, "tree": {"kind": "ode"}, "staleness": staleness,
         }  # fmt: skip
         run = {"iterations": ITERATIONS, "checkpoint_every": 9, "output_dir": str(tmp_path / name)}
         return tiny_config(**{

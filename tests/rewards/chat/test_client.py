@@ -136,7 +136,7 @@ def test_a_fault_is_a_missing_reply_in_time_that_quotes_the_server_with_advice(f
     several = [question(f"q{n}", alternatives=20) for n in range(3)]
     with scripted(lambda body: fault(server) if callable(fault) else fault) as server:
         url = server.url if fault else f"http://127.0.0.1:{free_port()}/v1"
-        deadline = 6 if fault is LARGE else 2
+        deadline = 6 if fault is LARGE else 1
         with no_longer_than(deadline + SLACK):
             replies = ask(url, *several, timeout=3 if fault is LARGE else 0.3, deadline=deadline)
     for reply in replies:
