@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.functional.groups import best_and_worst, best_of_group, group_rows, undecided
+from flowrl.functional.groups import best_and_worst, best_of_group, group_rows, lone, undecided
 
 RAGGED = torch.tensor([7, 2, 7, 5, 2, 7])
 REWARD = torch.tensor([1.0, 3.0, 4.0, 0.0, 3.0, 4.0])
@@ -53,6 +53,16 @@ def test_pairs_are_a_best_and_a_worst_row_of_each_decided_group(case):
         assert reward[win] == reward[members].max() and reward[lose] == reward[members].min()
         assert key[win] == key[members & (reward == reward[win])].max()
         assert key[lose] == key[members & (reward == reward[lose])].max()
+
+
+@given(case=grouped(), seed=st.integers(0, 99))
+def test_a_lone_row_is_the_only_valid_one_of_its_group(case, seed):
+    _, group, _ = case
+    valid = torch.rand(len(group), generator=torch.Generator().manual_seed(seed)) < 0.5
+    expected = [
+        bool(v and (valid & (group == g)).sum() == 1) for v, g in zip(valid, group, strict=True)
+    ]
+    assert lone(valid, group).tolist() == expected
 
 
 def test_a_missing_reward_is_no_rank():

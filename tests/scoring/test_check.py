@@ -45,7 +45,7 @@ class Redness:
             "sorted": score.sort().values,
             "random": score + 0.1 * noise,
             "not deterministic": score + 0.01 * noise,
-            "out of bounds": 30 * score,
+            "out of bounds": score + 1.5,
             "nan": nan,
             "nan alone": nan if len(images) == 1 else score,
             "a score for paper": torch.where(score > 0.01, score, nan),

@@ -29,10 +29,11 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def test_half_open_connections_stop_nobody_and_end(serving):
+def test_half_open_connections_stop_nobody_and_end(serving, monkeypatch):
+    monkeypatch.setattr("flowrl.utils.connections.LINGER_S", 0.5)
     app = Starlette(routes=[Route("/", lambda request: JSONResponse({}))])
     with serving(app, connections=16, header_timeout=0.5) as url:
-        attackers = half_open(url, 60)
+        attackers = half_open(url, 200)
         status = 503
         while status == 503:  # until the first of them have ended
             with contextlib.suppress(httpx.TransportError):

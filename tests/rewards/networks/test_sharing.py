@@ -99,3 +99,6 @@ def test_clipscore_and_aesthetic_share_one_network_and_its_forward(
     for reward in rewards:  # others: nothing is taken for what it is not
         assert not torch.equal(reward(images.flip(0), *asked), reward(images, *asked))
     assert counts["image forwards"] == 2
+    leaf = images.clone().requires_grad_()
+    for reward in rewards:  # each has a graph of its own
+        assert torch.autograd.grad(reward(leaf, *asked).sum(), leaf)[0].any()
