@@ -5,8 +5,6 @@ import torch
 from policies import (
     ALPHA,
     RANK,
-    SmallFlux,
-    SmallSana,
     disturb,
     relative,
     tensors,
@@ -29,19 +27,26 @@ from flowrl.quantization.rollout_model import RolloutModel
 
 EMULATED = NVFP4Emulated()
 EXACT = Plain(torch.float32)
-SMALL = {"sana": SmallSana, "flux": SmallFlux}
 
 
-def small(name):
-    backbone = SMALL[name]()
-    policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
-    disturb(policy)
-    choices = choose_layers(policy.network, layer_rules_of(policy.network), "nvfp4", min_dim=0)
-    return policy, choices, backbone.inputs()
+@pytest.fixture
+def small(load_tiny):
+    def make(family):
+        """A policy on the tiny pipeline of a family, its layers, and what it is compared on."""
+        backbone = PipelineBackbone(load_tiny(family=family), max_sequence_length=12)
+        policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
+        disturb(policy)
+        choices = choose_layers(policy.network, layer_rules_of(policy.network), "nvfp4", min_dim=0)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2, *backbone.latent_shape(), generator=generator)
+        cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
+        return policy, choices, (x, torch.tensor(0.7), cond)
+
+    return make
 
 
-def test_exact_twins_of_other_networks_are_their_policies_merged():
-    for policy, choices, inputs in map(small, SMALL):
+def test_exact_twins_of_other_networks_are_their_policies_merged(small):
+    for policy, choices, inputs in map(small, ("sana", "flux")):
         with torch.no_grad():
             expected = policy.velocity(*inputs)
             with policy.merged():
@@ -52,8 +57,8 @@ def test_exact_twins_of_other_networks_are_their_policies_merged():
         assert relative(policy.reference(*inputs), expected) > 0.01
 
 
-def test_twins_of_other_networks_are_quantised_and_follow_in_place():
-    for name in SMALL:
+def test_twins_of_other_networks_are_quantised_and_follow_in_place(small):
+    for name in ("sana", "flux"):
         policy, choices, inputs = small(name)
         model = RolloutModel(policy, choices, EMULATED)
         before = {name: t.data_ptr() for name, t in tensors(model.network).items()}
