@@ -1,6 +1,5 @@
 """`flowrl reward-check` and `reward-serve`: try rewards, and serve them over HTTP."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,9 +127,6 @@ def _with_times(checked: "RewardCheck", result: CheckResult) -> CheckResult:
     return replace(result, detail=result.detail + times + version)
 
 
-SERVER_PACKAGES = ("starlette", "uvicorn")
-
-
 def reward_serve(
     names: Annotated[
         list[str],
@@ -161,7 +157,6 @@ def reward_serve(
       flowrl reward-serve my_rewards:sharpness --host rewards.example.com --token-env REWARD_TOKEN
     """
     arguments = arguments_of(names, args)
-    _need(SERVER_PACKAGES)
     with starting():
         from flowrl.scoring.server import make_app, warm_up
         from flowrl.utils.connections import make_server
@@ -184,23 +179,6 @@ def reward_serve(
         if late:
             print(f"not tried yet, loads at the first request: {', '.join(late)}", flush=True)
         make_server(app, shutdown_timeout=5).run(sockets=[listening])
-
-
-def _need(packages: Sequence[str]) -> None:
-    """Raise UserError for packages that cannot be imported."""
-    import importlib
-
-    absent: dict[str, ImportError] = {}
-    for package in packages:
-        try:
-            importlib.import_module(package.replace("-", "_"))
-        except ImportError as error:
-            absent[package] = error
-    if absent:
-        why = "; ".join(map(str, absent.values()))
-        raise UserError(
-            f"flowrl reward-serve needs {', '.join(absent)} ({why}): pip install {' '.join(absent)}"
-        )
 
 
 def _spec(name: str, args: dict | None) -> "RewardSpec":

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +12,6 @@ from flowrl.cli._console import say
 from flowrl.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fastapi import FastAPI
 
 Host = Annotated[str, typer.Option(help="Address to listen at.")]
@@ -22,17 +20,6 @@ TokenVariable = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Environment variable with the token; default: a new token."),
 ]
-OpenBrowser = Annotated[
-    bool, typer.Option("--open", help="Open the page in this machine's browser.")
-]
-
-LEADING = """<!doctype html>
-<meta charset="utf-8">
-<meta name="referrer" content="no-referrer">
-<meta http-equiv="refresh" content="0; url={address}">
-<title>flowrl</title>
-<a href="{address}">Go to the page</a>
-"""
 
 
 def ui(
@@ -42,7 +29,6 @@ def ui(
     host: Host = "127.0.0.1",
     port: Port = 8401,
     token_env: TokenVariable = None,
-    open_browser: OpenBrowser = False,
 ) -> None:
     """Show runs in the browser: curves as they grow, images, recipes; compare, stop, resume, start.
 
@@ -55,7 +41,7 @@ def ui(
 
       flowrl ui
 
-      flowrl ui runs/quickstart --port 0 --open
+      flowrl ui runs/quickstart --port 0
     """
     token = page_token(host, token_env)
     if runs.exists() and not runs.is_dir():
@@ -64,9 +50,7 @@ def ui(
 
     app = make_app(runs, token=token, host=host)
     missing = "" if runs.exists() else " (there is no such folder yet)"
-    serve_page(
-        app, f"Runs of the folder {os.fspath(runs)}{missing}", host, port, token, open_browser
-    )
+    serve_page(app, f"Runs of the folder {os.fspath(runs)}{missing}", host, port, token)
     if left := app.state.jobs.running():
         say(f"{left} runs that were started here continue.")
 
@@ -78,9 +62,7 @@ def page_token(host: str, variable: str | None) -> str:
     return read_token(host, variable) or secrets.token_urlsafe(24)
 
 
-def serve_page(
-    app: "FastAPI", what: str, host: str, port: int, token: str, open_browser: bool
-) -> None:
+def serve_page(app: "FastAPI", what: str, host: str, port: int, token: str) -> None:
     """Serve a page until Ctrl-C; print its address, with the token, first.
 
     Args:
@@ -97,28 +79,5 @@ def serve_page(
         # Flushed: programs that read this through a pipe wait for it.
         print(f"{what}:\n{address}", flush=True)
         # Ctrl-C is how it ends; uvicorn has closed all by then.
-        with suppress(Interrupted), open_page(address) if open_browser else nullcontext():
+        with suppress(Interrupted):
             make_server(app).run(sockets=[listening])
-
-
-@contextmanager
-def open_page(address: str) -> "Iterator[None]":
-    """Open an address in this machine's browser, while the block runs.
-
-    Every user of a machine can read the browser's command line, and the address has the token. So
-    the browser opens a file that redirects there, which only its owner can read.
-    """
-    import html
-    import tempfile
-    import webbrowser
-
-    handle, name = tempfile.mkstemp(prefix="flowrl-", suffix=".html")  # of mode 0600
-    path = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(LEADING.format(address=html.escape(address)))
-        if not webbrowser.open(path.as_uri()):
-            print("No browser is installed here: open the address in one.", flush=True)
-        yield
-    finally:
-        path.unlink(missing_ok=True)

@@ -9,14 +9,7 @@ import typer
 from flowrl.cli._console import Lora, say, starting
 from flowrl.cli.recipes import complete_recipe
 from flowrl.cli.train import print_what_next, recipe_request
-from flowrl.cli.ui import (
-    Host,
-    OpenBrowser,
-    Port,
-    TokenVariable,
-    page_token,
-    serve_page,
-)
+from flowrl.cli.ui import Host, Port, TokenVariable, page_token, serve_page
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,13 +52,11 @@ def vote(  # noqa: PLR0913  # an argument for each option
     host: Host = "127.0.0.1",
     port: Port = 8402,
     token_env: TokenVariable = None,
-    open_browser: OpenBrowser = False,
 ) -> None:
     """Choose between two images, again and again, in the browser; then train a LoRA on your votes.
 
     Keys: 1, 2, t (tie), s (skip), u (undo). Each vote is saved at once: stop with Ctrl-C, and
-    continue with the same command. --train runs DPO on the votes, or KTO with objective.kind=kto;
-    with --open the gallery opens after training.
+    continue with the same command. --train runs DPO on the votes, or KTO with objective.kind=kto.
 
     Examples:
 
@@ -92,8 +83,6 @@ def vote(  # noqa: PLR0913  # an argument for each option
         config = _config(words)
         trained = train_on_votes(config, folder, lora=lora)
         print_what_next(config, trained)
-        if open_browser and trained.gallery is not None:
-            typer.launch(trained.gallery.resolve().as_uri())
         return
     with starting():
         from flowrl.utils.files import locked_folder
@@ -110,9 +99,7 @@ def vote(  # noqa: PLR0913  # an argument for each option
         questions = Questions(read_candidates(folder), Ballot(folder), goal=goal, seed=seed)
         token = page_token(host, token_env)
         app = make_app(questions, token=token, host=host)
-        serve_page(
-            app, f"Images of the folder {os.fspath(folder)}", host, port, token, open_browser
-        )
+        serve_page(app, f"Images of the folder {os.fspath(folder)}", host, port, token)
 
 
 def _target(

@@ -1,15 +1,12 @@
 """Requests to a model on a chat server, and what its answers and refusals mean."""
 
 import base64
-import contextlib
 import hashlib
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any, Literal, TypeVar
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -226,15 +223,14 @@ def _refused_parameter(code: int, text: str, arguments: Mapping[str, Any]) -> st
 
 
 def _retry_after(text: str | None) -> float | None:
-    """Return the seconds of a Retry-After header, at most `LONGEST_REST_S`; None without one."""
-    if text is None:
+    """Return the seconds of a Retry-After header, at most `LONGEST_REST_S`.
+
+    None without one, and for a date.
+    """
+    try:
+        seconds = float(text or "nan")
+    except ValueError:
         return None
-    seconds = math.nan
-    with contextlib.suppress(ValueError):
-        seconds = float(text)
-    if math.isnan(seconds):  # a date
-        with contextlib.suppress(ValueError, TypeError, OverflowError):
-            seconds = parsedate_to_datetime(text).timestamp() - time.time()
     return None if math.isnan(seconds) else min(max(0.0, seconds), LONGEST_REST_S)
 
 

@@ -17,9 +17,8 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from email.utils import parsedate_to_datetime
 from threading import Lock
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -422,15 +421,12 @@ def _refusal_text(data: bytes) -> str:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Return the seconds of a Retry-After header, a number or a date; None for neither."""
-    if value is None:
+    """Return the seconds of a Retry-After header; None without one, and for a date."""
+    try:
+        seconds = float(value or "nan")
+    except ValueError:
         return None
-    with suppress(ValueError):  # else it is a date
-        seconds = float(value)
-        return seconds if 0 <= seconds < math.inf else None
-    with suppress(ValueError, OverflowError):
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    return None
+    return seconds if 0 <= seconds < math.inf else None
 
 
 def _read_token(variable: str | None) -> str | None:

