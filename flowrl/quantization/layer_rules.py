@@ -70,27 +70,21 @@ def choose_layers(
         choices.append(choice)
     if not any(choice.format for choice in choices):
         name = type(network).__name__
-        why = _why_none(choices, rules, least, option_name(where, "min_dim"))
+        why = _why_none(choices, least, option_name(where, "min_dim"))
         raise UserError(f"no layer of {name} is left to be quantised: {why}")
     return tuple(choices)
 
 
-def _why_none(choices: Sequence[LayerChoice], rules: LayerRules, least: int, min_dim: str) -> str:
+def _why_none(choices: Sequence[LayerChoice], least: int, min_dim: str) -> str:
     """Return how many layers stay exact for which reason, and what to change."""
-    by_name = [c for c in choices if c.reason.startswith(NAMED)]
-    by_size = [c for c in choices if c.reason.startswith(SMALL)]
-    rest = len(choices) - len(by_name) - len(by_size)
+    by_name = sum(c.reason.startswith(NAMED) for c in choices)
+    small = [max(c.shape) for c in choices if c.reason.startswith(SMALL)]
     counts = (
-        f"of {len(choices)} layers {len(by_name)} are kept by name, {len(by_size)} by "
-        f"size ({min_dim}: no side above {least}) and {rest} as no kernel takes them"
+        f"of {len(choices)} layers {by_name} are kept by name, {len(small)} by size ({min_dim}: no "
+        f"side above {least}) and {len(choices) - by_name - len(small)} as no kernel takes them"
     )
-
-    def widest(some: Sequence[LayerChoice]) -> int:
-        return max((max(c.shape) for c in some if not _kept_by_size(c.shape, rules, 0)), default=0)
-
-    small = widest(by_size)
     if small:
-        return f"{counts}; their longest side is {small}: set {min_dim} below that"
+        return f"{counts}; their longest side is {max(small)}: set {min_dim} below that"
     return f"{counts}: use bf16, which quantises nothing"
 
 

@@ -1,8 +1,6 @@
 """A plan to look at: a table with one row a step, and one of its trees drawn in text."""
 
-from dataclasses import dataclass
-
-from flowrl.trees.plan import Move, Shape, TreePlan, shape_of, widths
+from flowrl.trees.plan import Move, TreePlan, shape_of, widths
 
 CELL = 2  # characters of a step
 TRAINED, NOISY, PLAIN = "━", "┅", "─"
@@ -50,91 +48,56 @@ def _row(move: Move, nodes: int) -> dict[str, object]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """One tree laid out: its leaves under each other, the children of each node, their rows.
-
-    row: of the first leaf below a node.
-    """
-
-    leaves: tuple[int, ...]
-    children: dict[int, list[int]]
-    row: dict[int, int]
-
-
-def layout(shape: Shape) -> Layout:
-    """A trunk's own continuation stands above its fans, so that lines do not cross."""
-    children: dict[int, list[int]] = {node: [] for node in range(len(shape.parent))}
-    for node, parent in enumerate(shape.parent):
-        if parent >= 0:
-            children[parent].append(node)
-    leaves, pending = [], [0]
-    while pending:
-        node = pending.pop()
-        pending.extend(reversed(children[node]))
-        if not children[node]:
-            leaves.append(node)
-    row = {leaf: i for i, leaf in enumerate(leaves)}
-    for node in reversed(range(len(shape.parent))):  # children come after their parents
-        if children[node]:
-            row[node] = row[children[node][0]]
-    return Layout(leaves=tuple(leaves), children=children, row=row)
-
-
-def line_of(plan: TreePlan, shape: Shape, node: int) -> str:
-    """How the edge to a node is drawn."""
-    move = plan.moves[shape.move[node]]
-    return PLAIN if not move.noise else TRAINED if move.train else NOISY
-
-
 def draw(plan: TreePlan, max_leaves: int = 32) -> str:
     """One of the plan's trees, a line a leaf, a column of two signs a step, the root at the left.
 
     The text ends with what the lines mean, and what is not drawn.
     """
-    shape = shape_of(plan)
-    placed = layout(shape)
-    steps, shown = len(plan.steps), min(len(placed.leaves), max_leaves)
-    canvas = [[" "] * (steps * CELL) for _ in range(shown)]
+    shape, steps = shape_of(plan), len(plan.steps)
+    children: list[list[int]] = [[] for _ in shape.parent]
+    for node, parent in enumerate(shape.parent[1:], start=1):
+        children[parent].append(node)
+    row = _rows(children)
+    canvas = [[" "] * (steps * CELL) for _ in shape.leaf[:max_leaves]]
     used = set()
-    for node in range(len(shape.parent)):
-        children = placed.children[node]
-        used.update(line_of(plan, shape, child) for child in children)
-        _draw_children(canvas, plan, shape, placed, node)
-    lines = [_header(steps), *("".join(row).rstrip() for row in canvas), ""]
+    for node, below in enumerate(children):
+        moves = [plan.moves[shape.move[child]] for child in below]
+        signs = [PLAIN if not m.noise else TRAINED if m.train else NOISY for m in moves]
+        used.update(signs)
+        start, rows = shape.step[node] * CELL, [row[child] for child in below]
+        for y, sign, child in zip(rows, signs, below, strict=True):
+            if y < len(canvas):
+                end = shape.step[child] * CELL
+                canvas[y][start:end] = sign * (end - start)
+        if len(below) > 1:
+            first, inner, last, between = SPLIT[any(sign != PLAIN for sign in signs)]
+            corners = dict.fromkeys(range(rows[0], rows[-1]), between) | dict.fromkeys(rows, inner)
+            heavy = first == SPLIT[True][0] and signs[0] == PLAIN
+            corners |= {rows[0]: "┰" if heavy else first, rows[-1]: last}
+            for y, corner in corners.items():
+                if y < len(canvas):
+                    canvas[y][start] = corner
+    # The number of every fifth step above its column.
+    header = "".join(str(i).ljust(5 * CELL) for i in range(0, steps, 5)).rstrip()
+    lines = [header, *("".join(line).rstrip() for line in canvas), ""]
     lines += [", ".join(f"{sign} {MEANING[sign]}" for sign in MEANING if sign in used)]
-    if shown < len(placed.leaves):
-        lines += [f"The first {shown} of {len(placed.leaves)} leaves are drawn."]
+    if len(canvas) < len(shape.leaf):
+        lines += [f"The first {len(canvas)} of {len(shape.leaf)} leaves are drawn."]
     if plan.roots > 1:
-        start = "one noise" if plan.same_noise else "noises of their own"
-        lines += [f"One of {plan.roots} trees alike, which start from {start}."]
+        start_from = "one noise" if plan.same_noise else "noises of their own"
+        lines += [f"One of {plan.roots} trees alike, which start from {start_from}."]
     return "\n".join(lines)
 
 
-def _header(steps: int) -> str:
-    """The number of every fifth step above its column."""
-    return "".join(str(i).ljust(5 * CELL) for i in range(0, steps, 5)).rstrip()
+def _rows(children: list[list[int]]) -> list[int]:
+    """Return the row of the first leaf below each node.
 
-
-def _draw_children(
-    canvas: list[list[str]], plan: TreePlan, shape: Shape, placed: Layout, node: int
-) -> None:
-    children = placed.children[node]
-    heavy = any(line_of(plan, shape, child) != PLAIN for child in children)
-    first, inner, last, between = SPLIT[heavy]
-    column = shape.step[node] * CELL
-    for i, child in enumerate(children):
-        row = placed.row[child]
-        if row >= len(canvas):
-            break
-        line = line_of(plan, shape, child)
-        for x in range(column, shape.step[child] * CELL):
-            canvas[row][x] = line
-        if i:
-            canvas[row][column] = last if i == len(children) - 1 else inner
-        elif len(children) > 1:
-            canvas[row][column] = "┰" if heavy and line == PLAIN else first
-    if len(children) > 1:
-        for row in range(placed.row[children[0]] + 1, min(placed.row[children[-1]], len(canvas))):
-            if canvas[row][column] == " ":
-                canvas[row][column] = between
+    A trunk's own continuation stands above its fans, so that lines do not cross.
+    """
+    row, pending, leaves = [0] * len(children), [0], 0
+    while pending:
+        node = pending.pop()
+        row[node] = leaves  # a node comes right before its first leaf
+        leaves += not children[node]
+        pending.extend(reversed(children[node]))
+    return row
