@@ -49,7 +49,7 @@ from flowrl.backbones.lora_formats import lora_of_main, open_lora
 from flowrl.config import Config, load_config
 from flowrl.config.rewards import RewardOptions
 from flowrl.errors import UserError, phase
-from flowrl.evaluation.drawing import DrawingOptions
+from flowrl.evaluation.drawing import Drawing
 from flowrl.evaluation.loading import held_out_prompts, load_evaluator, one_process
 from flowrl.export import formats
 from flowrl.export.gallery import write_gallery
@@ -250,7 +250,7 @@ def encode(config: Config) -> list[Row]:
 
 
 def sample(
-    drawing: DrawingOptions,
+    drawing: Drawing,
     prompts: Sequence[str | PromptRecord],
     *,
     seed: int,
@@ -262,13 +262,13 @@ def sample(
     A prompt's own negative prompt acts before that of `drawing`. A file that is there already
     stays: the new one takes the next free name.
     """
-    loaded, paths = drawing.build(), []
+    paths = []
     with Steps("drawing", len(prompts) * count, console=SafeConsole(stderr=True)) as steps:
         for (i, prompt), k in itertools.product(enumerate(prompts), range(count)):
             record = isinstance(prompt, PromptRecord)
             text, negative = (prompt.text, prompt.negative) if record else (prompt, None)
             path = unused(output_dir / f"{i:03d}-seed{seed + k}.png")
-            write_bytes(path, png(loaded.image(text, seed + k, negative)))
+            write_bytes(path, png(drawing.image(text, seed + k, negative)))
             paths.append(path)
             steps.advance()
     return paths

@@ -158,7 +158,7 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
     """
     with starting():
         from flowrl.evaluation import benchmark as benchmarks
-        from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
+        from flowrl.evaluation.drawing import Drawing, draw_prompts
         from flowrl.scoring.spec import RewardSpec, check_evaluation, load_reward
         from flowrl.utils.files import locked_folder
 
@@ -183,13 +183,14 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
         check_evaluation(specs, records)
         if output_dir is None:
             raise UserError("No folder for the images: add -o images/NAME.")
-        drawing = DrawingOptions(
-            model=model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
-            steps=steps, max_sequence_length=max_sequence_length, device=device, revision=revision,
-        )  # fmt: skip
         folder = output_dir
         with locked_folder(folder, "images"):
-            draw_prompts(drawing.build(), records, folder, per_prompt=per_prompt, seed=seed)
+            drawing = Drawing(
+                model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
+                steps=steps, max_sequence_length=max_sequence_length, device=device,
+                revision=revision,
+            )  # fmt: skip
+            draw_prompts(drawing, records, folder, per_prompt=per_prompt, seed=seed)
     elif prompts or lora:
         raise UserError(f"{folder} is a folder of images: leave --prompts and --lora out.")
     scored = benchmarks.score_folder(folder, specs)

@@ -77,10 +77,10 @@ def sample(  # noqa: PLR0913  # an argument for each option
         raise UserError(f"--rlg {rlg:g} is given without --lora: add --lora runs/quickstart.")
     with starting():
         from flowrl.api import sample as sample_images
-        from flowrl.evaluation.drawing import DrawingOptions
+        from flowrl.evaluation.drawing import Drawing
 
-    drawing = DrawingOptions(
-        model=model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
+    drawing = Drawing(
+        model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
         steps=steps, max_sequence_length=max_sequence_length, device=device, rlg=rlg,
         revision=revision,
     )  # fmt: skip

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
 from flowrl.backbones.lora_formats import LoRA, open_lora
 from flowrl.backbones.pipeline import images_of
-from flowrl.config import Config, load_config
+from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.files import METADATA, SAMPLES
@@ -32,65 +31,57 @@ from flowrl.utils.untrusted import read_text
 SETTINGS = "drawn.json"  # beside the folders of prompts: how they were drawn
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawingOptions:
-    """Pipeline, LoRA and arguments of the call.
+class Drawing:
+    """A loaded pipeline with a LoRA, and the arguments of its call.
 
     None: as the run of the LoRA was evaluated, else the pipeline's default.
+
+    Args:
+        rlg: strength of the LoRA, see `flowrl.backbones.guidance`.
+
+    Raises:
+        UserError: for a LoRA that cannot be read, before the pipeline is loaded.
     """
 
-    model: str
-    lora: str | None = None
-    lora_alpha: float | None = None
-    negative: str = ""
-    guidance: float | None = None
-    steps: int | None = None
-    max_sequence_length: int | None = None
-    device: str = "auto"
-    rlg: float | None = None  # strength of the LoRA, see `flowrl.backbones.guidance`
-    revision: str | None = None
-
-    def build(self) -> "Drawing":
-        """Load the pipeline. Raises UserError for a LoRA that cannot be read, before that."""
-        added = open_lora(self.lora, alpha=self.lora_alpha) if self.lora else None
-        run_file = Path(self.lora) / CONFIG if self.lora else None
+    def __init__(
+        self,
+        model: str,
+        *,
+        lora: str | None = None,
+        lora_alpha: float | None = None,
+        negative: str = "",
+        guidance: float | None = None,
+        steps: int | None = None,
+        max_sequence_length: int | None = None,
+        device: str = "auto",
+        rlg: float | None = None,
+        revision: str | None = None,
+    ):
+        self.rlg = rlg
+        self.options = {"model": model, "negative": negative, "rlg": rlg, "revision": revision}
+        self.lora = open_lora(lora, alpha=lora_alpha) if lora else None
+        run_file = Path(lora) / CONFIG if lora else None
         config = load_config(run_file) if run_file and run_file.is_file() else None
-        where = Runtime(device=self.device).device
-        dtype = "bf16" if where.type == "cuda" else "fp32"
-        with announced(f"loading {self.model}"):
-            pipeline = load_pipeline(self.model, dtype=dtype, device=where, revision=self.revision)
-            call = self._call(pipeline, config)
-            if added is not None:
-                load_lora(pipeline, added)
-        return Drawing(pipeline=pipeline, call=call, lora=added, rlg=self.rlg, options=self)
-
-    def _call(self, pipeline: Any, config: Config | None) -> dict[str, Any]:
-        """Return the arguments of the call: these options, else the run's, else the pipeline's."""
-        of_run = {} if config is None else call_settings(config, pipeline)
-        guidance = self.guidance
-        if guidance is None:
-            guidance = config.evaluation.guidance_scale if config else default_guidance(pipeline)
-        negative = self.negative or ("" if config is None else config.rollout.negative_prompt)
-        call = of_run | call_arguments(
-            pipeline,
-            guidance=guidance,
-            negative=negative,
-            max_sequence_length=self.max_sequence_length or of_run.get("max_sequence_length"),
-            height=of_run.get("height"),
-            width=of_run.get("width"),
-        )
-        return call if self.steps is None else call | {"num_inference_steps": self.steps}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
-    """A loaded pipeline, its LoRA attached, and the arguments of its call."""
-
-    pipeline: Any
-    call: dict[str, Any]
-    lora: LoRA | None
-    rlg: float | None
-    options: DrawingOptions
+        where = Runtime(device=device).device
+        with announced(f"loading {model}"):
+            dtype = "bf16" if where.type == "cuda" else "fp32"
+            self.pipeline = load_pipeline(model, dtype=dtype, device=where, revision=revision)
+            of_run = {} if config is None else call_settings(config, self.pipeline)
+            if guidance is None:
+                of_model = default_guidance(self.pipeline)
+                guidance = config.evaluation.guidance_scale if config else of_model
+            self.call = of_run | call_arguments(
+                self.pipeline,
+                guidance=guidance,
+                negative=negative or ("" if config is None else config.rollout.negative_prompt),
+                max_sequence_length=max_sequence_length or of_run.get("max_sequence_length"),
+                height=of_run.get("height"),
+                width=of_run.get("width"),
+            )
+            if steps is not None:
+                self.call["num_inference_steps"] = steps
+            if self.lora is not None:
+                load_lora(self.pipeline, self.lora)
 
     def image(self, prompt: str, seed: int, negative: str | None = None) -> Image.Image:
         """Generate one image; `negative` replaces the negative prompt, where guidance is on."""
@@ -106,13 +97,9 @@ class Drawing:
 
     def identity(self) -> dict[str, Any]:
         """Return everything that decides the images of a prompt and a seed, as JSON has it."""
-        names = ("model", "negative", "revision", "rlg")
-        options = {name: value for name, value in asdict(self.options).items() if name in names}
         call = {k: float(v) if isinstance(v, int) else v for k, v in self.call.items()}
-        return options | {
-            "call": call,
-            "lora": None if self.lora is None else lora_digest(self.lora),
-        }
+        lora = None if self.lora is None else lora_digest(self.lora)
+        return self.options | {"call": call, "lora": lora}
 
 
 def lora_digest(lora: LoRA) -> str:

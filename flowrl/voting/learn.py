@@ -12,7 +12,7 @@ from flowrl.assembly.learner import ProvidedObjects, build_backbone, training_pr
 from flowrl.backbones.loading import load_pipeline
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
-from flowrl.evaluation.drawing import SETTINGS, DrawingOptions, draw_prompts
+from flowrl.evaluation.drawing import SETTINGS, Drawing, draw_prompts
 from flowrl.export.summary import TrainedRun
 from flowrl.prompts.records import PromptSampler
 from flowrl.utils.distributed import Runtime
@@ -59,8 +59,13 @@ def draw_candidates(
         prompts: number of prompts.
         lora: to draw with, None for the base model.
     """
-    options = DrawingOptions(
-        model=config.pipeline.path,
+    records = training_prompts(config, ProvidedObjects())
+    p = config.prompts
+    sampler = PromptSampler(
+        records, min(prompts, len(records)), seed, balance=p.balance, weights=p.weights
+    )
+    drawing = Drawing(
+        config.pipeline.path,
         lora=lora,
         guidance=config.evaluation.guidance_scale,
         steps=config.evaluation.step_counts[0],
@@ -68,13 +73,8 @@ def draw_candidates(
         device=config.pipeline.device,
         revision=config.pipeline.revision,
     )
-    records = training_prompts(config, ProvidedObjects())
-    p = config.prompts
-    sampler = PromptSampler(
-        records, min(prompts, len(records)), seed, balance=p.balance, weights=p.weights
-    )
     return draw_prompts(
-        options.build(), sampler.at(0), folder, per_prompt=per_prompt, seed=seed,
+        drawing, sampler.at(0), folder, per_prompt=per_prompt, seed=seed,
         distinct_noise=True,  # otherwise votes would be about the same few noises
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from flowrl.api import align, evaluate, gallery
 from flowrl.api import sample as sample_images
 from flowrl.config import load_config
 from flowrl.errors import UserError
-from flowrl.evaluation.drawing import DrawingOptions
+from flowrl.evaluation.drawing import Drawing
 from flowrl.export.hub import stage
 
 
@@ -78,7 +78,7 @@ def sample(tiny_pipeline_path, tmp_path):
     def make(**changes):
         options = usual | changes
         drawn = {"seed": options.pop("seed"), "count": options.pop("count")}
-        drawing = DrawingOptions(model=tiny_pipeline_path, **options)
+        drawing = Drawing(tiny_pipeline_path, **options)
         (path,) = sample_images(drawing, ["a red circle"], output_dir=tmp_path, **drawn)
         return Image.open(path).tobytes()
 

@@ -14,7 +14,7 @@ from flowrl.backbones.lora_formats import LoRA
 from flowrl.cli import main
 from flowrl.errors import UserError
 from flowrl.evaluation.benchmark import kind_table, score_folder
-from flowrl.evaluation.drawing import Drawing, DrawingOptions, draw_prompts
+from flowrl.evaluation.drawing import Drawing, draw_prompts
 from flowrl.prompts.records import load_prompts
 from flowrl.scoring.spec import RewardSpec, load_reward
 from flowrl.tiny.draw import draw
@@ -57,15 +57,13 @@ def test_the_drawn_layout_is_genevals_and_goes_on_where_it_ended(drawn):
     data = bytearray(before[1])
     data[random.Random(0).randrange(8, len(data) - 12)] ^= 1
     flipped.write_bytes(data)
-    options = DrawingOptions(
-        model="tiny-sd3", guidance=1, steps=8, max_sequence_length=12, device="cpu"
-    )
+    drawing = Drawing("tiny-sd3", guidance=1, steps=8, max_sequence_length=12, device="cpu")
     prompts = load_prompts(folder.parent / "rows.jsonl")
-    draw_prompts(options.build(), prompts, folder, per_prompt=2, seed=0)
+    draw_prompts(drawing, prompts, folder, per_prompt=2, seed=0)
     assert [path.read_bytes() for path in (first, flipped)] == before
     assert whole.stat().st_mtime_ns == stamp
     with pytest.raises(UserError, match="drawn.json"):
-        draw_prompts(options.build(), prompts, folder, per_prompt=2, seed=1)
+        draw_prompts(drawing, prompts, folder, per_prompt=2, seed=1)
 
 
 def test_a_folder_of_images_has_the_table_that_was_printed_when_it_was_drawn(drawn, capsys):
@@ -174,7 +172,7 @@ def test_a_prompts_own_negative_is_drawn_with_and_written_beside_its_images(monk
             asked.append((prompt, seed, negative))
             return Image.new("RGB", (8, 8))
 
-    monkeypatch.setattr(DrawingOptions, "build", lambda self: Canvas())
+    monkeypatch.setattr("flowrl.evaluation.drawing.Drawing", lambda *_, **__: Canvas())
     rows = [{"prompt": "a cat", "negative_prompt": "blurry"}, {"prompt": "a dog"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source, expected = str(tmp_path / "rows.jsonl"), [("a cat", 3, "blurry"), ("a dog", 3, None)]
@@ -196,11 +194,12 @@ def test_a_prompts_own_negative_is_drawn_with_and_written_beside_its_images(monk
 
 def test_images_belong_to_the_tensors_of_a_lora_and_not_to_its_file():
     def identity(value: float, name: str):
-        lora = LoRA(
+        drawing = object.__new__(Drawing)  # without its pipeline
+        drawing.options, drawing.call = {}, {}
+        drawing.lora = LoRA(
             name=name, path=Path(name), make="PEFT", scales={"a": 1.0},
             state={"a.lora_A.weight": torch.full((1, 2), value)},
         )  # fmt: skip
-        options = DrawingOptions(model="tiny-sd3", lora=name)
-        return Drawing(pipeline=None, call={}, lora=lora, rlg=None, options=options).identity()
+        return drawing.identity()
 
     assert identity(1.0, "a") == identity(1.0, "b") != identity(2.0, "a")

@@ -9,7 +9,7 @@ from safetensors.torch import load
 
 from flowrl.assembly.learner import fill_prompt_cache
 from flowrl.evaluation.comparison import compare_loras
-from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
+from flowrl.evaluation.drawing import Drawing, draw_prompts
 from flowrl.evaluation.leaderboard import write_leaderboard
 from flowrl.prompts.records import records_of
 from flowrl.utils.digests import SEAL, notes_of
@@ -43,9 +43,7 @@ def work(tiny_config, monkeypatch):
     monkeypatch.setattr("flowrl.assembly.text.ROWS", 4)
     options = {"prompts": "tiny:colors:test", "num_images": 6, "num_inference_steps": 1}
     config = tiny_config(evaluation=options | {"batch_size": 2})
-    drawing = DrawingOptions(
-        model="tiny-sd3", guidance=1, steps=1, max_sequence_length=12, device="cpu"
-    ).build()
+    drawing = Drawing("tiny-sd3", guidance=1, steps=1, max_sequence_length=12, device="cpu")
 
     def evaluate(folder: Path) -> None:
         write_leaderboard(compare_loras(config, [], folder), folder)
