@@ -14,10 +14,6 @@ def plan(kind: str, *, iteration=0, steps=20, leaves=16, seed=0, **options):
     return section.plan(iteration=iteration, steps=steps, leaves=leaves, seed=seed)
 
 
-def make(kind: str, steps: int, leaves: int, at=None, **options):
-    return PRESETS[kind](**options).make(steps, leaves, at)
-
-
 def test_plans_depend_on_seed_and_iteration_alone():
     for kind in [k for k in PRESETS if k != "custom"]:
         leaves = LEAVES.get(kind, 16)

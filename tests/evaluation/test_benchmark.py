@@ -13,7 +13,7 @@ from PIL import Image
 from flowrl.backbones.lora_formats import LoRA
 from flowrl.cli import main
 from flowrl.errors import UserError
-from flowrl.evaluation.benchmark import kind_table, score_folder
+from flowrl.evaluation.benchmark import kind_table, score_folder, write_csv
 from flowrl.evaluation.drawing import Drawing, draw_prompts
 from flowrl.prompts.records import load_prompts
 from flowrl.scoring.spec import RewardSpec, load_reward
@@ -117,6 +117,9 @@ def test_kinds_count_alike_however_many_images_they_have(tmp_path):
     rows = [{"image": name, "r": value} for name, value in zip(names, scores, strict=True)]
     table = {row["prompts"]: row["r"] for row in kind_table(tmp_path, rows, ["r"])}
     assert table == {"colors": 1.0, "counting": 0.0, "all": 2 / 3, "mean of kinds": 0.5}
+    write_csv(tmp_path / "scores.csv", rows)
+    lines = (tmp_path / "scores.csv").read_text().splitlines()
+    assert [line.rpartition(",")[2] for line in lines] == ["r", "1.0", "1.0", "", "0.0"]
 
 
 def test_what_cannot_be_judged_is_missing_or_refused(tmp_path):

@@ -104,18 +104,6 @@ def test_names_of_machines_and_secrets_are_left_out(private, shown):
     assert public(private) == shown
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "https://huggingface.co/a/b", "hf:me/prompts:train[:100]", "s3://bucket/prompts.jsonl",
-        "~/prompts.txt", "mine:Reward", "a clock at 10:30", "a photo of 16:9", "runs/quickstart",
-        "tiny:ocr:test", {"max_tokens": 5, "api_key_env": "MY_KEY"}, {"n": [1, None, True]},
-    ],
-)  # fmt: skip
-def test_other_values_stay(value):
-    assert public(value) == value
-
-
 def test_nothing_is_loaded_when_it_could_not_be_pushed(hub, tiny_config, tmp_path, monkeypatch):
     from huggingface_hub import constants
 

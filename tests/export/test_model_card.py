@@ -121,16 +121,6 @@ def test_scores_stand_in_a_table_that_a_reward_name_cannot_break(tmp_path):
     assert cells == ["ocr\\|x", "0.480", "0.620", "+0.140", "+0.100 to +0.180"]
 
 
-def test_what_is_missing_is_said_or_left_out_and_a_configuration_cannot_leave_its_block(tmp_path):
-    config = "rollout:\n  negative: |\n````\n# not a heading\n"
-    made = card(config=config, summary=[], curves={}, rows=[], weights="policy", step=17)
-    header, body = parts(tmp_path, made)
-    assert "widget" not in header and "![" not in body and "<Gallery" not in body
-    assert "was not evaluated" in body and not (tmp_path / "card").exists()
-    assert code_blocks(body, "yaml") == [config]
-    assert re.search(r"\*\*policy\*\* weights after\s+\*\*17\*\* iterations", body)
-
-
 FLUX = "black-forest-labs/FLUX.1-dev"
 PLAIN: dict[str, Any] = {"rows": (), "curves": {}}  # images take time
 

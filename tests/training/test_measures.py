@@ -1,9 +1,11 @@
 """What is logged of a rollout's rewards."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from toy_rollout import rollout_of
 
 from flowrl.offline.source import single_node_trees
 from flowrl.scoring.combine import combine, train_weights
@@ -19,25 +21,13 @@ def rollout(specs, scores, applicable) -> Rollout:
     scores, fits = torch.tensor(scores), torch.tensor(applicable)
     names = tuple(spec.name for spec in specs)
     found = RewardResult(scores=scores, valid=scores.isfinite(), applicable=fits, names=names)
-    count, group = len(scores), torch.zeros(len(scores)).long()
     reward, valid = combine(specs, found)
-    return Rollout(
-        tree=single_node_trees(torch.zeros(count, 2, 2, 2), group, torch.tensor([1.0, 0.0])),
-        cond=Conditioning(tensors={"a": torch.zeros(1, 1)}),
-        prompts=("p",),
-        metadata=({},),
-        images=torch.empty(0, 3, 4, 4),
-        trees=torch.arange(count),
-        scores=scores,
-        applicable=fits,
-        names=names,
-        weights=torch.tensor(train_weights(specs)),
-        reward=reward,
-        valid=valid,
-        group=group,
-        log_prob=torch.zeros(count, 1),
-        seed=0,
-    )
+    count, group = len(scores), torch.zeros(len(scores)).long()
+    tree = single_node_trees(torch.zeros(count, 2, 2, 2), group, torch.tensor([1.0, 0.0]))
+    cond = Conditioning(tensors={"a": torch.zeros(1, 1)})
+    made = rollout_of(tree, reward, cond, prompts=("p",), scores=scores)
+    weights = torch.tensor(train_weights(specs))
+    return replace(made, applicable=fits, names=names, weights=weights, valid=valid)
 
 
 def test_missing_scores_are_counted_and_never_averaged():

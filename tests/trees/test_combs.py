@@ -20,16 +20,6 @@ def test_tempflow_takes_the_forwards_of_trunks_and_tails(steps, width, trunks):
     assert total.trained_edges == total.leaves and total.train_forwards == trunks * (steps - 1)
 
 
-def test_a_fan_is_one_noisy_step_and_the_rest_has_none():
-    plan = preset("tempflow", 6, 9, branch=3, splits=[0, 2, 4])
-    assert [(m.step, m.to, m.branch) for m in plan.moves if m.noise] == [
-        (0, 1, 3),
-        (2, 3, 3),
-        (4, 5, 3),
-    ]
-    assert all(m.train == m.noise for m in plan.moves)
-
-
 @given(at=SETS, width=st.integers(1, 4))
 def test_g2rpo_takes_its_formula_less_what_strides_share(at, width):
     """The paper's M + G sum_k sum_lambda ceil((T - k - 1) / lambda), for fans at 0..M-1, counts

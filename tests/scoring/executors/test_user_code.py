@@ -25,16 +25,8 @@ CHANGES = {  # by the name in the warning: a change, and what reads the setting
         lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype,
     ),
     "torch.set_num_threads": (lambda: torch.set_num_threads(7), torch.get_num_threads),
-    "torch.use_deterministic_algorithms": (
-        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
-        torch.are_deterministic_algorithms_enabled,
-    ),
     "torch.set_float32_matmul_precision": (
         lambda: torch.set_float32_matmul_precision("medium"), torch.get_float32_matmul_precision,
-    ),
-    "torch.backends.cudnn.benchmark": (
-        lambda: setattr(torch.backends.cudnn, "benchmark", True),
-        lambda: torch.backends.cudnn.benchmark,
     ),
     "torch.set_default_device": (
         lambda: torch.set_default_device("meta"), torch.get_default_device,
@@ -42,21 +34,12 @@ CHANGES = {  # by the name in the warning: a change, and what reads the setting
     "torch.set_autocast_enabled": (
         lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu"),
     ),
-    "torch.backends.mkldnn.enabled": (
-        lambda: setattr(torch.backends.mkldnn, "enabled", False),
-        lambda: torch.backends.mkldnn.enabled,
-    ),
-    "torch.backends.cuda.enable_flash_sdp": (
-        lambda: torch.backends.cuda.enable_flash_sdp(False), torch.backends.cuda.flash_sdp_enabled,
-    ),
     "numpy.seterr": (lambda: np.seterr(all="raise"), np.geterr),
-    "numpy.set_printoptions": (lambda: np.set_printoptions(precision=2), np.get_printoptions),
     "os.chdir": (lambda: os.chdir("/"), os.getcwd),
     "locale.setlocale": (
         lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8"), lambda: locale.setlocale(locale.LC_ALL),
     ),
     "socket.setdefaulttimeout": (lambda: socket.setdefaulttimeout(3), socket.getdefaulttimeout),
-    "sys.setrecursionlimit": (lambda: sys.setrecursionlimit(5000), sys.getrecursionlimit),
 }  # fmt: skip
 IN_MAIN = {  # of calls in the main thread alone
     "signal.SIGINT": (
