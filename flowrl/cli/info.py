@@ -2,10 +2,10 @@
 
 import importlib.util
 import os
-import sys
+import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,7 +14,6 @@ from flowrl.cli._console import print_checks, say
 from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
-    import torch
     from packaging.requirements import Requirement
 
 
@@ -77,7 +76,9 @@ OPTIONAL = {  # package: its extra, and what it is for
 
 def examine() -> list[CheckResult]:
     """Check everything a run depends on, without a network."""
-    return [*_basics(), *_packages(), *_optional(), *_opencv(), *_device(), *_data()]
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    own = [_check("flowrl", flowrl.__version__), _check("python", python)]
+    return [*own, *_packages(), *_device(), *_data()]
 
 
 def healthy(results: list[CheckResult]) -> bool:
@@ -85,17 +86,10 @@ def healthy(results: list[CheckResult]) -> bool:
     return all(result.state != "problem" for result in results)
 
 
-def _basics() -> Iterator[CheckResult]:
-    import platform
-
-    yield CheckResult(topic="flowrl", state="ok", detail=flowrl.__version__)
-    old = sys.version_info < (3, 11)
-    yield CheckResult(
-        topic="python",
-        state="problem" if old else "ok",
-        detail=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        remedy="Use Python 3.11 or newer." if old else "",
-    )
+def _check(
+    topic: str, detail: str, state: Literal["ok", "missing", "problem"] = "ok", remedy: str = ""
+) -> CheckResult:
+    return CheckResult(topic=topic, state=state, detail=detail, remedy=remedy)
 
 
 def _installed(package: str) -> str | None:
@@ -123,39 +117,26 @@ def _packages() -> Iterator[CheckResult]:
     ranges = _ranges()
     for package, use in NEEDED.items():
         version, wanted = _installed(package), ranges.get(package)
-        wrong = f"not installed: {use}" if version is None else ""
-        if version and wanted and not wanted.specifier.contains(version, prereleases=True):
-            wrong = f"{version}, expected {wanted.specifier}"
-        yield CheckResult(
-            topic=package,
-            state="problem" if wrong else "ok",
-            detail=wrong or str(version),
-            remedy=f'pip install "{wanted or package}"' if wrong else "",
-        )
-
-
-def _optional() -> Iterator[CheckResult]:
+        remedy = f'pip install "{wanted or package}"'
+        if version is None:
+            yield _check(package, f"not installed: {use}", "problem", remedy)
+        elif wanted and not wanted.specifier.contains(version, prereleases=True):
+            yield _check(package, f"{version}, expected {wanted.specifier}", "problem", remedy)
+        else:
+            yield _check(package, version)
     for package, (extra, use) in OPTIONAL.items():
-        version = _installed(package)
-        yield CheckResult(
-            topic=package,
-            state="ok" if version else "missing",
-            detail=version or f"optional: {use}",
-            remedy="" if version else f'From a clone of the project: pip install ".[{extra}]"',
-        )
-
-
-def _opencv() -> Iterator[CheckResult]:
-    """Check for two builds of OpenCV, which overwrite each other."""
+        if version := _installed(package):
+            yield _check(package, version)
+        else:
+            remedy = f'From a clone of the project: pip install ".[{extra}]"'
+            yield _check(package, f"optional: {use}", "missing", remedy)
     builds = [p for p in ("opencv-python", "opencv-contrib-python") if _installed(p)]
-    if builds and _installed("opencv-python-headless"):
-        yield CheckResult(
-            topic="opencv",
-            state="problem",
-            detail=f"{builds[0]} and opencv-python-headless share the folder cv2",
-            remedy=f"pip uninstall {builds[0]}, then pip install --force-reinstall --no-deps "
+    if builds and _installed("opencv-python-headless"):  # they overwrite each other
+        yield _check(
+            "opencv", f"{builds[0]} and opencv-python-headless share the folder cv2", "problem",
+            f"pip uninstall {builds[0]}, then pip install --force-reinstall --no-deps "
             "opencv-python-headless",
-        )
+        )  # fmt: skip
 
 
 def _device() -> Iterator[CheckResult]:
@@ -163,58 +144,38 @@ def _device() -> Iterator[CheckResult]:
         return
     import torch
 
-    threads, cores = torch.get_num_threads(), os.cpu_count()
-    yield CheckResult(
-        topic="cpu",
-        state="ok",
-        detail=f"{cores} cores, {threads} threads in use",
-        remedy="" if threads == 1 else "Set run.threads=1 if other jobs share this machine.",
-    )
-    if torch.cuda.is_available():
-        card = torch.cuda.get_device_properties(0)
-        detail = (
-            f"{torch.cuda.device_count()} x {card.name}, {card.total_memory / 2**30:.0f} GB, "
-            f"bf16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"
-        )
-        yield CheckResult(topic="cuda", state="ok", detail=detail)
-    else:
-        yield CheckResult(
-            topic="cuda",
-            state="missing",
-            detail=f"torch {torch.__version__} sees no CUDA device",
-            remedy="The tiny presets need none; the others do.",
-        )
-    yield _precisions(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if torch.backends.mps.is_available():
-        yield CheckResult(topic="mps", state="ok", detail="available; without float64")
-
-
-def _precisions(device: "torch.device") -> CheckResult:
     from flowrl.quantization.backends import capability_of, native_formats
 
+    threads = torch.get_num_threads()
+    remedy = "" if threads == 1 else "Set run.threads=1 if other jobs share this machine."
+    yield _check("cpu", f"{os.cpu_count()} cores, {threads} threads in use", remedy=remedy)
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(0)
+        memory, bf16 = card.total_memory / 2**30, torch.cuda.is_bf16_supported()
+        cards = f"{torch.cuda.device_count()} x {card.name}, {memory:.0f} GB"
+        yield _check("cuda", f"{cards}, bf16 {'yes' if bf16 else 'no'}")
+    else:
+        detail = f"torch {torch.__version__} sees no CUDA device"
+        yield _check("cuda", detail, "missing", "The tiny presets need none; the others do.")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     formats = ", ".join(native_formats(capability_of(device)))
-    return CheckResult(
-        topic="precisions",
-        state="ok",
-        detail=f"{formats}; nvfp4-emulated has nvfp4's numbers anywhere, not its speed",
-    )
+    emulated = "nvfp4-emulated has nvfp4's numbers anywhere, not its speed"
+    yield _check("precisions", f"{formats}; {emulated}")
+    if torch.backends.mps.is_available():
+        yield _check("mps", "available; without float64")
 
 
 def _data() -> Iterator[CheckResult]:
     from flowrl.config.load import preset_names
 
     pipelines = sorted(Path(flowrl.__file__).parent.rglob("model_index.json"))
-    names = ", ".join(path.parent.name for path in pipelines)
-    yield CheckResult(
-        topic="tiny pipelines",
-        state="ok" if pipelines else "problem",
-        detail=names or "none in the package",
-        remedy="" if pipelines else "From a clone: pip install --force-reinstall --no-deps .",
-    )
-    yield CheckResult(topic="presets", state="ok", detail=", ".join(preset_names()))
+    if pipelines:
+        yield _check("tiny pipelines", ", ".join(path.parent.name for path in pipelines))
+    else:
+        remedy = "From a clone: pip install --force-reinstall --no-deps ."
+        yield _check("tiny pipelines", "none in the package", "problem", remedy)
+    yield _check("presets", ", ".join(preset_names()))
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-    yield CheckResult(
-        topic="hub",
-        state="ok",
-        detail="offline (HF_HUB_OFFLINE is set)" if offline else "used when a model is named",
+    yield _check(
+        "hub", "offline (HF_HUB_OFFLINE is set)" if offline else "used when a model is named"
     )

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
+from flowrl.config.load import differences
 from flowrl.errors import DamagedFile, UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.utils.digests import check_seal, content_digest, digest, notes_of, seal, sealed_digest
@@ -136,21 +137,13 @@ def create_dataset(folder: Path, metadata: DatasetMetadata) -> None:
     if before is None or not finished_shards(folder):
         write_text(folder / METADATA, metadata.text())
         return
-    was, now = (_flat(asdict(each)) for each in (before, metadata))
-    for name in [*now, *was]:
-        if was.get(name) != now.get(name):
-            raise UserError(
-                f"{folder} was collected with {name} = {json.dumps(was.get(name))}, and this "
-                f"recipe has {json.dumps(now.get(name))}: use that recipe, or another folder"
-            )
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Return nested dictionaries as one, with dotted names."""
-    if not isinstance(value, dict):
-        return {name: value}
-    inner = (_flat(v, f"{name}.{k}" if name else k) for k, v in value.items())
-    return {k: v for part in inner for k, v in part.items()}
+    changed = differences(asdict(before), asdict(metadata))
+    if changed:
+        name, (was, now) = next(iter(changed.items()))
+        raise UserError(
+            f"{folder} was collected with {name} = {json.dumps(was)}, and this recipe has "
+            f"{json.dumps(now)}: use that recipe, or another folder"
+        )
 
 
 def append_shard(
