@@ -253,3 +253,23 @@ def check_names(installed, tmp_path):
 
 def test_a_wheel_and_the_rewards_of_a_user_live_together(unpacked, tmp_path):
     check_names(unpacked, tmp_path)
+
+
+@pytest.mark.slow
+def test_pip_installs_what_lives_with_the_rewards_of_a_user(tmp_path):
+    for number, words in enumerate([[str(ROOT)], ["-e", str(ROOT)]]):
+        target = tmp_path / str(number)
+        pip = ["pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(target)]
+        result = python("-m", *pip, *words)
+        assert result.returncode == 0, result.stderr
+        check_names(target, target)
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_runs_the_quickstarts_first_iteration(wheel, tmp_path):
+    pip = ["pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "here"), str(wheel)]
+    assert python("-m", *pip).returncode == 0
+    words = ["-m", "flowrl", *SMALL, "run.iterations=1"]
+    result = python(*words, cwd=tmp_path, path=tmp_path / "here")
+    assert result.returncode == 0, result.stderr
+    assert "runs/quickstart/gallery/index.html" in result.stdout.replace(os.sep, "/")

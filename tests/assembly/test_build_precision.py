@@ -14,6 +14,7 @@ from flowrl.quantization import rollout_model as prepare
 from flowrl.quantization.linear import exact_weights, same_precision_layers
 from flowrl.sampling.rollout import Timer
 from flowrl.training.evaluate import Evaluation
+from flowrl.training.tracking import read_metrics
 from flowrl.utils.distributed import Runtime
 
 LOW = {"precision": "nvfp4-emulated", "min_dim": 0}  # the tiny layers too
@@ -115,3 +116,20 @@ def test_a_precision_that_cannot_be_used_is_not_written(learner, tmp_path, monke
     with pytest.raises(UserError, match="something else"):
         learner()
     assert not (tmp_path / build_precision.FILE).exists()
+
+
+def numbers(folder):
+    lines = [line for line in read_metrics(folder) if "loss" in line]
+    left_out = ("time/", "eval/")
+    return [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in lines]
+
+
+@pytest.mark.slow
+def test_a_run_in_two_sessions_ends_as_one_does(config_for, load_tiny, tmp_path):
+    align(config_for("whole"), pipeline=load_tiny())
+    align(config_for("parts", iterations=1), pipeline=load_tiny())
+    align(config_for("parts"), pipeline=load_tiny(), resume="latest")
+    whole, parts = (numbers(tmp_path / name) for name in ("whole", "parts"))
+    assert len(whole) == 2 and whole == parts
+    assert all(line[NATS] == 0 for line in whole)
+    assert whole[0]["loss"] != whole[1]["loss"]

@@ -63,3 +63,12 @@ def test_two_rewards_of_one_name_are_refused():
     near = {"name": "far", "executor": REMOTE | {"token_env": None}}
     specs = build_rewards(config(near, near | {"label": "second"}))
     assert [spec.name for spec in specs] == ["far", "second"]
+
+
+def test_a_missing_token_is_refused(monkeypatch):
+    for value in [None, ""]:
+        monkeypatch.delenv("REWARD_TOKEN", raising=False)
+        if value is not None:
+            monkeypatch.setenv("REWARD_TOKEN", value)
+        with pytest.raises(UserError, match="token_env is 'REWARD_TOKEN'"):
+            build_rewards(config({"name": "ocr"}, {"name": "far", "executor": REMOTE}))

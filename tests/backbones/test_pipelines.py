@@ -141,3 +141,32 @@ def test_noise_levels_are_read_without_a_forward():
     backbone.transformer.register_forward_hook(lambda *_: forwards.append(None))
     times = backbone.times(torch.tensor([0.25, 0.75]))
     assert (times.diff() > 0).all() and not forwards
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_velocity():
+    case = Case(diffusers.Flux2KleinPipeline, torch.float32, 1.0)
+    with torch.no_grad():
+        plain = case.backbone.velocity(case.x, case.sigmas[1], case.cond)
+        case.backbone.transformer.compile_repeated_blocks(fullgraph=True)
+        compiled = case.backbone.velocity(case.x, case.sigmas[1], case.cond)
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_the_pipelines_own_call_is_as_before(load_tiny):
+    pipeline = load_tiny()
+
+    def latents():
+        generator = torch.Generator().manual_seed(0)
+        return pipeline(
+            "a red circle", num_inference_steps=2, generator=generator, output_type="latent",
+            max_sequence_length=12,
+        ).images  # fmt: skip
+
+    before = latents()
+    backbone = PipelineBackbone(pipeline, max_sequence_length=12)
+    cond = backbone.encode(["a red circle"], [""])
+    with torch.no_grad():
+        x = torch.zeros(1, *backbone.latent_shape())
+        backbone.decode(backbone.velocity(x, torch.tensor(0.5), cond))
+    assert torch.equal(latents(), before)

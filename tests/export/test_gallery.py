@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from flowrl.export.gallery import (
     fair_sample,
     gallery_page,
     largest_remainders,
+    write_gallery,
 )
 from flowrl.functional.contrasts import Contrast
 from flowrl.training.evaluate import Evaluation, EvaluationComparison
@@ -149,3 +151,27 @@ def test_shares_add_up_and_are_within_one_of_exact(weights, count):
     assert sum(shares) == (count if total else 0)
     for share, weight in zip(shares, weights, strict=True):
         assert abs(share - (count * weight / total if total else 0)) < 1
+
+
+COLUMNS = ("base", "RLG 0.5", "RLG 2")
+
+
+def test_text_and_pages_are_safe(tmp_path):
+    # Text from outside stays text wherever it is shown.
+    for text in HOSTILE:
+        plain = Page(gallery_page([pair(geneval=(0, 1))], title="t", summary=[row()], caption="c"))
+        page = Page(
+            gallery_page(
+                [pair(text, 0, **{text: (0, 1)})], title=text, summary=[row(text)], caption=text
+            )
+        )
+        assert [tag for tag, _ in page.tags] == [tag for tag, _ in plain.tags]
+        assert [set(attrs) for _, attrs in page.tags] == [set(attrs) for _, attrs in plain.tags]
+        assert page.text.count(text) >= 5  # title, heading, caption, table, prompt, reward
+    # Pages without pairs or with other columns are refused.
+    # A row with other columns than the page is refused.
+    with pytest.raises(ValueError, match="zip"):
+        gallery_page([pair()], title="t", columns=COLUMNS)
+    # A gallery without pairs is refused.
+    with pytest.raises(ValueError, match="at least one pair"):
+        write_gallery(tmp_path, [], title="t")

@@ -1,6 +1,8 @@
 """An option is written once, in a class free of torch, and a toy objective touches one file."""
 
 import ast
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,3 +91,23 @@ def test_what_is_no_objective_is_refused_by_its_name():
     for wrong in (OldSignature(), object()):
         with pytest.raises(UserError, match="mine:Old"):
             check_objective(wrong, "mine:Old")
+
+
+def test_no_option_of_an_objective_has_a_second_default():
+    package = Path(flowrl.__file__).parent
+    names = {
+        field for _, path, fields in classes() if path.name == "objectives.py" for field in fields
+    }
+    for path in (package / "objectives").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                args = [*node.args.posonlyargs, *node.args.args]
+                defaults = args[len(args) - len(node.args.defaults) :]
+                pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+                defaults += [arg for arg, default in pairs if default is not None]
+                assert not names & {arg.arg for arg in defaults}, (path, node.name)
+
+
+def test_options_import_no_torch():
+    code = "import sys, flowrl.config.objectives; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

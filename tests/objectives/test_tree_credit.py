@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from grown import LOPSIDED, assert_exact_with_nan, edge_log_probs, fused, rewarded
+from grown import LOPSIDED, assert_exact_with_nan, edge_log_probs, fused, rewarded, trees
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -286,3 +286,19 @@ def test_selections_are_those_of_their_papers(case):
             assert set((pairs[row] & inside).nonzero().flatten().tolist()) == expected
         above = {n for leaf in tree.leaf[valid[row]].tolist() for n in tree.path(leaf)}
         assert set(edges_above(tree.below, valid)[row].nonzero().flatten().tolist()) == above
+
+
+def test_chains_get_flow_grpos_advantage_at_every_step():
+    advantage, keep = tree_credit(rollout(CHAINS, REWARD), CreditOptions())
+    torch.testing.assert_close(advantage, z(REWARD)[:, None].expand(4, 2))
+    assert bool(keep.all())
+
+
+@given(tree=trees())
+def test_a_leaf_is_below_itself_and_all_nodes_above_it(tree):
+    below, splits = leaves_below(tree.parent, tree.leaf), last_split(tree.parent, tree.leaf)
+    for column, leaf in enumerate(tree.leaf.tolist()):
+        path = tree.path(leaf)
+        assert below[:, column].nonzero().flatten().tolist() == sorted(path)
+        above = [n for n in path[:-1] if len(tree.children(n)) > 1]
+        assert splits[column] == (above[-1] if above else 0)

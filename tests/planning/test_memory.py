@@ -10,6 +10,7 @@ from flowrl.planning.memory import (
     CONTEXT,
     MemoryPlan,
     adapter_parameters,
+    encoded_prompts,
     few_bits_bytes,
     full_network,
 )
@@ -17,6 +18,7 @@ from flowrl.planning.model_specs import MODEL_SPECS, spec_for
 from flowrl.planning.rewards import CLIP_L
 from flowrl.planning.work import count_work
 from flowrl.trees.memory import rollout_bytes
+from flowrl.trees.plan import ode_plan
 from flowrl.trees.presets import chains
 
 pytestmark = pytest.mark.usefixtures("even_activations")
@@ -165,3 +167,24 @@ def test_a_machine_holds_every_process_s_pipeline_but_one_sharded_network():
     assert difference == 7 * shared.transformer_bytes()
     free = plan(8, **sections, memory={"text_encoders": "free"}).host_bytes()
     assert many["loading"] - free["loading"] == 8 * shared.encoders
+
+
+def test_encoded_prompts_are_those_of_the_file(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a cat\na dog\na cat\n")
+    rollout = {"prompts_per_iteration": 2}
+    free = {"text_encoders": "free"}
+    few, missing = (
+        plan(prompts={"train": str(path)}, rollout=rollout, memory=free).config
+        for path in (file, tmp_path / "none.txt")
+    )
+    assert (encoded_prompts(few), encoded_prompts(missing)) == (2, 6)
+
+
+def test_latents_are_those_of_the_rollout():
+    memory = plan()
+    latent = memory.spec.channels * (64 // memory.spec.factor) ** 2
+    expected = rollout_bytes(memory.kind.plan, 2, latent, 2)
+    assert parts("rollout")["latents"] == parts("training")["latents"] == expected
+    few = parts("evaluation", evaluation=EVALUATED | {"num_inference_steps": 4})
+    assert few["latents"] == rollout_bytes(ode_plan(4), 2, latent, 2)

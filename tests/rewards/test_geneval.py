@@ -98,3 +98,11 @@ def test_an_image_on_which_the_detector_fails_is_missing_in_every_mode_and_spoil
         scores, reasons = scripted(picky, mode=mode)(images, [""] * 3, [CAT] * 3)
         assert scores[0] == scores[2] == 1 and scores[1].isnan()
         assert list(reasons) == [1] and "RuntimeError: too dark" in reasons[1]
+
+
+@pytest.mark.weights
+def test_the_published_detector_sees_the_cat():
+    made = GenEval("official", detector="mask2former")
+    (item,) = made.fixtures()
+    images = torch.stack([item["better"], item["worse"]])
+    assert scores_of(made, images, [item["metadata"]] * 2).tolist() == [1, 0]

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import socket
+from itertools import product
 
 import pytest
 
@@ -257,3 +258,76 @@ def test_a_recipe_is_planned_started_watched_stopped_and_resumed(page, serve, tm
             process.send_signal(signal.SIGKILL)
     assert last > first + 1 >= 3
     assert [row["step"] for row in read_metrics(folder)] == list(range(1, last + 1))
+
+
+NAMELESS = """() => [...document.querySelectorAll(
+    'main :is(input, select, textarea, button, a, img, canvas, progress, [role])')]
+  .filter(e => e.checkVisibility())
+  .filter(e => !(e.ariaLabel || e.alt || e.labels?.length || e.textContent.trim()))
+  .map(e => e.outerHTML)"""
+
+
+def test_every_view_fits_phone_and_desk_in_light_and_dark(page, address):
+    seen = set()
+    for view in ("", "#/run?run=one", "#/compare", "#/start"):
+        opened(page, address, view)
+        page.wait_for_selector("main :is(.reading .value, .state, .start)")
+        for width, scheme in product((390, 1366), ("light", "dark")):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.emulate_media(color_scheme=scheme)
+            assert too_wide(page) <= 0, (view, width)
+            assert page.evaluate(NAMELESS) == [], (view, width)
+            small = page.evaluate(
+                "[...document.querySelectorAll('main button, main .button')]"
+                ".filter(e => e.checkVisibility() && e.clientHeight < 36).length"
+            )
+            assert small == 0, (view, width)
+            seen.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(seen) == 2  # both schemes were drawn
+
+
+def tabs_to(page, script: str) -> None:
+    """Press Tab until the focused element is the one that `script` describes."""
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate(f"(e => {script})(document.activeElement)"):
+            outline = page.evaluate(
+                "(e => { const s = getComputedStyle(e);"
+                " return s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2; })"
+                "(document.activeElement)"
+            )
+            assert outline, script
+            return
+    raise AssertionError(f"Tab does not come to {script}")
+
+
+def test_the_keyboard_alone_opens_a_run_reads_a_curve_moves_over_time_and_compares(page, address):
+    opened(page, address)
+    page.get_by_role("link", name="one", exact=True).wait_for()
+    tabs_to(page, "e.className === 'skip'")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    tabs_to(page, "e.textContent === 'one'")
+    page.keyboard.press("Enter")
+    page.wait_for_selector('[data-metric="reward/mean"] .value')
+    assert page.evaluate("document.activeElement.tagName") == "H1"
+    tabs_to(page, "e.parentElement.dataset.metric === 'reward/mean'")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    assert reading(page, "reward/mean").inner_text() == "at 3: 0.3"
+    page.keyboard.press("Home")
+    assert reading(page, "reward/mean").inner_text() == "at 1: 0.1"
+    tabs_to(page, "e.tagName === 'SUMMARY'")
+    page.keyboard.press("Enter")
+    tabs_to(page, "e.value === 'loss'")
+    page.keyboard.press("Space")
+    page.wait_for_selector('[data-metric="loss"] .value')
+    assert page.evaluate("document.activeElement.value") == "loss"
+    page.wait_for_selector(".pair img:not([hidden])")
+    tabs_to(page, "e.type === 'range' && !e.disabled")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("output:text('the base, before training')")
+    page.wait_for_selector("figcaption:has-text('brightness 0')")
+    tabs_to(page, "e.tagName === 'SELECT'")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_selector("th:has-text('optim.lr')")
