@@ -74,16 +74,6 @@ def test_a_missing_reward_is_no_rank():
                 call(reward, RAGGED)
 
 
-@given(case=grouped(), seed=st.integers(0, 2**31))
-def test_a_lone_row_is_the_only_valid_one_of_its_group(case, seed):
-    _, group, _ = case
-    valid = torch.rand(len(group), generator=torch.Generator().manual_seed(seed)) < 0.5
-    expected = [
-        bool(v and (valid & (group == g)).sum() == 1) for v, g in zip(valid, group, strict=True)
-    ]
-    assert lone(valid, group).tolist() == expected
-
-
 @given(case=grouped())
 def test_undecided_groups_have_one_reward(case):
     reward, group, _ = case
