@@ -106,7 +106,8 @@ def compare_loras(
         entries = []
         with locked_folder(folder, "leaderboard"):
             for name, lora in _named(opened):
-                file = folder / EVALUATIONS / f"{_key_of(key, lora)}.safetensors"
+                of_lora = key if lora is None else _hex([key, lora_digest(lora)])
+                file = folder / EVALUATIONS / f"{of_lora}.safetensors"
                 evaluation = _saved(file) or _evaluate(name, lora, evaluator, runtime, file)
                 measures = _measures(evaluation, evaluator)
                 entries.append(Entry(name=name, evaluation=evaluation, measures=measures))
@@ -166,10 +167,6 @@ def _named(loras: Sequence[LoRA]) -> list[tuple[str, LoRA | None]]:
             name += "'"
         named[name] = lora
     return list(named.items())
-
-
-def _key_of(key: str, lora: LoRA | None) -> str:
-    return key if lora is None else _hex([key, lora_digest(lora)])
 
 
 def _hex(parts: Sequence[str]) -> str:

@@ -132,7 +132,8 @@ def draw_prompts(
         distinct_noise: number the seeds through all prompts. Otherwise they restart at each prompt,
             as in GenEval, and the first images of all prompts have the same noise.
     """
-    how = drawing.identity() | {"seed": seed, "prompts": _names(prompts)}
+    uids = blake2b("\n".join(p.uid for p in prompts).encode(), digest_size=8).hexdigest()
+    how = drawing.identity() | {"seed": seed, "prompts": uids}
     how |= {"distinct_noise": True, "per_prompt": per_prompt} if distinct_noise else {}
     text = json.dumps(how, indent=2, sort_keys=True, default=str) + "\n"
     saved = folder / SETTINGS
@@ -153,10 +154,6 @@ def draw_prompts(
             write_bytes(path, png(image))
             steps.advance()
     return folder
-
-
-def _names(prompts: Sequence[PromptRecord]) -> str:
-    return blake2b("\n".join(p.uid for p in prompts).encode(), digest_size=8).hexdigest()
 
 
 def _missing(

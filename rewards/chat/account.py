@@ -94,7 +94,8 @@ class Account:
             after = self._read(name) + value
             if limit is not None and after > limit:
                 return False
-            self._write(name, after)
+            row = name, after
+            self._file.execute("INSERT OR REPLACE INTO numbers VALUES (?, ?)", row)
             return True
 
     @contextlib.contextmanager
@@ -109,6 +110,3 @@ class Account:
     def _read(self, name: str) -> float:
         row = self._file.execute("SELECT value FROM numbers WHERE name = ?", (name,)).fetchone()
         return 0.0 if row is None else row[0]
-
-    def _write(self, name: str, value: float) -> None:
-        self._file.execute("INSERT OR REPLACE INTO numbers VALUES (?, ?)", (name, value))

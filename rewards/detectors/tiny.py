@@ -84,7 +84,8 @@ class TinyDetector:
         full = np.partition(levels, int(0.7 * levels.size))[int(0.7 * levels.size)]
         near = cv2.dilate(patch.mask, np.ones((3, 3), np.uint8))
         name, score = self._shape(np.minimum(patch.contrast / full, 1) * near)
-        votes = _color_votes(patch.pixels[inside & (patch.contrast > 0.8 * full)])
+        colors = _nearest_color(patch.pixels[inside & (patch.contrast > 0.8 * full)])
+        votes = np.bincount(colors, minlength=len(_NAMES) + 1)
         best = int(votes[:-1].argmax())
         sure = votes[best] > COLOR_SHARE * votes.sum()
         x, y, width, height = cv2.boundingRect(patch.mask)
@@ -116,10 +117,6 @@ def _nearest_color(pixels: np.ndarray) -> np.ndarray:
     """Convert (N, 3) to (N,) index of the nearest colour, or their number where none is near."""
     distance = ((pixels[:, None] - _PALETTE) ** 2).sum(2)
     return np.where(distance.min(1) < COLOR_DISTANCE**2, distance.argmin(1), len(_NAMES))
-
-
-def _color_votes(pixels: np.ndarray) -> np.ndarray:
-    return np.bincount(_nearest_color(pixels), minlength=len(_NAMES) + 1)
 
 
 def _cut(patch: Patch) -> list[Patch]:
