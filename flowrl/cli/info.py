@@ -77,8 +77,8 @@ OPTIONAL = {  # package: its extra, and what it is for
 def examine() -> list[CheckResult]:
     """Check everything a run depends on, without a network."""
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    own = [_check("flowrl", flowrl.__version__), _check("python", python)]
-    return [*own, *_packages(), *_device(), *_data()]
+    basics = [_check("flowrl", flowrl.__version__), _check("python", python)]
+    return [*basics, *_packages(), *_device(), *_data()]
 
 
 def healthy(results: list[CheckResult]) -> bool:

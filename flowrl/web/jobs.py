@@ -42,14 +42,13 @@ class PageJob:
     title: str
     words: tuple[str, ...]  # after `flowrl`
     log: Path
+    process: subprocess.Popen[bytes]
     recipe: str = ""  # of a plan, which may be started once it has succeeded
     changes: tuple[str, ...] = ()
     began: float = field(default_factory=time.time)
-    process: subprocess.Popen[bytes] | None = None
 
     def row(self) -> dict[str, Any]:
         """Return it for the page. exit: None while it runs."""
-        assert self.process is not None
         return {
             "job": self.name, "kind": self.kind, "title": self.title, "began": self.began,
             "pid": self.process.pid, "exit": self.process.poll(), "output": self.output(),
@@ -86,7 +85,7 @@ class Jobs:
         """Return how many runs still train that were started or resumed here."""
         with self._lock:
             jobs = [job for job in self._jobs.values() if job.kind != "plan"]
-        return sum(job.process is not None and job.process.poll() is None for job in jobs)
+        return sum(job.process.poll() is None for job in jobs)
 
     # --- stop -----------------------------------------------------------------------------------
 
@@ -114,7 +113,6 @@ class Jobs:
         """Stop a job, such as a run that still loads. Raises KeyError for an unknown one."""
         with self._lock:
             job = self._jobs[name]
-            assert job.process is not None
             key = (job.process.pid, job.began)
             if job.process.poll() is None and key not in self._stopping:
                 job.process.send_signal(signal.SIGTERM)
@@ -136,7 +134,7 @@ class Jobs:
         """
         with self._lock:
             job = self._jobs.get(name)
-        if job is None or job.kind != "plan" or job.process is None or job.process.poll() != 0:
+        if job is None or job.kind != "plan" or job.process.poll() != 0:
             raise UserError("a recipe is started after its plan: plan it first")
         if not FOLDER.fullmatch(folder):
             raise UserError(
@@ -158,7 +156,7 @@ class Jobs:
             raise UserError(f"{run.name} has no checkpoint to resume from")
         with self._lock:
             busy = [j for j in self._jobs.values() if j.kind == "resume" and j.title == run.name]
-        if any(job.process is not None and job.process.poll() is None for job in busy):
+        if any(job.process.poll() is None for job in busy):
             raise UserError(f"{run.name} is being resumed")
         return self._begin("resume", run.name, ("train", "--resume", str(run.path)))
 
@@ -175,24 +173,21 @@ class Jobs:
         folder.mkdir(parents=True, exist_ok=True)
         name = uuid.uuid4().hex[:12]
         path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind}-{name}.log"
-        job = PageJob(
-            name=name, kind=kind, title=title, words=words, log=path, recipe=recipe, changes=changes
-        )
         with open(path, "wb") as log, self._lock:
             # A session of its own, so that Ctrl-C of the server does not reach it; and one process,
             # whatever launched the server.
-            job.process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "flowrl", *words], stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, env=_environment(), start_new_session=True,
             )  # fmt: skip
-            self._jobs[job.name] = job
-            for name in self._too_many():
-                del self._jobs[name]
+            job = self._jobs[name] = PageJob(
+                name=name, kind=kind, title=title, words=words, log=path, process=process,
+                recipe=recipe, changes=changes,
+            )  # fmt: skip
+            ended = [n for n, j in self._jobs.items() if j.process.poll() is not None]
+            for old in ended[: max(0, len(self._jobs) - MOST_JOBS)]:
+                del self._jobs[old]
         return job
-
-    def _too_many(self) -> list[str]:
-        ended = [n for n, j in self._jobs.items() if j.process and j.process.poll() is not None]
-        return ended[: max(0, len(self._jobs) - MOST_JOBS)]
 
 
 def _environment() -> dict[str, str]:
