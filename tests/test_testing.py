@@ -163,7 +163,7 @@ def custom(kind):
     return {"kind": "custom", "target": f"{__name__}:{kind.__name__}"}
 
 
-QUICK = (WrongDirection, OtherKernel, MaskIgnored)  # without --slow
+QUICK = (WrongDirection, OtherKernel, MaskIgnored, CutGradient)  # without --slow
 
 
 @pytest.mark.parametrize(

@@ -320,6 +320,7 @@ class PipelineBackbone:
     def _takes_many_sigmas(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> bool:
         """Whether rows of one call may have noise levels of their own: tried once, on two rows."""
         if self._many_sigmas is None:
+            computed = self.rows.computed  # by iterations, of which a trial is no part
             two = torch.tensor([0, 0], device=x.device)
             pair, text = x[two], cond.take(two)
             levels = torch.tensor([0.9, 0.4], device=x.device)
@@ -333,6 +334,7 @@ class PipelineBackbone:
             else:
                 error = (together - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
                 self._many_sigmas = bool(error <= ROUNDING[self.transformer.dtype])
+            self.rows.computed = computed
             if not self._many_sigmas:
                 LOG.info(
                     "%s takes one noise level a call: rows are grouped by it",

@@ -76,12 +76,7 @@ def test_the_objective_of_the_guide_is_found_by_its_path_and_learns(here, make_l
     target = {"target": "my_objectives:AdvantageMatching", "args": {"kl_coef": 0.5}}
     learner = make_learner(
         objective={"kind": "custom"} | target,
-        rollout={
-            "prompts_per_iteration": 2,
-            "group_size": 4,
-            "num_inference_steps": 4,
-            "tree": {"kind": "ode"},
-        },
+        rollout={"tree": {"kind": "ode"}},
     )
     assert learner.objective.kl_coef == 0.5
     before = [p.clone() for p in learner.policy.parameters()]

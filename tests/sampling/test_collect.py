@@ -14,12 +14,7 @@ from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec
 
 PLAIN_TREE = {"tree": {"kind": "flow_grpo"}}
-ROLLOUT = {
-    "prompts_per_iteration": 2,
-    "group_size": 4,
-    "num_inference_steps": 4,
-    "tree": {"kind": "ode"},
-}
+ROLLOUT = {"tree": {"kind": "ode"}}
 NFT = {"kind": "nft", "noising": {"count": 2}, "old_decay": {"rate": None, "limit": 0.75}}
 
 

@@ -35,12 +35,7 @@ EXPLORE = {
     "precision": "bf16",
     "audit": {"every": 1, "prompts": 1},
 }
-EVALUATION = {
-    "prompts": "tiny:colors:test",
-    "num_images": 2,
-    "num_inference_steps": 1,
-    "every": 1,
-}
+EVALUATION = {"prompts": "tiny:colors:test", "num_images": 2, "num_inference_steps": 1, "every": 1}
 GDRO = {"kind": "gdro", "noising": {"count": 1}}
 NFT = {"kind": "nft", "noising": {"count": 1}}
 KINDS = {

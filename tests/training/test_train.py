@@ -15,8 +15,6 @@ from flowrl.scoring.executors.base import RewardFailure
 from flowrl.training.loop import Learner, train
 from flowrl.training.metrics import RowMeans, rollout_metrics
 
-ROLLOUT = {"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 4, "batch_size": 8}
-
 
 def warm(learner, scale: float = 0.02):
     """Away from the fresh adapter, whose second factor is 0."""
@@ -45,7 +43,7 @@ def _recorder(found: list[torch.Tensor]):
 def test_the_first_log_ratio_is_exactly_0_at_equal_batch_shapes(make_learner):
     for kernel, guidance in [("flow_sde", 3.0), ("dance_sde", 1.0), ("cps", 1.0)]:
         options = {"merge_lora": False, "kernel": kernel, "guidance_scale": guidance}
-        learner = warm(make_learner(rollout=ROLLOUT | options))
+        learner = warm(make_learner(rollout=options))
         _, metrics = learner.iterate(0)
         assert metrics["policy/ratio_error_max"] == 0
         assert metrics["policy/ratio_mean"] == 1
@@ -55,7 +53,7 @@ def test_the_first_log_ratio_is_exactly_0_at_equal_batch_shapes(make_learner):
 def test_the_old_policy_follows_by_the_share_of_the_next_iteration(make_learner):
     share = {"rate": 0.2, "limit": 0.6}  # 0.0 at iteration 0, 0.2 at 1, 0.4 at 2
     objective = {"kind": "nft", "noising": {"count": 2}, "old_decay": share}
-    learner = warm(make_learner(rollout=ROLLOUT | {"tree": {"kind": "ode"}}, objective=objective))
+    learner = warm(make_learner(rollout={"tree": {"kind": "ode"}}, objective=objective))
 
     def adapter(name: str) -> torch.Tensor:
         tensors = adapter_tensors(learner.policy, name)
@@ -79,14 +77,14 @@ def adapter_tensors(policy, name: str) -> list[torch.Tensor]:
 def test_siblings_and_every_tree_learn_at_a_ratio_of_1(make_learner):
     # Siblings learn from one forward and their first ratio is exactly 0 too.
     tree = {"kind": "tree_grpo", "branch": 4, "window": {"kind": "fixed", "size": 1}}
-    learner = warm(make_learner(rollout=ROLLOUT | {"merge_lora": False, "tree": tree}))
+    learner = warm(make_learner(rollout={"merge_lora": False, "tree": tree}))
     rollout, metrics = learner.iterate(0)
     assert metrics["policy/ratio_error_max"] == 0
     assert metrics["tree/train_forwards"] == 2 and metrics["tree/trained_edges"] == 8
     assert metrics["grad/norm"] > 0 and metrics["tree/distance/step_0"] > 0
     # Every shape learns at a ratio of 1.
     for kind, (tree, credit) in TREES.items():
-        rollout = ROLLOUT | {"tree": {"kind": kind} | tree}
+        rollout = {"tree": {"kind": kind} | tree}
         objective = {"kl_coef": 0.1, "advantage": credit}
         learner = warm(make_learner(rollout=rollout, objective=objective))
         drawn, metrics = learner.iterate(0)
@@ -106,7 +104,7 @@ def test_folded_or_in_half_precision_the_first_ratio_stays_1(make_learner):
     # Merged into the weights it is 1 to float tolerance, beside them exactly, also in batches
     # smaller than a rollout.
     for options in ({"merge_lora": True}, {"merge_lora": False, "batch_size": 3}):
-        _, metrics = warm(make_learner(rollout=ROLLOUT | options)).iterate(0)
+        _, metrics = warm(make_learner(rollout=options)).iterate(0)
         assert metrics["policy/ratio_error_max"] < 0.1  # nats
         assert (metrics["policy/ratio_error_max"] == 0) == (not options["merge_lora"])
     # Networks in half precision give exact first ratios too. The precision of accelerate is a
@@ -159,7 +157,7 @@ def test_two_updates_split_the_gradient_of_one_by_groups(make_learner):
 def test_a_second_update_sees_a_ratio_that_has_moved(make_learner):
     learner = warm(
         make_learner(
-            rollout=ROLLOUT | {"merge_lora": False},
+            rollout={"merge_lora": False},
             optim={"updates_per_rollout": 2, "lr": 1e-2, "micro_batch": 4},
         )
     )
@@ -274,5 +272,5 @@ def test_a_rollout_is_gone_before_evaluation_and_the_next_one(make_learner, monk
     run.options.seed = 0
     run.begin.return_value, run.should_stop.return_value = 0, False
     monkeypatch.setattr(Learner, "iterate", iterate)
-    train(make_learner(rollout=ROLLOUT), run, iterations=2)
+    train(make_learner(), run, iterations=2)
     assert shown == [True, True] and len(held) == 2
