@@ -139,7 +139,7 @@ OBJECTIVES = {  # the fault, and the words that name it
     WritesIntoRollout: "changes the rollout",
     OtherKernel: "ratio",
     Undeclared: "models.old",
-    CutGradient: "gradient",
+    CutGradient: "falls along its gradient",
 }
 
 # --- facts --------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -138,22 +137,19 @@ def test_candidates_without_a_score_are_not_ranked_and_are_counted(make_learner)
     assert metrics["reward/invalid"] == 0
 
 
+def watched(images, prompts, metadata):
+    SEEN.append(len(images))
+    return images.mean((1, 2, 3))
+
+
+SEEN: list[int] = []
+
+
 def test_rewards_that_are_only_watched_are_not_asked_about_candidates(make_learner):
-    seen = []
-
-    class Watched:
-        def __call__(self, images, prompts, metadata):
-            seen.append(len(images))
-            return images.mean((1, 2, 3))
-
-    learner = explorer(make_learner)
-    spec = replace(learner.specs[0], name="watched", reward=Watched(), executor=None, held_out=True)
-    spec = replace(spec, when="both")
-    specs = [*learner.specs, spec]
-    stage = replace(learner.source.generator, specs=specs)
-    learner = replace(learner, specs=specs, source=replace(learner.source, generator=stage))
+    held_out = {"name": f"{__name__}:watched", "held_out": True, "when": "both"}
+    learner = explorer(make_learner, specs=[{"name": "brightness"}, held_out])
     learner.iterate(0)
-    assert sum(seen) == 8
+    assert sum(SEEN) == 8
 
 
 def test_a_candidate_with_several_leaves_is_worth_their_mean(make_learner):
