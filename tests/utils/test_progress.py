@@ -15,6 +15,18 @@ def run(every: float, **values) -> list[str]:
     return out.getvalue().splitlines()
 
 
+def test_the_time_that_is_left_is_that_of_the_steps_after_the_slow_first_one(monkeypatch):
+    times = iter([0.0, 100.0, 110.0, 120.0])
+    monkeypatch.setattr("flowrl.utils.progress.time.monotonic", lambda: next(times))
+    out = io.StringIO()
+    steps = Steps("train", 5, console=Console(file=out), every=0)
+    for _ in range(3):
+        steps.advance()
+    assert out.getvalue().splitlines()[1:] == [
+        "train 2/5 1:50 (left 0:30)", "train 3/5 2:00 (left 0:20)",
+    ]  # fmt: skip
+
+
 def test_progress_is_told_in_lines_or_a_bar():
     # Each line says the step the time and the values.
     lines = run(0, reward=0.5, kl=None, skipped=2)
