@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flowrl import __version__
 from flowrl.assembly.learner import ProvidedObjects, evaluation_prompts, training_prompts
+from flowrl.backbones.loading import check_pipeline
 from flowrl.config import Config, config_yaml, load_config, parse_config
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
@@ -46,6 +47,8 @@ def start_on_all(
     """Return the decision of the main process on all processes."""
     decided, facts = None, {}
     with runtime.raise_on_all():
+        if provided.pipeline is None:
+            check_pipeline(config.pipeline.path, config.pipeline.revision)
         facts = recipe_facts(config, provided)
         if runtime.is_main:
             decided = decide(config, facts, resume=resume, accept_changes=accept_changes)

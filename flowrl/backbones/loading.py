@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from flowrl.backbones.families import FAMILIES, family_of
+from flowrl.backbones.families import FAMILIES, check_trainable, family_of
 from flowrl.backbones.offload import place_pipeline
+from flowrl.backbones.text_cache import index_file
 from flowrl.errors import UserError
 from flowrl.utils.untrusted import check_regular, read_json
 
@@ -91,6 +92,29 @@ def load_pipeline(
     pipeline.set_progress_bar_config(disable=True)
     _channels_last(pipeline.vae)  # its convolutions are faster for it
     return pipeline if device is None else place_pipeline(pipeline, torch.device(device), away)
+
+
+def check_pipeline(path: str, revision: str | None = None) -> None:
+    """Check a pipeline's class before anything is loaded, where this machine has its index.
+
+    Raises:
+        UserError: diffusers has no such class, or flowrl cannot train it.
+    """
+    index = index_file(pipeline_path(path), revision)
+    kind = read_json(index).get("_class_name") if index is not None else None
+    if isinstance(kind, str):
+        check_trainable(kind)
+        diffusers_class(kind)
+
+
+def diffusers_class(name: str) -> type:
+    """Return a pipeline class of the installed diffusers. Raises UserError if it has none."""
+    import diffusers
+
+    kind = getattr(diffusers, name, None)
+    if kind is None:
+        raise UserError(f"diffusers {diffusers.__version__} has no {name}: install a newer one")
+    return kind
 
 
 def check_folder(folder: Path) -> None:

@@ -94,7 +94,7 @@ def init(
     write_text(file, recipe_text(file, parent, name, source, rewards))
     load_config(file)  # as flowrl train will
     if _bytes(size) and class_of(load_config(parent).pipeline.path) != kind:
-        say(f"No recipe is for a {kind} yet: {parent} is the nearest in size.")
+        say(f"No recipe trains {kind} yet: {parent} is the nearest in size.")
     say(f"{file} is written: {parent} with your own pipeline, prompts and rewards.\n")
     memory_words = f" --memory {size}" if _bytes(size) else ""
     say(f"next  flowrl plan {file}{memory_words}\n      flowrl train {file} --dry-run")

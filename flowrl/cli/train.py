@@ -170,7 +170,8 @@ def print_what_next(config: "Config", trained: "TrainedRun") -> None:
     if trained.lora is not None:
         folder, pipeline = shlex.quote(str(trained.folder)), shlex.quote(config.pipeline.path)
         typer.echo(f'next       flowrl sample {pipeline} "a prompt of yours" --lora {folder}')
-        typer.echo(f"           flowrl gallery {folder}")
+        if config.held_out is not None:
+            typer.echo(f"           flowrl gallery {folder}")
 
 
 def _started(

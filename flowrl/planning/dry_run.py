@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flowrl.backbones.families import family_of
-from flowrl.backbones.loading import pipeline_path
+from flowrl.backbones.loading import check_pipeline, diffusers_class, pipeline_path
 from flowrl.backbones.small import small_folder
 from flowrl.config import Config, parse_config
 from flowrl.config.rewards import HTTPOptions, RewardOptions
@@ -100,6 +100,7 @@ def _as_text(value: Any) -> str:
 
 def _shrink_pipeline(draft: _Draft, config: Config, folder: Path) -> None:
     precision = config.pipeline.precision
+    check_pipeline(config.pipeline.path, config.pipeline.revision)
     kind = pipeline_class(config.pipeline.path, config.pipeline.revision)
     tiny = family_of(kind).built_in
     if not tiny:
@@ -122,19 +123,6 @@ def _shrink_pipeline(draft: _Draft, config: Config, folder: Path) -> None:
     draft.put("memory.base_bits", None)
     if config.memory.prompt_cache is not None:
         draft.put("memory.prompt_cache", str(folder / "prompt-cache"), "a temporary folder")
-
-
-def diffusers_class(name: str) -> type:
-    """Return a pipeline class of the installed diffusers. Raises UserError if it has none."""
-    import diffusers
-
-    kind = getattr(diffusers, name, None)
-    if kind is None:
-        raise UserError(
-            f"diffusers {diffusers.__version__} has no {name}: install a newer one, without which "
-            "--dry-run cannot build a small pipeline of this class"
-        )
-    return kind
 
 
 def _shrink_rollout(draft: _Draft, config: Config) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 from flowrl.assembly.work_split import WorkSplit, split_work
+from flowrl.backbones.loading import check_pipeline
 from flowrl.config import Config
 from flowrl.config.load import find_recipe
 from flowrl.errors import UserError
@@ -62,8 +63,10 @@ def make_plan(
 ) -> Plan:
     """Plan a recipe on GPUs of `memory` bytes, in a machine of `host_memory` or like this one.
 
-    Raises UserError if the GPUs cannot split the recipe's work.
+    Raises UserError for a pipeline that cannot be trained, or where the GPUs cannot split the
+    recipe's work.
     """
+    check_pipeline(config.pipeline.path, config.pipeline.revision)
     work = count_work(config)
     split = [split_work(load, gpus) for load in work.loads][0]
     spec, unknown = _spec(config)

@@ -1,10 +1,17 @@
-"""Loading a pipeline: how its autoencoder lies in memory."""
+"""Loading a pipeline: what is refused before, and how its autoencoder lies in memory."""
 
+import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from flowrl.backbones.loading import load_pipeline
+from flowrl.api import align
+from flowrl.backbones.loading import check_pipeline, load_pipeline
+from flowrl.config import load_config
+from flowrl.errors import UserError
+from flowrl.planning.dry_run import rehearse
+from flowrl.planning.plan import make_plan
 
 
 def test_autoencoders_of_videos_load_and_keep_their_weights(monkeypatch):
@@ -24,3 +31,17 @@ def test_autoencoders_of_videos_load_and_keep_their_weights(monkeypatch):
     for tensor in loaded.parameters():
         if tensor.ndim == 4:
             assert tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("FluxKontextPipeline", "edits images"), ("StableDiffusionXLPipeline", "removes noise"),
+     ("FooBarPipeline", "has no FooBarPipeline")],
+)  # fmt: skip
+def test_what_cannot_train_is_refused_before_anything_is_loaded(tmp_path, kind, reason):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind}))
+    config = load_config("quickstart", [f"pipeline.path={tmp_path}"])
+    for start in (align, make_plan, lambda c: rehearse(c, tmp_path / "rehearsal")):
+        with pytest.raises(UserError, match=reason):
+            start(config)
+    check_pipeline("tiny-sd3")
