@@ -251,6 +251,7 @@ def check_names(installed, tmp_path):
     assert result.stdout.splitlines() == expected, result.stderr
 
 
+@pytest.mark.slow
 def test_a_wheel_and_the_rewards_of_a_user_live_together(unpacked, tmp_path):
     check_names(unpacked, tmp_path)
 

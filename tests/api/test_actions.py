@@ -26,9 +26,9 @@ def run_dir(tiny_config, tmp_path_factory):
         run={"output_dir": str(folder), "iterations": 3, "sample_every": 2, "push_to_hub": True},
         evaluation={
             "prompts": "tiny:geneval:test",
-            "num_images": 6,
-            "num_inference_steps": 3,
-            "batch_size": 6,
+            "num_images": 2,
+            "num_inference_steps": 2,
+            "batch_size": 2,
         },
     )
     with pytest.MonkeyPatch.context() as patch:  # the Hub is a folder beside the run's

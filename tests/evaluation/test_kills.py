@@ -61,7 +61,7 @@ def work(tiny_config, monkeypatch):
 
 
 COMMANDS = ["evaluate", "benchmark", "encode"]
-QUICK = [("evaluate", 1), ("evaluate", 17), ("benchmark", 1), ("encode", 1)]
+QUICK = [("evaluate", 1), ("evaluate", 17), ("benchmark", 1)]
 
 
 @pytest.mark.parametrize(

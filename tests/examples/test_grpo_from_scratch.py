@@ -24,6 +24,7 @@ def example(monkeypatch):
     return module
 
 
+@pytest.mark.slow
 def test_its_losses_and_lora_are_those_of_flowrl_train(example, tmp_path):
     settings = example.Settings(iterations=2, prompts_per_iteration=2, group_size=4)
     losses = example.main(settings, tmp_path / "scratch")

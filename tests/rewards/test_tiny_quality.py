@@ -24,7 +24,7 @@ def drawn(tag: str, seed: int = 0) -> Tensor:
     return images.permute(0, 3, 1, 2) / 255
 
 
-def some(of_each: int = 8) -> Tensor:
+def some(of_each: int = 3) -> Tensor:
     return torch.cat([drawn(tag)[:of_each] for tag in TAGS])
 
 

@@ -31,10 +31,7 @@ def pack_latents(z):
     return torch.nn.functional.pixel_unshuffle(z, 2).flatten(2).transpose(1, 2)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sd3", "sana"))],
-)
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request):
     return FAMILIES[request.param]
 
@@ -51,6 +48,7 @@ def model(family, tmp_path_factory):
     return model
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_pretraining_sees_the_velocity_that_the_pipeline_computes(model, family):
     """The same text conditioning, time and network as diffusers' own pipeline."""

@@ -124,6 +124,7 @@ def saved(folder: Path) -> int:
     return newest
 
 
+@pytest.mark.slow
 def test_messages_outlast_the_groups_timeout_and_name_the_silent_process(launch):
     code, output = ended(launch("-c", MESSAGES)[0])
     assert code == 0, output
