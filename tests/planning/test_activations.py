@@ -19,7 +19,7 @@ from flowrl.planning.activations import (
     network_inputs,
     transformer_peak,
 )
-from flowrl.planning.model_specs import build_network, spec_for
+from flowrl.planning.model_specs import MODEL_SPECS, build_network, spec_for
 
 
 def forward_of(spec, **changes) -> Forward:
@@ -94,3 +94,21 @@ def test_peaks_are_ordered_and_those_of_decoding_grow_with_rows(klein):
     once, twice = (count_decode(klein, n, 64, 64, torch.bfloat16) for n in (1, 2))
     assert twice.peak == pytest.approx(2 * once.peak, rel=0.1)
     assert twice.operations == 2 * once.operations > 0
+
+
+LARGE = (
+    "sd3.5-medium", "flux.1-dev", "sana-1.6b", "qwen-image", "flux.2-klein-4b", "flux.2-klein-9b",
+    "z-image",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", LARGE)
+def test_peaks_at_1024_pixels_are_those_of_the_memory_tracker(name, checkpointing):
+    forward = forward_of(MODEL_SPECS[name], rows=1, height=1024, width=1024, text_tokens=256)
+    counted = transformer_peak(forward, "train", checkpointing=checkpointing)
+    tracked = tracked_peak(forward, checkpointing)
+    print(f"{name} checkpointing={checkpointing} {counted / 1e9:.2f} {tracked / 1e9:.2f} GB")
+    assert counted == pytest.approx(tracked, rel=0.1)
