@@ -57,6 +57,8 @@ def test_an_epoch_is_a_function_of_iteration_and_seed(tmp_path):
     assert [p.uid for p in sampler.at(5)] == later
     assert [p.uid for p in PromptSampler(prompts, 8, seed=1).at(5)] == later
     assert [p.uid for p in PromptSampler(prompts, 8, seed=2).at(5)] != later
+    whole = PromptSampler(prompts, 50, seed=1)
+    assert [p.uid for p in whole.at(0)] != [p.uid for p in whole.at(1)]  # two epochs
     # A uid is the content and nothing else.
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_text("a\nb\nb\n")
