@@ -125,7 +125,7 @@ def changed_adapter(run):
 @pytest.mark.parametrize(
     ("fault", "topic"),
     [
-        (nan_in_lora, "lora"), (wrong_alpha, "lora"), (flipped_bit_in_lora, "lora"),
+        (nan_in_lora, "lora"), (flipped_bit_in_lora, "lora"),
         (missing_layer, "lora"), (another_lora, "lora"), (flipped_bit_in_checkpoint, "step-000003"),
         (checkpoint_of_another_iteration, "ledger"), (truncated_evaluation, "evaluation"),
         (changed_adapter, "ledger"), (changed_recipe, "replay"),
@@ -134,6 +134,13 @@ def changed_adapter(run):
 def test_a_fault_of_a_run_is_named(fault, topic, run, load_tiny):
     fault(run)
     assert topic in problems(verify(run, pipeline=load_tiny()))
+
+
+def test_a_scale_that_the_run_did_not_train_is_named(run, load_tiny):
+    wrong_alpha(run)
+    results = verify(run, pipeline=load_tiny())
+    details = [result.detail for result in results if result.state == "problem"]
+    assert any("the run trained rank 4, scale 1.5" in detail for detail in details)
 
 
 def test_a_good_run_passes_and_its_iteration_repeats_bit_for_bit(run, load_tiny):

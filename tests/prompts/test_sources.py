@@ -68,6 +68,7 @@ ROWS = [  # a row; its text, negative prompt and metadata
     ({"prompt": "x", "negative": "blur", "negative_prompt": None}, "x", "blur", {}),
     ({"prompt": "x", "metadata": json.dumps(COUNTING)}, "x", None, COUNTING),
     ({"prompt": "x", "metadata": COUNTING | {"negative_prompt": "b"}}, "x", "b", COUNTING),
+    ({"prompt": "x", "metadata": COUNTING | {"prompt": "y"}}, "x", None, COUNTING),
     ({"prompt": "a\u2028b"}, "a\u2028b", None, {}),  # this line separator ends no row
 ]
 
