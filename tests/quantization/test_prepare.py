@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from policies import SmallFlux
 
 from flowrl.errors import UserError
 from flowrl.quantization.backends import Capability, FP8Rowwise, resolve
@@ -13,8 +12,8 @@ OPTIONS = {"dtype": torch.float32, "device": torch.device("cpu"), "min_dim": 0}
 
 
 @pytest.fixture(scope="module")
-def network():
-    return SmallFlux().transformer
+def network(load_tiny):
+    return load_tiny().transformer
 
 
 def test_a_kernel_that_computes_otherwise_is_refused(network, monkeypatch):

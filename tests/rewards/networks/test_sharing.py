@@ -1,6 +1,7 @@
 """Models, detections and forwards are counted: what rewards share is made and run once."""
 
 import gc
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ class Reddish:
 @pytest.fixture
 def counts(monkeypatch) -> dict[str, int]:
     """How often networks are read, images encoded, texts encoded, and images shown a detector."""
-    gc.collect()  # networks of tests before this one
+    # Rewards that other tests keep hold networks and answers of their own.
+    monkeypatch.setattr("flowrl_rewards.networks.sharing._places", WeakValueDictionary())
     found = dict.fromkeys(("loads", "image forwards", "text forwards"), 0)
     found |= dict.fromkeys(("detectors", "detected"), 0)
 
