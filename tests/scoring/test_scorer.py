@@ -125,3 +125,21 @@ def test_a_reward_is_asked_in_its_phase_alone(phase):
     result = scoring.result()
     assert called == [name for name in result.names if name in (phase, "both")]
     assert result.applicable.all(0).tolist() == [name in called for name in result.names]
+
+
+def test_scores_of_a_later_batch_stand_in_the_rows_of_its_images():
+    scoring = Scoring(specs=[RewardSpec(name="mean", reward=mean)], phase="rollout")
+    for part in (slice(0, 3), slice(3, 4)):
+        scoring.add(IMAGES[part], PROMPTS[part], PLAIN[part])
+    expected = score([RewardSpec(name="mean", reward=mean)], IMAGES, PROMPTS, PLAIN).scores
+    assert torch.equal(scoring.result().scores, expected) and len(expected.unique()) == 4
+
+
+def test_an_image_without_another_of_its_prompt_is_compared_with_none():
+    def ranks(images, prompts, metadata):
+        return mean(images, prompts, metadata)
+
+    ranks.scope = "group"  # type: ignore[attr-defined]
+    scoring = Scoring(specs=[RewardSpec(name="ranks", reward=ranks)], phase="rollout")
+    scoring.add(IMAGES[:3], ["a", "a", "b"], PLAIN[:3], group=[0, 0, 1])
+    assert scoring.result().applicable[:, 0].tolist() == [True, True, False]
