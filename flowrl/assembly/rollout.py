@@ -37,7 +37,6 @@ from flowrl.sampling.two_stage import Explorer
 from flowrl.sampling.workers import RemoteGenerator, WorkerPool
 from flowrl.scoring.spec import RewardSpec
 from flowrl.trees.memory import check_memory, free_bytes
-from flowrl.trees.plan import TreePlan
 from flowrl.utils.distributed import Runtime
 
 WHERE = "rollout.explore"
@@ -87,22 +86,13 @@ class RolloutParts:
         return backbone, network
 
 
-def _plans(config: Config) -> Callable[[int], TreePlan]:
-    """Return the plan of an iteration, made once where all iterations have the same."""
-    plan = functools.partial(config.rollout.plan, seed=config.run.seed)
-    if not config.rollout.fixed:
-        return plan
-    first = plan(0)
-    return lambda iteration: first
-
-
 def build_sampler(parts: RolloutParts, prompts: Sequence[PromptRecord]) -> Sampler:
     """Return what samples the rollouts of training."""
     config, seed = parts.config, parts.config.run.seed
     generator = build_generator(parts)
     return Sampler(
         generator=generator,
-        plan=_plans(config),
+        plan=functools.partial(config.rollout.plan, seed=seed),
         prompts=PromptSampler(
             prompts,
             config.rollout.prompts_per_iteration,

@@ -153,25 +153,8 @@ def test_shares_add_up_and_are_within_one_of_exact(weights, count):
         assert abs(share - (count * weight / total if total else 0)) < 1
 
 
-COLUMNS = ("base", "RLG 0.5", "RLG 2")
-
-
-def test_text_and_pages_are_safe(tmp_path):
-    # Text from outside stays text wherever it is shown.
-    for text in HOSTILE:
-        plain = Page(gallery_page([pair(geneval=(0, 1))], title="t", summary=[row()], caption="c"))
-        page = Page(
-            gallery_page(
-                [pair(text, 0, **{text: (0, 1)})], title=text, summary=[row(text)], caption=text
-            )
-        )
-        assert [tag for tag, _ in page.tags] == [tag for tag, _ in plain.tags]
-        assert [set(attrs) for _, attrs in page.tags] == [set(attrs) for _, attrs in plain.tags]
-        assert page.text.count(text) >= 5  # title, heading, caption, table, prompt, reward
-    # Pages without pairs or with other columns are refused.
-    # A row with other columns than the page is refused.
+def test_a_page_without_pairs_or_with_other_columns_is_refused(tmp_path):
     with pytest.raises(ValueError, match="zip"):
-        gallery_page([pair()], title="t", columns=COLUMNS)
-    # A gallery without pairs is refused.
+        gallery_page([pair()], title="t", columns=("base", "RLG 0.5", "RLG 2"))
     with pytest.raises(ValueError, match="at least one pair"):
         write_gallery(tmp_path, [], title="t")
