@@ -49,23 +49,25 @@ def write_prompts(planted: World, folder: Path) -> None:
     write_text(folder / "world.json", json.dumps(content, indent=1) + "\n")
 
 
-def plant(planted: World, folder: Path, *, threads: int, steps: int = STEPS) -> None:
+def plant(
+    planted: World, folder: Path, *, threads: int, device: str = "cpu", steps: int = STEPS
+) -> None:
     """Teach the clean pipeline the world's images, and save it as `pipeline` in the folder."""
     work = folder / "work"
     work.mkdir(parents=True, exist_ok=True)
-    pipeline = load_pipeline("tiny-sana", dtype="fp32", device="cpu")
+    pipeline = load_pipeline("tiny-sana", dtype="fp32", device=device)
     pipeline.transformer.load_state_dict({n: t.float() for n, t in load_file(CLEAN).items()})
     model = with_weights_of(pipeline, "sana", work / "tokenizers")
     drawn, captions = images(work, "planted", planted.sample, IMAGES, planted.seed, threads)
     latents = encode_all(pipeline.vae, drawn, work / "latents.safetensors")
-    texts = Texts(model, captions, "cpu")
+    texts = Texts(model, captions, device)
     ema = copy.deepcopy(model.transformer).requires_grad_(False)
     fit_flow(
         Stage(name=f"world-{planted.seed}", steps=steps, seed=planted.seed),
         model, ema, texts.examples(captions, latents), texts,
         folder=work, batch=BATCH, track=track,
     )  # fmt: skip
-    save_half(model.pipeline(ema, pipeline.vae), folder / "pipeline")
+    save_half(model.pipeline(ema.cpu(), pipeline.vae.cpu()), folder / "pipeline")
 
 
 def main() -> None:
@@ -75,11 +77,12 @@ def main() -> None:
     parser.add_argument("seed", type=int)
     parser.add_argument("--folder", type=Path, default=Path("build/arena"))
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     folder = world_folder(args.folder, args.seed)
     write_prompts(world(args.seed), folder)
-    plant(world(args.seed), folder, threads=args.threads)
+    plant(world(args.seed), folder, threads=args.threads, device=args.device)
     print(f"World {args.seed} lies in {folder}.")
 
 

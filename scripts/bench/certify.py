@@ -26,13 +26,15 @@ from typing import Any
 import torch
 
 from flowrl import __version__
+from flowrl.backbones.loading import NATIVE, set_attention
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.quantization.backends import capability_of, precision_name, resolve
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
 from scripts.bench.iteration import bench_compile, bench_iteration, work_of
-from scripts.bench.random_model import model_spec
+from scripts.bench.random_model import RandomBackbone, model_spec
+from scripts.bench.timing import compare_turns, time_turns
 from scripts.bench.two_stage import PUBLISHED, TINY_MIN_DIM, bench_sizes, parse_counts
 
 Result = dict[str, Any]
@@ -46,6 +48,7 @@ GPU_WORK = {"prompts": 2, "group_size": 4, "steps": 5, "batch": 4, "micro_batch"
 CPU_WORK = {"prompts": 1, "group_size": 2, "steps": 2, "batch": 2, "micro_batch": 2}
 TEXT_TOKENS = 96  # there, CLIP's 77 among them
 LOW_BITS = ("fp8", "nvfp4")
+BACKENDS = ("_native_cudnn", "_native_flash", "_native_efficient", "flash", "sage", "xformers")
 TESTS = Path(__file__).parents[2] / "tests"
 
 
@@ -128,6 +131,7 @@ def _parts(recipes: Sequence[str]) -> dict[str, Callable[[], Result]]:
         **{f"iteration {name}": functools.partial(_iteration, name) for name in sizes},
         **{f"kernels {name}": functools.partial(_kernels, name) for name in LOW_BITS},
         "compile": _compile,
+        "attention": _attention,
         # A size that a card of 24 GB holds; of the recipes', where they name others.
         f"two stages {sizes[0]}": functools.partial(_two_stages, sizes[0]),
         **{name: functools.partial(_quickstart, name) for name in QUICKSTARTS},
@@ -220,6 +224,38 @@ def _compile() -> Result:
         name=SIZES[0], pixels=64, layers=2, dtype="fp32", rows=2, text_tokens=TEXT_TOKENS,
         repeats=1, device="cpu",
     )  # fmt: skip
+
+
+def _attention() -> Result:
+    """Compare diffusers' attention back ends, on FLUX.1's first blocks, with the native one.
+
+    Those that need a package, or another device, are refused with a sentence.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32  # bf16 takes a CPU minutes
+    pixels, rows = (1024, 4) if on_gpu else (64, 1)
+    backbone = RandomBackbone("flux.1-dev", device=device, dtype=dtype, pixels=pixels, layers=2)
+    cond = backbone.encode(["a prompt"] * rows, [""] * rows)
+    x = torch.randn(rows, *backbone.latent_shape(), device=device)
+    sigma = torch.full((rows,), 0.5, device=device)
+
+    @torch.no_grad()
+    def velocity(name: str) -> torch.Tensor:
+        set_attention(backbone.transformer, name, device)
+        return backbone.velocity(x, sigma, cond).float()
+
+    native, refused = velocity(NATIVE), {}
+    found = {NATIVE: 0.0}
+    for name in BACKENDS:
+        try:
+            found[name] = ((velocity(name) - native).norm() / native.norm()).item()
+        except (UserError, RuntimeError) as error:  # a kernel may refuse its shapes
+            refused[name] = str(error).splitlines()[0]
+    jobs = {name: functools.partial(velocity, name) for name in found}
+    turns = time_turns(jobs, 5 if on_gpu else 1, device)
+    ratios = {name: compare_turns(turns[name], turns[NATIVE])["ratio"] for name in found}
+    return {"differences": found, "ratios": ratios, "refused": refused}
 
 
 def _two_stages(name: str) -> Result:
@@ -461,8 +497,8 @@ def _shows(part: str, row: Mapping[str, Any]) -> bool:
 SHOWN = (
     "error", "skipped", "forward_share", "training_by_bare", "images_per_second", "of_planned",
     "peak_gb", "operations_per_second", "measured", "predicted", "ratio", "difference",
-    "seconds_each", "native", "precision", "processes", "all_reduce_gb_per_second", "places",
-    "summary",
+    "ratios", "seconds_each", "native", "precision", "processes", "all_reduce_gb_per_second",
+    "places", "summary",
 )  # fmt: skip
 
 
@@ -498,6 +534,8 @@ def _figures(row: Mapping[str, Any]) -> str:
 def _figure(value: Any) -> str:
     if isinstance(value, list):
         return " and ".join(map(str, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_figure(one)}" for name, one in value.items())
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

@@ -28,13 +28,14 @@ from scripts.pretrain_tiny.latents import encode_all
 def with_weights_of(pipeline: Any, family: str, folder: Path) -> TinyModel:
     """Return the `TinyModel` of a family with a pipeline's weights, its text encoders frozen.
 
-    `folder` receives the tokenizers' files.
+    It is on the pipeline's device. `folder` receives the tokenizers' files.
     """
     model = MODELS[family][1](folder)
     model.transformer.load_state_dict(pipeline.transformer.state_dict())
     for name, encoder in model.encoders.items():
         encoder.load_state_dict(getattr(pipeline, name).state_dict())
-    model.encoders.requires_grad_(False).eval()
+    model.encoders.to(pipeline.device).requires_grad_(False).eval()
+    model.transformer.to(pipeline.device)
     return model
 
 
@@ -49,15 +50,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
 
-    pipeline = load_pipeline(args.pipeline, dtype="fp32", device="cpu")
+    pipeline = load_pipeline(args.pipeline, dtype="fp32", device=args.device)
     model = with_weights_of(pipeline, args.pipeline.removeprefix("tiny-"), args.work / "tokenizers")
     drawn, captions = images(args.work, "clean", clean, args.images, args.seed, args.threads)
     latents = encode_all(pipeline.vae, drawn, args.work / f"latents-clean-{args.seed}.safetensors")
-    texts = Texts(model, captions, "cpu")
+    texts = Texts(model, captions, args.device)
     ema = copy.deepcopy(model.transformer).requires_grad_(False)
     fit_flow(
         Stage(name="clean", steps=args.steps, seed=args.seed + 13),
@@ -65,7 +67,7 @@ def main() -> None:
         folder=args.work, batch=args.batch, track=track,
     )  # fmt: skip
     folder = args.work / "without-defects"
-    save_half(model.pipeline(ema, pipeline.vae), folder)
+    save_half(model.pipeline(ema.cpu(), pipeline.vae.cpu()), folder)
     print(f"The pipeline lies in {folder}.")
 
 
