@@ -27,7 +27,10 @@ from scripts.pretrain_tiny.images import images
 from scripts.pretrain_tiny.latents import encode_all
 
 CLEAN = Path(__file__).with_name("clean.safetensors")  # the transformer's weights, fp16
-IMAGES, STEPS, BATCH = 40_000, 8_000, 64
+IMAGES, STEPS, BATCH = 40_000, 5_000, 64
+# Alone: Muon's bf16 products take a CPU three quarters of a step, and from a trained start its loss
+# is no lower (0.44 after 255 steps, AdamW's 0.44 after 250).
+LR, BETAS, WEIGHT_DECAY = 1.5e-3, (0.9, 0.99), 1e-3
 
 
 def world_folder(folder: Path, seed: int) -> Path:
@@ -62,10 +65,13 @@ def plant(
     latents = encode_all(pipeline.vae, drawn, work / "latents.safetensors")
     texts = Texts(model, captions, device)
     ema = copy.deepcopy(model.transformer).requires_grad_(False)
+    adamw = torch.optim.AdamW(
+        model.transformer.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY
+    )
     fit_flow(
         Stage(name=f"world-{planted.seed}", steps=steps, seed=planted.seed),
         model, ema, texts.examples(captions, latents), texts,
-        folder=work, batch=BATCH, track=track,
+        folder=work, batch=BATCH, optimizers=[adamw], track=track,
     )  # fmt: skip
     save_half(model.pipeline(ema.cpu(), pipeline.vae.cpu()), folder / "pipeline")
 

@@ -4,6 +4,7 @@ What differs between backbones (the transformer, the text encoders, how a prompt
 conditioning) is a `TinyModel` of `sd3.py`, `flux.py` and `sana.py`; this file knows none of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -128,7 +129,8 @@ def sigmas(size: int, generator: torch.Generator) -> Tensor:
 def fit_flow(
     stage: Stage, model: TinyModel, ema: nn.Module, examples: Examples, texts: Texts,
     *, folder: Path, batch: int = 64, teacher: TinyModel | None = None, network: Any = None,
-    bf16: bool = False, track: Track = plain_track,
+    optimizers: Sequence[torch.optim.Optimizer] = (), bf16: bool = False,
+    track: Track = plain_track,
 ) -> None:  # fmt: skip
     """Flow matching: regress noise - x0 at x = (1 - sigma) x0 + sigma noise.
 
@@ -136,6 +138,7 @@ def fit_flow(
     image, so that the model learns to guide itself (Meng et al. 2023, arXiv 2210.03142).
 
     network: the model's transformer, or a compiled copy of it for the short text length.
+    optimizers: of the transformer; none are those of `flow_optimizers`.
     bf16: compute velocities in bf16 under autocast; weights and loss stay in fp32.
     """
     device = next(model.transformer.parameters()).device
@@ -168,7 +171,7 @@ def fit_flow(
         return F.mse_loss(v.float(), target)
 
     fit(
-        stage.name, model.transformer, flow_optimizers(model.transformer), loss_at,
+        stage.name, model.transformer, optimizers or flow_optimizers(model.transformer), loss_at,
         steps=stage.steps, decay=1.0 if stage.decays else 0.0, folder=folder, ema=ema,
         begin_at=stage.begin_at, track=track,
     )  # fmt: skip
