@@ -59,6 +59,10 @@ class Runtime:
                 f"{mixed_precision!r}: start a new process"
             ) from error
         self.device: torch.device = self.accelerator.device
+        if self.device.type == "cuda":
+            # torch's first choice on Hopper since 2.11. Its backward pass fails for FLUX.1 on an
+            # H100, or gives NaN (pytorch issue 196678). `pipeline.attention` can still name it.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.in_lockstep = False  # networks are sharded: all processes call them equally often
         self.batches = Batches(self.rounds)
         if device not in ("auto", self.device.type):

@@ -17,20 +17,18 @@ import torch
 from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
 from flowrl.assembly.work_split import split_work
 from flowrl.backbones.loading import DTYPES
-from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.functional.batches import ALONE
 from flowrl.planning.memory import MemoryPlan
 from flowrl.planning.model_specs import ModelSpec
 from flowrl.planning.work import count_work, doubles
-from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.backends import capability_of, precision_name, resolve
 from flowrl.sampling.rollout import Sampler, Timer
 from flowrl.training.loop import Learner
-from flowrl.trajectory import Conditioning, Rollout
+from flowrl.trajectory import Rollout
 from flowrl.utils.distributed import Runtime
-from scripts.bench.random_model import build_pipeline, model_spec, move, shortened
+from scripts.bench.random_model import RandomTexts, build_pipeline, model_spec, move, shortened
 from scripts.bench.rollout import sampler, training_passes, with_random_rewards
 from scripts.bench.timing import (
     Phase,
@@ -275,13 +273,6 @@ def _learner(
     texts = RandomTexts(own.generator.backbone)
     source = replace(own, generator=replace(own.generator, text_cache=texts))
     return replace(learner, source=source, ratio_tolerance=float("inf"))
-
-
-class RandomTexts(TextCache):
-    """Asks the pipeline each time: without text encoders, the cache would take them for freed."""
-
-    def __call__(self, prompts: Sequence[PromptRecord]) -> Conditioning:
-        return self.backbone.encode([p.text for p in prompts], [""] * len(prompts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import Policy
+from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import MODEL_SPECS, ModelSpec, build_network
+from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.rollout import with_network
 from flowrl.trajectory import Conditioning
 
@@ -54,9 +56,9 @@ class RandomBackbone:
         self.pixels = self.size.pixels if pixels is None else pixels
         self.size.latent_shape(self.pixels)  # or the sentence that says why not
         self.device, self.dtype, self.guidance = device, dtype, guidance
-        pipeline = build_pipeline(name, device=device, dtype=dtype, layers=layers, seed=seed)
+        self.pipeline = build_pipeline(name, device=device, dtype=dtype, layers=layers, seed=seed)
         self.family = PipelineBackbone(
-            pipeline, guidance=guidance, height=self.pixels, width=self.pixels
+            self.pipeline, guidance=guidance, height=self.pixels, width=self.pixels
         )
         self.transformer: nn.Module = self.family.transformer
         self.lora_targets: tuple[str, ...] = self.family.lora_targets
@@ -72,6 +74,13 @@ class RandomBackbone:
 
     def encode_images(self, images: Tensor) -> Tensor:
         raise NotImplementedError("a random backbone only samples: it has no encoder")
+
+
+class RandomTexts(TextCache):
+    """Asks the pipeline each time: without text encoders, the cache would take them for freed."""
+
+    def __call__(self, prompts: Sequence[PromptRecord]) -> Conditioning:
+        return self.backbone.encode([p.text for p in prompts], [""] * len(prompts))
 
 
 def noise_texts(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:

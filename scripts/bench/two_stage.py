@@ -18,7 +18,6 @@ from flowrl.assembly.rollout import EXPLORING
 from flowrl.backbones.compiling import compiled_graphs
 from flowrl.backbones.loading import TINY
 from flowrl.backbones.policy import OLD, POLICY, Policy
-from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import PromptRecord, PromptSampler
@@ -44,7 +43,7 @@ from flowrl.trees.plan import TreePlan
 from flowrl.trees.presets import chains
 from flowrl.utils.distributed import Runtime
 from scripts.bench.cost import break_even_gain, two_stage_ratio
-from scripts.bench.random_model import RandomBackbone, model_spec, move
+from scripts.bench.random_model import RandomBackbone, RandomTexts, model_spec, move
 from scripts.bench.rollout import bench_learner, sampler
 from scripts.bench.timing import (
     Seconds,
@@ -600,7 +599,7 @@ def _generator(
         network=functools.partial(
             rollout_model_velocity, model, backbone, POLICY, runtime=networks.runtime
         ),
-        text_cache=TextCache(own),
+        text_cache=RandomTexts(own),
         specs=[RewardSpec(name="brightness", reward=load_reward("brightness"))],
         runtime=networks.runtime,
         max_invalid_fraction=0.0,
