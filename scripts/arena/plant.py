@@ -11,13 +11,16 @@ command resumes it.
 import argparse
 import copy
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from flowrl.backbones.loading import load_pipeline
+from flowrl.tiny.world import TAGS, Prompt
 from flowrl.utils.files import write_text
 from scripts.arena.world import SPLITS, World, world
 from scripts.pretrain_tiny.ceiling import with_weights_of
@@ -28,6 +31,7 @@ from scripts.pretrain_tiny.latents import encode_all
 
 CLEAN = Path(__file__).with_name("clean.safetensors")  # the transformer's weights, fp16
 IMAGES, STEPS, BATCH = 40_000, 5_000, 64
+SCORED = 150  # prompts of validation, and of each split of the test
 # Alone: Muon's bf16 products take a CPU three quarters of a step, and from a trained start its loss
 # is no lower (0.44 after 255 steps, AdamW's 0.44 after 250).
 LR, BETAS, WEIGHT_DECAY = 1.5e-3, (0.9, 0.99), 1e-3
@@ -39,10 +43,20 @@ def world_folder(folder: Path, seed: int) -> Path:
 
 
 def write_prompts(planted: World, folder: Path) -> None:
-    """Write a prompt file for each split, and what was planted."""
-    for split in SPLITS:
-        lines = [json.dumps(prompt) for prompt in planted.prompts(split)]
-        write_text(folder / f"{split.replace(' ', '-')}.jsonl", "\n".join(lines) + "\n")
+    """Write the prompts to train on, of validation and of the test, and what was planted.
+
+    Those that are scored alternate by kind; the test has both test splits. None asks for words:
+    to read them takes several times longer than to draw the image.
+    """
+    seen = {split: [p for p in planted.prompts(split) if p["tag"] != "ocr"] for split in SPLITS}
+    files = {
+        "train": seen["train"],
+        "validation": balanced(seen["validation"]),
+        "test": [p for split in SPLITS[2:] for p in balanced(seen[split])],
+    }
+    for name, prompts in files.items():
+        lines = [json.dumps(prompt) for prompt in prompts]
+        write_text(folder / f"{name}.jsonl", "\n".join(lines) + "\n")
     content = {
         "seed": planted.seed,
         "defects": {tag: [asdict(d) for d in kind] for tag, kind in planted.defects.items()},
@@ -50,6 +64,12 @@ def write_prompts(planted: World, folder: Path) -> None:
         "withheld": sorted(f"{tag} {number}" for tag, number in planted.withheld),
     }
     write_text(folder / "world.json", json.dumps(content, indent=1) + "\n")
+
+
+def balanced(prompts: Sequence[Prompt], count: int = SCORED) -> list[Prompt]:
+    """Return the first prompts, by turns of the kinds of requests."""
+    kinds = [[p for p in prompts if p["tag"] == tag] for tag in TAGS]
+    return [p for turn in zip_longest(*kinds) for p in turn if p][:count]
 
 
 def plant(

@@ -1,0 +1,89 @@
+"""Rank methods on worlds that nobody tuned on.
+
+    python -m scripts.arena --tune --jobs 2                 try each method's values on world 1
+    python -m scripts.arena --world 2 --world 3 --world 4 --seeds 3 --jobs 2
+    python -m scripts.arena --world 17 --methods nft --methods dpo --output build/own-page
+    python -m scripts.arena                                 render the page from its data
+
+A world that is not there yet is planted, which takes about half an hour of a core. What is finished
+is skipped, and what was stopped resumes. Every method has the same budget of core seconds; recipes
+and chosen values are frozen by the first ranking.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from flowrl.errors import UserError
+from scripts.arena.methods import load_arms
+from scripts.arena.plant import plant, world_folder, write_prompts
+from scripts.arena.report import render
+from scripts.arena.runs import (
+    RUNS,
+    TUNED_ON,
+    collect,
+    measure_rates,
+    ranking,
+    run_all,
+    score_worlds,
+    tune,
+)
+from scripts.arena.world import world
+
+
+def main() -> None:
+    asked = _parser().parse_args()
+    arms = load_arms()
+    if asked.methods and "all" not in asked.methods:
+        if unknown := [name for name in asked.methods if name not in arms]:
+            raise UserError(f"no method {unknown[0]!r}: expected some of {', '.join(arms)}")
+        arms = {n: arm for n, arm in arms.items() if n in asked.methods}
+    folder, data = asked.runs, asked.output
+    for number in (TUNED_ON, *asked.world) if asked.tune else asked.world:
+        _plant(number, asked.worlds)
+    failed = []
+    if asked.tune:
+        measure_rates(arms, asked.worlds, folder, data, at_once=asked.jobs)
+        failed = tune(arms, asked.worlds, folder, data, asked.budget, at_once=asked.jobs)
+    if asked.world:
+        runs = ranking(
+            arms, asked.worlds, folder, data, asked.budget, numbers=asked.world, seeds=asked.seeds
+        )
+        failed += run_all(runs, at_once=asked.jobs)
+        collect(runs, data)
+        score_worlds(asked.worlds, asked.world, data)
+    if (data / RUNS).is_file():
+        print(render(data))
+    if failed:
+        raise SystemExit(f"{len(failed)} runs did not finish: {', '.join(failed)}")
+
+
+def _plant(number: int, worlds: Path) -> None:
+    folder = world_folder(worlds, number)
+    if not (folder / "pipeline").is_dir():
+        print(f"planting world {number}", flush=True)
+        torch.set_num_threads(1)
+        plant(world(number), folder, threads=1)
+    write_prompts(world(number), folder)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.arena", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--world", type=int, action="append", default=[], help="may be repeated")
+    parser.add_argument("--methods", action="append", default=[], help="all unless named")
+    parser.add_argument("--tune", action="store_true", help="try values on world 1's validation")
+    parser.add_argument("--budget", type=float, default=120.0, help="core seconds of a run")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each method on a world")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
+    parser.add_argument("--worlds", type=Path, default=Path("build/arena"), help="planted worlds")
+    parser.add_argument("--runs", type=Path, default=Path("runs/arena"), help="folders of runs")
+    parser.add_argument("--output", type=Path, default=Path("gallery/arena"), help="of the page")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""The arena's page: a table from which a user chooses a method, and what it is computed from.
+
+Everything is read from the data beside the page. A gain is the gold score of an image after
+training less the base's on the same prompt and noise. Intervals resample worlds, runs and requests
+together (crossed); methods of one table share worlds, seeds and images, so that differences are
+paired.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from flowrl.config.yaml12 import load_yaml
+from flowrl.functional.contrasts import Interval
+from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.plots import LIGHT, new_figure, png_bytes, style_axes
+from scripts.arena.methods import load_arms
+from scripts.arena.runs import FROZEN, PLACES, RUNS, WORLDS, chosen
+from scripts.compare.data import read_rows
+from scripts.compare.intervals import interquartile_mean
+
+RELATIONS = Path(__file__).with_name("relations.yaml")
+REFERENCES = ("flow_grpo_fast", "sft_on_the_best")
+NEW_REQUESTS, NEW_FAMILIES = "new requests", "new families"
+RESAMPLES = 4_000
+Gains = dict[int, np.ndarray]  # by world: (runs, images)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """The gold scores of all runs, by world."""
+
+    images: dict[int, list[dict[str, str]]]  # what is known of each image, by world
+    base: dict[int, np.ndarray]  # (images,)
+    runs: dict[str, dict[int, np.ndarray]]  # by arm and world: (runs, images), seeds ascending
+
+    @staticmethod
+    def read(data: Path) -> "Scores":
+        images, base, runs = {}, {}, defaultdict(dict)
+        for path in sorted(data.glob("world-*.csv")):
+            world, rows = int(path.stem.removeprefix("world-")), read_rows(path)
+            images[world] = [{name: row[name] for name in PLACES} for row in rows]
+            base[world] = _column(rows, "base")
+            names = [name for name in rows[0] if name not in (*PLACES, "base")]
+            for arm in dict.fromkeys(name.rsplit(" ", 1)[0] for name in names):
+                seeds = sorted(int(n.rsplit(" ", 1)[1]) for n in names if n.startswith(f"{arm} "))
+                runs[arm][world] = np.stack([_column(rows, f"{arm} {seed}") for seed in seeds])
+        return Scores(images=images, base=base, runs=dict(runs))
+
+    def gains(self, arm: str, minus: str | None = None) -> Gains:
+        """Return the gains over the base, or over another arm's runs of the same seeds."""
+        found = {}
+        for world, scores in self.runs[arm].items():
+            other = self.base[world] if minus is None else self.runs[minus].get(world)
+            if other is not None:
+                count = len(scores) if minus is None else min(len(scores), len(other))
+                found[world] = scores[:count] - other[..., :count, :] if minus else scores - other
+        return found
+
+    def where(self, key: str, value: str) -> dict[int, np.ndarray]:
+        """Return which images of each world have this value of PLACES. (images,) bool"""
+        return {
+            world: np.array([row[key] == value for row in rows])
+            for world, rows in self.images.items()
+        }
+
+    def interval(self, gains: Gains, chosen: Mapping[int, np.ndarray]) -> Interval:
+        """Return the mean of gains over the chosen images, crossed over worlds, runs, requests."""
+        tables = []
+        for world, values in gains.items():
+            requests = [row["request"] for row in self.images[world]]
+            names = [r for r, one in zip(requests, chosen[world], strict=True) if one]
+            tables.append(_by_request(values[:, chosen[world]], names))
+        return crossed(tables)
+
+
+def _column(rows: Sequence[Mapping[str, str]], name: str) -> np.ndarray:
+    return np.array([float(row[name]) if row[name] else np.nan for row in rows])
+
+
+def _by_request(values: np.ndarray, requests: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return sums and counts of the images of each request, (runs, requests) each."""
+    names = {name: i for i, name in enumerate(dict.fromkeys(requests))}
+    place = np.array([names[name] for name in requests], int)
+    sums, counts = (np.zeros((len(values), len(names))) for _ in range(2))
+    known = ~np.isnan(values)
+    for run in range(len(values)):
+        np.add.at(sums[run], place, np.where(known[run], values[run], 0.0))
+        np.add.at(counts[run], place, known[run])
+    return sums, counts
+
+
+def crossed(tables: Sequence[tuple[np.ndarray, np.ndarray]], *, seed: int = 0) -> Interval:
+    """Return the mean over worlds, and its bootstrap over worlds, their runs and their requests.
+
+    tables: for each world the sums and counts of its images, (runs, requests) each. A world counts
+    as one, however many images it has.
+    """
+    generator, means = np.random.default_rng(seed), []
+    for _ in range(RESAMPLES):
+        found = []
+        for world in generator.integers(0, len(tables), len(tables)):
+            sums, counts = tables[world]
+            runs = generator.integers(0, sums.shape[0], sums.shape[0])
+            requests = generator.integers(0, sums.shape[1], sums.shape[1])
+            drawn = np.ix_(runs, requests)
+            found.append(sums[drawn].sum() / counts[drawn].sum())
+        means.append(np.mean(found))
+    low, high = np.quantile(means, [0.025, 0.975])
+    mean = np.mean([sums.sum() / counts.sum() for sums, counts in tables])
+    return Interval(mean=float(mean), low=float(low), high=float(high))
+
+
+def improvement(mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
+    """Return how probable it is that a run beats one of another method on the same world.
+
+    Mean over worlds of the share of pairs won, a tie half (2108.13264). mine, others: a score for
+    each run, by world.
+    """
+    won = []
+    for a, b in zip(mine, others, strict=True):
+        won.append(np.mean([(x > y) + 0.5 * (x == y) for x, y in product(a, b)]))
+    return float(np.mean(won))
+
+
+def verdict(difference: Interval) -> str:
+    """Return what an interval says of a relation that claims a positive difference."""
+    if difference.low > 0:
+        return "shown"
+    if difference.high < 0:
+        return "contradicted"
+    return "weak" if difference.mean > 0 else "not shown"
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def render(data: Path) -> Path:
+    """Write the page and its chart from the data; return the page."""
+    scores, arms = Scores.read(data), load_arms()
+    order = sorted(
+        scores.runs,
+        key=lambda arm: -_mean(scores, arm, NEW_REQUESTS).mean,
+    )
+    notes = {name: arm.note for name, arm in arms.items()}
+    lines = [
+        "# The arena", "",
+        f"{len(order)} methods on worlds {', '.join(map(str, sorted(scores.base)))}, none of which "
+        "anybody tuned on. Every run had the same budget of core seconds. Made by `python -m "
+        "scripts.arena` from the files beside it.", "",
+        *_contradictions(scores), "![gains of each method](gains.png)", "",
+        "| method | new requests | new families | middle half of runs | beats "
+        + " | beats ".join(REFERENCES)
+        + " | core seconds | forwards | iterations |",
+        "|---|---|---|---|" + "---|" * len(REFERENCES) + "---|---|---|",
+        *[_method(scores, arm, read_rows(data / RUNS), notes.get(arm, "")) for arm in order], "",
+        "A gain is the gold score after training less before, with the interval crossed over "
+        "worlds, runs and requests. *Middle half of runs*: the interquartile mean over runs. "
+        "*Beats*: how probable it is that a run of the method ends above one of the reference.", "",
+        "## By tier and by kind", "",
+        "The tier is how often pretraining drew the right image; with 0 there was none.", "",
+        *_parts(scores, order, "tier"), "", *_parts(scores, order, "tag"), "",
+        "## What the papers say", "", *_relations(scores), "",
+        "## The worlds", "", *_table(read_rows(data / WORLDS)), "",
+        "Base and the pipeline without defects on the same images, at 8 steps and at 28.", "",
+        "## How it was made", "",
+        "Values were tried on world 1's validation requests ([tuning.csv](tuning.csv)), and frozen "
+        f"with the recipes ([{FROZEN}]({FROZEN})) before any other world was ranked:", "",
+        *[f"- `{name}`: `{' '.join(v)}`" for name, v in chosen(arms, data).items() if v], "",
+        "What was cut from the design: a second seed of each trial; groups of 2, MC-GRPO's median "
+        "and learning from drafts, which have no option any more.",
+    ]  # fmt: skip
+    write_bytes(data / "gains.png", _chart(scores, order))
+    path = data / "README.md"
+    write_text(path, "\n".join(lines) + "\n")
+    return path
+
+
+def _mean(scores: Scores, arm: str, split: str) -> Interval:
+    return scores.interval(scores.gains(arm), scores.where("split", split))
+
+
+def _method(scores: Scores, arm: str, rows: Sequence[Mapping[str, str]], note: str) -> str:
+    split = scores.where("split", NEW_REQUESTS)
+
+    def ends(name: str) -> list[np.ndarray]:
+        return [np.nanmean(v[:, split[world]], 1) for world, v in scores.runs[name].items()]
+
+    gains = [
+        float(value)
+        for world, own in scores.gains(arm).items()
+        for value in np.nanmean(own[:, split[world]], 1)
+    ]
+    own = [row for row in rows if row["arm"] == arm]
+    middle = interquartile_mean(gains)
+    cells = [
+        f"`{arm}`" + (f": {note}" if note else ""),
+        _interval(_mean(scores, arm, NEW_REQUESTS)),
+        _interval(_mean(scores, arm, NEW_FAMILIES)),
+        _interval(middle),
+        *[
+            "" if arm == other or other not in scores.runs
+            else f"{improvement(ends(arm), ends(other)):.2f}"
+            for other in REFERENCES
+        ],
+        *[f"{_average(own, name):,.0f}" for name in ("core_seconds", "forwards", "iterations")],
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _parts(scores: Scores, order: Sequence[str], key: str) -> list[str]:
+    """Return a table of gains on new requests by tier, or by kind of request."""
+    values = sorted({row[key] for rows in scores.images.values() for row in rows})
+    new = scores.where("split", NEW_REQUESTS)
+    lines = [f"| method | {' | '.join(values)} |", "|---|" + "---|" * len(values)]
+    for arm in order:
+        cells = []
+        for value in values:
+            chosen = {w: part & new[w] for w, part in scores.where(key, value).items()}
+            means = [
+                np.nanmean(own[:, chosen[world]])
+                for world, own in scores.gains(arm).items()
+                if chosen[world].any()
+            ]
+            cells.append(f"{np.mean(means):+.3f}" if means else "")
+        lines.append(f"| `{arm}` | {' | '.join(cells)} |")
+    return lines
+
+
+def judged(scores: Scores) -> list[tuple[dict[str, str], Interval | None, str]]:
+    """Return each relation of the papers with its difference and what that says."""
+    found = []
+    for relation in load_yaml(RELATIONS.read_text(encoding="utf-8")):
+        better, worse = relation.get("better"), relation.get("worse")
+        if not better or any(a and a not in scores.runs for a in (better, worse)):
+            found.append((relation, None, f"not testable here: {relation.get('why', 'not run')}"))
+            continue
+        gains = scores.gains(better, worse)
+        difference = scores.interval(gains, scores.where("split", NEW_REQUESTS))
+        found.append((relation, difference, verdict(difference)))
+    return found
+
+
+def _relations(scores: Scores) -> list[str]:
+    lines = ["| relation | source | compared | difference | here |", "|---|---|---|---|---|"]
+    for relation, difference, here in judged(scores):
+        pair = ""
+        if relation.get("better"):
+            pair = f"`{relation['better']}` less {_other(relation)}"
+        cells = [relation["claim"], relation["source"], pair]
+        cells += [_interval(difference) if difference else "", here]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _other(relation: Mapping[str, str]) -> str:
+    return f"`{relation['worse']}`" if relation.get("worse") else "the base"
+
+
+def _contradictions(scores: Scores) -> list[str]:
+    """Return the first paragraph: what here contradicts a paper."""
+    found = [
+        f"{relation['source']} says: {relation['claim']}; here the difference is "
+        f"{_interval(difference)}."
+        for relation, difference, here in judged(scores)
+        if difference and here == "contradicted"
+    ]
+    return [" ".join(["**Contradictions with papers.**", *found]), ""] if found else []
+
+
+def _chart(scores: Scores, order: Sequence[str]) -> bytes:
+    """Draw each method's gains on both test splits with their intervals."""
+    figure = new_figure(8, 1 + 0.27 * len(order))
+    axes = figure.subplots()
+    style_axes(axes, LIGHT)
+    for shift, split, color in zip(
+        (-0.15, 0.15), (NEW_REQUESTS, NEW_FAMILIES), LIGHT.lines, strict=False
+    ):
+        found = [_mean(scores, arm, split) for arm in order]
+        middle = [one.mean for one in found]
+        ends = [[m - one.low for m, one in zip(middle, found, strict=True)],
+                [one.high - m for m, one in zip(middle, found, strict=True)]]  # fmt: skip
+        rows = [i + shift for i in range(len(order))]
+        axes.errorbar(middle, rows, xerr=ends, fmt="o", color=color, markersize=4, label=split)
+    axes.axvline(0, color=LIGHT.soft, linewidth=0.8)
+    axes.set_yticks(range(len(order)), order)
+    axes.invert_yaxis()
+    axes.set_xlabel("gain of the gold score, 95 % interval over worlds, runs and requests")
+    axes.legend(frameon=False)
+    return png_bytes(figure)
+
+
+def _average(rows: Sequence[Mapping[str, str]], name: str) -> float:
+    return float(np.mean([float(row[name]) for row in rows])) if rows else float("nan")
+
+
+def _interval(found: Interval) -> str:
+    return f"{found.mean:+.3f} [{found.low:.3f}, {found.high:.3f}]"
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    if not rows:
+        return ["Not scored yet."]
+    names = list(rows[0])
+    return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"] + [
+        f"| {' | '.join(row[name] for name in names)} |" for row in rows
+    ]

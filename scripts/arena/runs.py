@@ -1,0 +1,338 @@
+"""Run arms within a budget of core seconds: rates, trials on world 1, runs on other worlds.
+
+Their data lie beside the page: `rates.csv` (core seconds of an iteration), `tuning.csv` (what each
+trial scored), `worlds.csv` (base and ceiling), `runs.csv` (a row for each run) and `world-N.csv`
+(the gold score of each image of a test, a column for each run).
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from flowrl.api import evaluate
+from flowrl.assembly.learner import ProvidedObjects, evaluation_prompts
+from flowrl.backbones.loading import load_pipeline
+from flowrl.config import Config, config_yaml
+from flowrl.errors import UserError
+from flowrl.prompts.records import PromptSampler
+from flowrl.training.evaluate import Evaluation, evaluation_file
+from flowrl.training.tracking import read_metrics
+from flowrl.utils.files import write_bytes, write_text
+from scripts.arena.methods import BASE, METHODS, Arm, recipe
+from scripts.arena.plant import CLEAN, world_folder
+from scripts.compare.data import read_rows, write_rows
+from scripts.pretrain_tiny.families import save_half
+
+RATES, TUNING, WORLDS, RUNS, FROZEN = (
+    "rates.csv", "tuning.csv", "worlds.csv", "runs.csv", "frozen.txt",
+)  # fmt: skip
+GOLD = "tiny_judge"
+TUNED_ON = 1  # the world whose validation requests decide
+TUNING_SEED = 1000
+RATED = 2, 6  # iterations of the two runs whose difference is an arm's rate
+PLACES = ("split", "family", "tag", "tier", "request")  # what a test's table says of an image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of `flowrl train` in a process of its own, with one thread."""
+
+    arm: str
+    world: int
+    seed: int
+    options: tuple[str, ...]  # chosen or tried values
+    config: Config
+    folder: Path
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run's last iteration is there, and evaluated where the recipe says so."""
+        iterations = self.config.run.iterations
+        if self.config.evaluation.prompts is not None:
+            return evaluation_file(self.folder, iterations).is_file()
+        rows = read_metrics(self.folder) if self.folder.is_dir() else []
+        return bool(rows) and rows[-1]["step"] == iterations
+
+    def train(self, others: Sequence["Run"]) -> bool:
+        """Train what is missing, and append its core seconds to a file beside the run's folder."""
+        if self.finished:
+            return True
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self._borrow_base(others)
+        path = self.folder.with_suffix(".yaml")
+        write_text(path, config_yaml(self.config))
+        with self.folder.with_suffix(".log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "flowrl", "train", str(path)],
+                stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+            _, _, used = os.wait4(process.pid, 0)
+        with self._seconds_file.open("a") as file:
+            file.write(f"{used.ru_utime + used.ru_stime:.1f}\n")
+        return self.finished
+
+    def core_seconds(self) -> float:
+        """Return the processor's seconds of all its processes, start and evaluation included."""
+        return sum(float(line) for line in self._seconds_file.read_text().split())
+
+    def forwards(self) -> float:
+        """Return the rows of the network's calls, of rollouts and of learning."""
+        names = ("forwards/rollout", "forwards/learn")
+        return sum(row.get(name) or 0.0 for row in read_metrics(self.folder) for name in names)
+
+    def evaluation(self, iteration: int) -> Evaluation:
+        return Evaluation.load(evaluation_file(self.folder, iteration))
+
+    @property
+    def _seconds_file(self) -> Path:
+        return self.folder.with_suffix(".seconds")
+
+    def _borrow_base(self, others: Sequence["Run"]) -> None:
+        """Copy the base's evaluation of a run that shares pipeline, prompts and rewards."""
+        shared = {"pipeline", "evaluation", "rewards"}
+        own = evaluation_file(self.folder, 0)
+        wanted = self.config.model_dump(include=shared)
+        for other in () if own.is_file() else others:
+            found = evaluation_file(other.folder, 0)
+            if found.is_file() and other.config.model_dump(include=shared) == wanted:
+                write_bytes(own, found.read_bytes())
+                return
+
+
+def run_all(runs: Sequence[Run], *, at_once: int) -> list[str]:
+    """Train what is not finished, so many at once; return the folders of runs that failed."""
+    waiting = [run for run in runs if not run.finished]
+    print(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished", flush=True)
+
+    def train(run: Run) -> str | None:
+        if run.train(runs):
+            print(f"{run.folder}: {run.core_seconds():.0f} core seconds", flush=True)
+            return None
+        print(f"{run.folder} did not finish, see its .log; the same command resumes", flush=True)
+        return str(run.folder)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return [failed for failed in pool.map(train, waiting) if failed]
+
+
+# --- rates and trials ----------------------------------------------------------------------------
+
+
+def measure_rates(
+    arms: Mapping[str, Arm], worlds: Path, folder: Path, data: Path, *, at_once: int
+) -> None:
+    """Measure the core seconds of an iteration of each arm that has none in `rates.csv`.
+
+    From two runs of some iterations more and fewer, so that start and end are in neither.
+    """
+    rows: list[dict[str, Any]] = list(read_rows(data / RATES))
+    done = {row["arm"] for row in rows}
+    runs = {
+        (name, iterations): _run(
+            arm, worlds, TUNED_ON, folder / "rates" / f"{name}-{iterations}", seed=TUNING_SEED,
+            options=(arms[arm.like] if arm.like else arm).trials()[0],
+            iterations=iterations, prompts="validation", changes=["evaluation.prompts=null"],
+        )
+        for name, arm in arms.items()
+        for iterations in RATED
+        if name not in done
+    }  # fmt: skip
+    run_all(list(runs.values()), at_once=at_once)
+    few, many = RATED
+    for name in arms:
+        pair = [runs[name, iterations] for iterations in RATED if (name, iterations) in runs]
+        if pair and all(run.finished for run in pair):
+            seconds = (pair[1].core_seconds() - pair[0].core_seconds()) / (many - few)
+            rows.append({"arm": name, "core_seconds": f"{seconds:.3f}"})
+    if rows:
+        write_rows(data / RATES, rows)
+
+
+def rates(data: Path) -> dict[str, float]:
+    """Return the core seconds of an iteration by arm."""
+    return {row["arm"]: float(row["core_seconds"]) for row in read_rows(data / RATES)}
+
+
+def tune(
+    arms: Mapping[str, Arm], worlds: Path, folder: Path, data: Path, budget: float, *, at_once: int
+) -> list[str]:
+    """Try all values on the validation requests of world 1; return the runs that failed."""
+    rate = rates(data)
+    runs = [
+        _run(
+            arm, worlds, TUNED_ON, folder / "tuning" / f"{name}-{number}", seed=TUNING_SEED,
+            options=trial, iterations=_iterations(budget, rate[name]), prompts="validation",
+        )
+        for name, arm in arms.items()
+        for number, trial in enumerate(() if arm.like else arm.trials())
+    ]  # fmt: skip
+    failed = run_all(runs, at_once=at_once)
+    rows = [
+        {
+            "arm": run.arm,
+            "options": " ".join(run.options),
+            "base": f"{_gold(run, 0):.4f}",
+            "score": f"{_gold(run, run.config.run.iterations):.4f}",
+        }
+        for run in runs
+        if run.finished
+    ]
+    if rows:
+        write_rows(data / TUNING, rows)
+    return failed
+
+
+def chosen(arms: Mapping[str, Arm], data: Path) -> dict[str, tuple[str, ...]]:
+    """Return the values of each arm that scored best."""
+    best: dict[str, tuple[float, tuple[str, ...]]] = {}
+    for row in read_rows(data / TUNING):
+        found = float(row["score"]), tuple(row["options"].split())
+        best[row["arm"]] = max(best.get(row["arm"], found), found, key=lambda pair: pair[0])
+    own = {name: options for name, (_, options) in best.items()}
+    return {name: own[arm.like or name] for name, arm in arms.items() if (arm.like or name) in own}
+
+
+def digest(data: Path) -> str:
+    """Return the digest of what is frozen before any other world is seen: recipes and choices."""
+    content = b"".join(path.read_bytes() for path in (BASE, METHODS, data / TUNING, data / RATES))
+    return hashlib.sha256(content).hexdigest()
+
+
+# --- ranking -------------------------------------------------------------------------------------
+
+
+def ranking(
+    arms: Mapping[str, Arm], worlds: Path, folder: Path, data: Path, budget: float,
+    *, numbers: Sequence[int], seeds: int,
+) -> list[Run]:  # fmt: skip
+    """Return the runs of arms on worlds, seed by seed; freezes recipes and choices.
+
+    Raises UserError where they changed since the first of these runs.
+    """
+    frozen, now = data / FROZEN, f"{digest(data)} {budget:g}\n"
+    if frozen.is_file() and frozen.read_text() != now:
+        raise UserError(
+            f"{frozen} holds the digest of other recipes, trials or budget: methods are frozen "
+            "once a world was ranked. Give another --output to rank others"
+        )
+    write_text(frozen, now)
+    rate, values = rates(data), chosen(arms, data)
+    return [
+        _run(
+            arm, worlds, number, folder / f"world-{number}" / f"{name}-{seed}", seed=seed,
+            options=values[name], iterations=_iterations(budget, rate[name]), prompts="test",
+        )
+        for seed in range(seeds)
+        for number in numbers
+        for name, arm in arms.items()
+    ]  # fmt: skip
+
+
+def collect(runs: Sequence[Run], data: Path) -> None:
+    """Write the data of finished runs; those of runs that are not here stay."""
+    finished = [run for run in runs if run.finished]
+    names = {_name(run) for run in finished}
+    rows = [row for row in read_rows(data / RUNS) if _label(row) not in names]
+    write_rows(data / RUNS, [*rows, *map(_row, finished)])
+    for world in sorted({run.world for run in finished}):
+        here = [run for run in finished if run.world == world]
+        path = data / f"world-{world}.csv"
+        table = read_rows(path) or _images(here[0])
+        for run in here:
+            scores = _scores(run, run.config.run.iterations)
+            for row, score in zip(table, scores, strict=True):
+                row[f"{run.arm} {run.seed}"] = score
+        write_rows(path, table)
+
+
+def score_worlds(worlds: Path, numbers: Iterable[int], data: Path) -> None:
+    """Score base and clean pipeline on each world's test images, at two numbers of steps."""
+    rows: list[dict[str, Any]] = [
+        row for row in read_rows(data / WORLDS) if int(row["world"]) not in set(numbers)
+    ]
+    clean = worlds / "clean"
+    if not clean.is_dir():
+        pipeline = load_pipeline("tiny-sana", dtype="fp32", device="cpu")
+        pipeline.transformer.load_state_dict({n: t.float() for n, t in load_file(CLEAN).items()})
+        save_half(pipeline, clean)
+    arm = Arm(name="base", options=(), tune={})
+    for number in numbers:
+        found = {}
+        for name, path in (("base", world_folder(worlds, number) / "pipeline"), ("ceiling", clean)):
+            run = _run(
+                arm, worlds, number, worlds / "unused", seed=0, options=(), iterations=1,
+                prompts="test",
+                changes=[f"pipeline.path={path}", "evaluation.num_inference_steps=[8,28]"],
+            )  # fmt: skip
+            means = {row["reward"]: row["mean"] for row in evaluate(run.config)}
+            found[name] = f"{means[GOLD]:.4f}"
+            found[f"{name} at 28 steps"] = f"{means[f'28_steps/{GOLD}']:.4f}"
+        rows.append({"world": number, **found})
+        print(f"world {number}: {found}", flush=True)
+    write_rows(data / WORLDS, sorted(rows, key=lambda row: int(row["world"])))
+
+
+def _run(
+    arm: Arm, worlds: Path, world: int, folder: Path, *, seed: int, options: tuple[str, ...],
+    iterations: int, prompts: str, changes: Sequence[str] = (),
+) -> Run:  # fmt: skip
+    config = recipe(
+        arm, world_folder(worlds, world), seed=seed, folder=folder, iterations=iterations,
+        prompts=prompts, changes=[*options, *changes],
+    )  # fmt: skip
+    return Run(arm=arm.name, world=world, seed=seed, options=options, config=config, folder=folder)
+
+
+def _iterations(budget: float, rate: float) -> int:
+    return max(1, round(budget / rate))
+
+
+def _gold(run: Run, iteration: int) -> float:
+    return run.evaluation(iteration).measures()[GOLD].nanmean().item()
+
+
+def _scores(run: Run, iteration: int) -> list[str]:
+    values = run.evaluation(iteration).measures()[GOLD]
+    return ["" if torch.isnan(v) else f"{v.item():.3g}" for v in values]
+
+
+def _images(run: Run) -> list[dict[str, str]]:
+    """Return what a world's table says of each image, and the base's score."""
+    e = run.config.evaluation
+    held_out = evaluation_prompts(run.config, ProvidedObjects())
+    prompts = PromptSampler(held_out, e.num_images, e.seed, balance=e.balance).at(0)
+    return [
+        {name: str(prompt.metadata[name]) for name in PLACES} | {"base": score}
+        for prompt, score in zip(prompts, _scores(run, 0), strict=True)
+    ]
+
+
+def _row(run: Run) -> dict[str, str]:
+    end = run.evaluation(run.config.run.iterations).measures()
+    return {
+        "arm": run.arm,
+        "world": str(run.world),
+        "seed": str(run.seed),
+        "options": " ".join(run.options),
+        "iterations": str(run.config.run.iterations),
+        "core_seconds": f"{run.core_seconds():.1f}",
+        "forwards": f"{run.forwards():.0f}",
+        **{name: f"{values.nanmean().item():.4f}" for name, values in sorted(end.items())},
+    }
+
+
+def _name(run: Run) -> tuple[str, str, str]:
+    return run.arm, str(run.world), str(run.seed)
+
+
+def _label(row: Mapping[str, str]) -> tuple[str, str, str]:
+    return row["arm"], row["world"], row["seed"]
