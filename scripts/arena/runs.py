@@ -242,7 +242,8 @@ def collect(runs: Sequence[Run], data: Path) -> None:
     finished = [run for run in runs if run.finished]
     names = {_name(run) for run in finished}
     rows = [row for row in read_rows(data / RUNS) if _label(row) not in names]
-    write_rows(data / RUNS, [*rows, *map(_row, finished)])
+    if rows := [*rows, *map(_row, finished)]:
+        write_rows(data / RUNS, rows)
     for world in sorted({run.world for run in finished}):
         here = [run for run in finished if run.world == world]
         path = data / f"world-{world}.csv"

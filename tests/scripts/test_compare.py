@@ -198,7 +198,7 @@ def test_presets_have_the_values_that_did_best_on_validation_prompts():
 
 
 def test_every_page_names_its_baseline_and_runs_that_stop_by_iterations():
-    assert {"quickstarts", "trees", "objectives", "solrl"} <= set(page_names())
+    assert {"quickstarts", "trees", "solrl"} <= set(page_names())
     for name in page_names():
         page = load_page(name)
         names = [method.name for method in page.methods]

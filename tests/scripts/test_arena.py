@@ -1,0 +1,108 @@
+"""The arena: methods that parse, choices that are frozen, intervals over worlds, runs, requests."""
+
+import json
+
+import numpy as np
+import pytest
+
+from flowrl.errors import UserError
+from scripts.arena.methods import TRIALS, load_arms, recipe
+from scripts.arena.plant import write_prompts
+from scripts.arena.report import crossed, improvement, verdict
+from scripts.arena.runs import RATES, RUNS, TUNING, chosen, collect, ranking
+from scripts.arena.world import world
+from scripts.compare.data import read_rows, write_rows
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("worlds")
+    write_prompts(world(2), folder / "world-2")
+    return folder
+
+
+def test_every_trial_of_every_method_is_a_recipe(worlds):
+    arms = load_arms()
+    assert len(arms) >= 20
+    for arm in arms.values():
+        assert len(arm.trials()) <= TRIALS and (not arm.like or arm.like in arms)
+        for trial in arm.trials():
+            config = recipe(
+                arm, worlds / "world-2", seed=3, folder=worlds / "run", iterations=7, changes=trial
+            )
+            assert (config.run.seed, config.run.iterations) == (3, 7)
+            trained = [r for r in config.rewards if not r.held_out]
+            assert trained and all(r.when == "evaluation" for r in config.rewards if r.held_out)
+
+
+def test_a_test_has_as_many_prompts_of_both_splits_and_none_of_words(worlds):
+    lines = (worlds / "world-2" / "test.jsonl").read_text().splitlines()
+    prompts = [json.loads(line) for line in lines]
+    assert {p["split"] for p in prompts} == {"new requests", "new families"}
+    assert sum(p["split"] == "new requests" for p in prompts) == len(prompts) / 2
+    assert "ocr" not in {p["tag"] for p in prompts}
+
+
+def test_choices_are_frozen_by_the_first_ranking(worlds, tmp_path):
+    arms = {"nft": load_arms()["nft"]}
+    write_rows(tmp_path / RATES, [{"arm": "nft", "core_seconds": "4"}])
+    trials = [" ".join(trial) for trial in arms["nft"].trials()]
+    rows = [{"arm": "nft", "options": t, "score": f"{i}"} for i, t in enumerate(trials)]
+    write_rows(tmp_path / TUNING, rows)
+    assert " ".join(chosen(arms, tmp_path)["nft"]) == trials[-1]
+
+    def runs(budget: float):
+        return ranking(arms, worlds, tmp_path / "runs", tmp_path, budget, numbers=[2], seeds=2)
+
+    assert [run.config.run.iterations for run in runs(120)] == [30, 30]
+    assert len(runs(120)) == 2
+    with pytest.raises(UserError, match="methods are frozen"):
+        runs(60)
+    write_rows(tmp_path / TUNING, rows[:1])
+    with pytest.raises(UserError, match="methods are frozen"):
+        runs(120)
+
+
+def test_runs_that_are_not_here_keep_their_data(tmp_path):
+    kept = {"arm": "nft", "world": "2", "seed": "0", "options": "", "core_seconds": "118.0"}
+    write_rows(tmp_path / RUNS, [kept])
+    collect([], tmp_path)
+    assert read_rows(tmp_path / RUNS) == [kept]
+
+
+def test_a_world_counts_once_however_many_images_it_has():
+    few = np.ones((2, 3)), np.ones((2, 3))
+    many = np.zeros((2, 3)), np.full((2, 3), 50.0)
+    assert crossed([few, many]).mean == 0.5
+
+
+def test_an_interval_is_as_wide_as_the_level_that_varies():
+    """Resampled together; what is equal everywhere adds nothing."""
+    counts = np.ones((4, 400))
+    equal = [(np.full((4, 400), 0.3), counts)] * 3
+    found = crossed(equal)
+    assert (found.low, found.mean, found.high) == pytest.approx((0.3, 0.3, 0.3))
+    between = [(np.full((4, 400), level), counts) for level in (0.0, 0.3, 0.6)]
+    assert crossed(between).high == pytest.approx(0.6) and crossed(between).low == pytest.approx(0)
+    rng = np.random.default_rng(0)
+    requests = [(np.tile(rng.normal(0.3, 1, 400), (4, 1)), counts)] * 3
+    # Requests differ and runs do not: the spread of a mean of 3 draws of worlds, each resampled.
+    assert crossed(requests).high - crossed(requests).low == pytest.approx(
+        2 * 1.96 / (3 * 400) ** 0.5, rel=0.1
+    )
+
+
+def test_the_probability_of_improvement_counts_ties_half():
+    assert improvement([np.array([1.0, 2.0])], [np.array([1.0])]) == 0.75
+    assert improvement([np.array([1.0])] * 2, [np.array([0.0]), np.array([2.0])]) == 0.5
+
+
+def test_a_relation_is_judged_by_its_interval():
+    from flowrl.functional.contrasts import Interval
+
+    said = {
+        (0.1, 0.05, 0.2): "shown", (0.1, -0.1, 0.2): "weak", (-0.1, -0.2, 0.1): "not shown",
+        (-0.1, -0.2, -0.05): "contradicted",
+    }  # fmt: skip
+    for (mean, low, high), wanted in said.items():
+        assert verdict(Interval(mean=mean, low=low, high=high)) == wanted
