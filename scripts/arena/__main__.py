@@ -3,6 +3,7 @@
     python -m scripts.arena --tune --jobs 2                 try each method's values on world 1
     python -m scripts.arena --world 2 --world 3 --world 4 --seeds 3 --jobs 2
     python -m scripts.arena --world 17 --methods nft --methods dpo --output build/own-page
+    python -m scripts.arena --gamed --world 2 --seeds 5     methods on rewards with a loophole
     python -m scripts.arena                                 render the page from its data
 
 A world that is not there yet is planted, which takes about half an hour of a core. What is finished
@@ -16,7 +17,8 @@ from pathlib import Path
 import torch
 
 from flowrl.errors import UserError
-from scripts.arena.methods import load_arms
+from scripts.arena.gamed import collect_curves, render_gamed
+from scripts.arena.methods import GAMED, METHODS, load_arms
 from scripts.arena.plant import plant, world_folder, write_prompts
 from scripts.arena.report import render
 from scripts.arena.runs import (
@@ -34,12 +36,13 @@ from scripts.arena.world import world
 
 def main() -> None:
     asked = _parser().parse_args()
-    arms = load_arms()
+    arms = load_arms(GAMED if asked.gamed else METHODS)
     if asked.methods and "all" not in asked.methods:
         if unknown := [name for name in asked.methods if name not in arms]:
             raise UserError(f"no method {unknown[0]!r}: expected some of {', '.join(arms)}")
         arms = {n: arm for n, arm in arms.items() if n in asked.methods}
-    folder, data = asked.runs, asked.output
+    part = "gamed" if asked.gamed else ""
+    folder, data = asked.runs / part, asked.output / part
     for number in (TUNED_ON, *asked.world) if asked.tune else asked.world:
         _plant(number, asked.worlds)
     failed = []
@@ -52,9 +55,12 @@ def main() -> None:
         )
         failed += run_all(runs, at_once=asked.jobs)
         collect(runs, data)
-        score_worlds(asked.worlds, asked.world, data)
+        if asked.gamed:
+            collect_curves(runs, data)
+        else:
+            score_worlds(asked.worlds, asked.world, data)
     if (data / RUNS).is_file():
-        print(render(data))
+        print(render_gamed(data) if asked.gamed else render(data))
     if failed:
         raise SystemExit(f"{len(failed)} runs did not finish: {', '.join(failed)}")
 
@@ -76,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world", type=int, action="append", default=[], help="may be repeated")
     parser.add_argument("--methods", action="append", default=[], help="all unless named")
     parser.add_argument("--tune", action="store_true", help="try values on world 1's validation")
+    parser.add_argument("--gamed", action="store_true", help="the list of `gamed.yaml` instead")
     parser.add_argument("--budget", type=float, default=120.0, help="core seconds of a run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method on a world")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")

@@ -12,7 +12,7 @@ from flowrl.config.yaml12 import load_yaml
 from flowrl.errors import UserError
 
 HERE = Path(__file__).parent
-BASE, METHODS = HERE / "base.yaml", HERE / "methods.yaml"
+BASE, METHODS, GAMED = (HERE / f"{name}.yaml" for name in ("base", "methods", "gamed"))
 TRIALS = 6  # most of an arm
 
 
@@ -25,6 +25,7 @@ class Arm:
     tune: Mapping[str, Sequence[Any]]  # values tried, all combinations of them
     like: str = ""  # the arm whose chosen values it takes; "": it has its own
     note: str = ""
+    iterations: int | None = None  # None: as many as the budget allows
 
     def trials(self) -> list[tuple[str, ...]]:
         """Return the changes of each trial."""
@@ -46,6 +47,7 @@ def load_arms(path: Path = METHODS) -> dict[str, Arm]:
             tune=own.get("tune", {}),
             like=own.get("like", ""),
             note=own.get("note", ""),
+            iterations=own.get("iterations"),
         )
         if len(arm.trials()) > TRIALS:
             raise UserError(f"{path.name}: {name} has more than {TRIALS} trials")

@@ -199,9 +199,9 @@ def _method(scores: Scores, arm: str, rows: Sequence[Mapping[str, str]], note: s
     middle = interquartile_mean(gains)
     cells = [
         f"`{arm}`" + (f": {note}" if note else ""),
-        _interval(_mean(scores, arm, NEW_REQUESTS)),
-        _interval(_mean(scores, arm, NEW_FAMILIES)),
-        _interval(middle),
+        interval_text(_mean(scores, arm, NEW_REQUESTS)),
+        interval_text(_mean(scores, arm, NEW_FAMILIES)),
+        interval_text(middle),
         *[
             "" if arm == other or other not in scores.runs
             else f"{improvement(ends(arm), ends(other)):.2f}"
@@ -252,7 +252,7 @@ def _relations(scores: Scores) -> list[str]:
         if relation.get("better"):
             pair = f"`{relation['better']}` less {_other(relation)}"
         cells = [relation["claim"], relation["source"], pair]
-        cells += [_interval(difference) if difference else "", here]
+        cells += [interval_text(difference) if difference else "", here]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -265,7 +265,7 @@ def _contradictions(scores: Scores) -> list[str]:
     """Return the first paragraph: what here contradicts a paper."""
     found = [
         f"{relation['source']} says: {relation['claim']}; here the difference is "
-        f"{_interval(difference)}."
+        f"{interval_text(difference)}."
         for relation, difference, here in judged(scores)
         if difference and here == "contradicted"
     ]
@@ -298,7 +298,8 @@ def _average(rows: Sequence[Mapping[str, str]], name: str) -> float:
     return float(np.mean([float(row[name]) for row in rows])) if rows else float("nan")
 
 
-def _interval(found: Interval) -> str:
+def interval_text(found: Interval) -> str:
+    """Return a mean and its interval as the pages print them."""
     return f"{found.mean:+.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 

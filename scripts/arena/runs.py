@@ -27,7 +27,7 @@ from flowrl.prompts.records import PromptSampler
 from flowrl.training.evaluate import Evaluation, evaluation_file
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
-from scripts.arena.methods import BASE, METHODS, Arm, recipe
+from scripts.arena.methods import BASE, GAMED, METHODS, Arm, recipe
 from scripts.arena.plant import CLEAN, world_folder
 from scripts.compare.data import read_rows, write_rows
 from scripts.pretrain_tiny.families import save_half
@@ -198,12 +198,14 @@ def chosen(arms: Mapping[str, Arm], data: Path) -> dict[str, tuple[str, ...]]:
         found = float(row["score"]), tuple(row["options"].split())
         best[row["arm"]] = max(best.get(row["arm"], found), found, key=lambda pair: pair[0])
     own = {name: options for name, (_, options) in best.items()}
+    own |= {name: () for name, arm in arms.items() if not arm.tune and not arm.like}
     return {name: own[arm.like or name] for name, arm in arms.items() if (arm.like or name) in own}
 
 
 def digest(data: Path) -> str:
     """Return the digest of what is frozen before any other world is seen: recipes and choices."""
-    content = b"".join(path.read_bytes() for path in (BASE, METHODS, data / TUNING, data / RATES))
+    files = (BASE, METHODS, GAMED, data / TUNING, data / RATES)
+    content = b"".join(path.read_bytes() for path in files if path.is_file())
     return hashlib.sha256(content).hexdigest()
 
 
@@ -229,7 +231,8 @@ def ranking(
     return [
         _run(
             arm, worlds, number, folder / f"world-{number}" / f"{name}-{seed}", seed=seed,
-            options=values[name], iterations=_iterations(budget, rate[name]), prompts="test",
+            options=values[name], prompts="test",
+            iterations=arm.iterations or _iterations(budget, rate[name]),
         )
         for seed in range(seeds)
         for number in numbers
@@ -242,8 +245,10 @@ def collect(runs: Sequence[Run], data: Path) -> None:
     finished = [run for run in runs if run.finished]
     names = {_name(run) for run in finished}
     rows = [row for row in read_rows(data / RUNS) if _label(row) not in names]
-    if rows := [*rows, *map(_row, finished)]:
-        write_rows(data / RUNS, rows)
+    rows += map(_row, finished)
+    names = dict.fromkeys(name for row in rows for name in row)  # arms differ in their rewards
+    if rows:
+        write_rows(data / RUNS, [{name: row.get(name, "") for name in names} for row in rows])
     for world in sorted({run.world for run in finished}):
         here = [run for run in finished if run.world == world]
         path = data / f"world-{world}.csv"
@@ -318,7 +323,7 @@ def _images(run: Run) -> list[dict[str, str]]:
 
 
 def _row(run: Run) -> dict[str, str]:
-    end = run.evaluation(run.config.run.iterations).measures()
+    base, end = (run.evaluation(i).measures() for i in (0, run.config.run.iterations))
     return {
         "arm": run.arm,
         "world": str(run.world),
@@ -328,6 +333,7 @@ def _row(run: Run) -> dict[str, str]:
         "core_seconds": f"{run.core_seconds():.1f}",
         "forwards": f"{run.forwards():.0f}",
         **{name: f"{values.nanmean().item():.4f}" for name, values in sorted(end.items())},
+        **{f"base {n}": f"{v.nanmean().item():.4f}" for n, v in sorted(base.items())},
     }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flowrl.errors import UserError
-from scripts.arena.methods import TRIALS, load_arms, recipe
+from scripts.arena.methods import GAMED, METHODS, TRIALS, load_arms, recipe
 from scripts.arena.plant import write_prompts
 from scripts.arena.report import crossed, improvement, verdict
 from scripts.arena.runs import RATES, RUNS, TUNING, chosen, collect, ranking
@@ -21,9 +21,9 @@ def worlds(tmp_path_factory):
     return folder
 
 
-def test_every_trial_of_every_method_is_a_recipe(worlds):
-    arms = load_arms()
-    assert len(arms) >= 20
+@pytest.mark.parametrize("path", [METHODS, GAMED])
+def test_every_trial_of_every_method_is_a_recipe(worlds, path):
+    arms = load_arms(path)
     for arm in arms.values():
         assert len(arm.trials()) <= TRIALS and (not arm.like or arm.like in arms)
         for trial in arm.trials():
