@@ -68,7 +68,7 @@ def _chart(data: Path, arms: Sequence[str]) -> bytes:
     """Draw the mean gold score of each method over its iterations."""
     figure, curves = new_figure(8, 4.5), read_curves(data)
     axes = figure.subplots()
-    style_axes(axes, LIGHT)
+    style_axes(axes, LIGHT, title="gold, mean over runs", x_label="iteration", y_label="gold")
     for number, arm in enumerate(arms):
         seeds = sorted({line.seed for line in curves if line.method == arm})
         found = [
@@ -77,7 +77,5 @@ def _chart(data: Path, arms: Sequence[str]) -> bytes:
         ]
         xs, ys = zip(*mean_curve(found), strict=True)
         axes.plot(xs, ys, color=LIGHT.lines[number % len(LIGHT.lines)], label=arm)
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("gold")
     axes.legend(frameon=False, fontsize=7)
     return png_bytes(figure)

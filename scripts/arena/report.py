@@ -276,7 +276,8 @@ def _chart(scores: Scores, order: Sequence[str]) -> bytes:
     """Draw each method's gains on both test splits with their intervals."""
     figure = new_figure(8, 1 + 0.27 * len(order))
     axes = figure.subplots()
-    style_axes(axes, LIGHT)
+    label = "95 % interval over worlds, runs and requests"
+    style_axes(axes, LIGHT, title="gain of the gold score", x_label=label, y_label="")
     for shift, split, color in zip(
         (-0.15, 0.15), (NEW_REQUESTS, NEW_FAMILIES), LIGHT.lines, strict=False
     ):
@@ -289,7 +290,6 @@ def _chart(scores: Scores, order: Sequence[str]) -> bytes:
     axes.axvline(0, color=LIGHT.soft, linewidth=0.8)
     axes.set_yticks(range(len(order)), order)
     axes.invert_yaxis()
-    axes.set_xlabel("gain of the gold score, 95 % interval over worlds, runs and requests")
     axes.legend(frameon=False)
     return png_bytes(figure)
 
