@@ -50,6 +50,7 @@ ELSEWHERE = {  # how a command begins that is not run here, and what it needs
     "torchrun": "several GPUs",
     "accelerate launch": "several GPUs",
     "python scripts/two_gpus.py": "two GPUs",
+    "python -m scripts.arena": "hours",
     "python -m scripts.compare": "hours",
     "python -m scripts.pretrain_tiny": "hours",
     "ray start": "several machines",
