@@ -398,9 +398,9 @@ def build_evaluator(
 
 
 def build_call(config: Config, pipeline: Any) -> PipelineCall:
-    """Return the pipeline's own call with the settings of evaluation.
+    """Return the diffusers pipeline's own call with the settings of evaluation.
 
-    Raises UserError where its text encoders will not be there.
+    Raises UserError if memory.text_encoders is free: the call needs the text encoders.
     """
     if config.memory.text_encoders == "free":
         raise UserError(

@@ -54,7 +54,9 @@ def call_arguments(
 
 
 def is_guided(pipeline_class: str, guidance: float) -> bool:
-    """Return whether a pipeline class makes a second forward for this guidance.
+    """Return whether a pipeline class makes a second forward for classifier-free guidance.
+
+    The pipeline's own call combines the two.
 
     Up to 1 is none, for all classes. Where 0 is none, numbers between have no meaning here.
 

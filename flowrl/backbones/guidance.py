@@ -82,8 +82,8 @@ def _denoisers(pipeline: Any) -> list[nn.Module]:
     for name, part in adapted.items():
         if name in ENCODERS:
             raise UserError(
-                f"the LoRA also adapts {name}, expected only a denoiser's: RLG cannot take the "
-                "base's text into account, so unload it there"
+                f"the LoRA also adapts {name}, but RLG can switch it off in a denoiser only: "
+                f"unload the LoRA from {name}"
             )
         _check(name, part)
     return networks

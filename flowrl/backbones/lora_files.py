@@ -185,8 +185,9 @@ def load_lora(pipeline: Any, source: str | Path | LoRA) -> int:
     attached = count_layers(network)
     if attached != len(lora.scales):
         raise UserError(
-            f"{lora.path} adapts {len(lora.scales)} layers, and {attached} of this pipeline have a "
-            "LoRA now: load the pipeline anew, or merge the LoRA with flowrl export --to merged"
+            f"{lora.path} is for {len(lora.scales)} layers, but {attached} layers of the pipeline "
+            "have a LoRA after loading it: load the pipeline again, or merge the LoRA with flowrl "
+            "export --to merged"
         )
     return attached
 

@@ -264,7 +264,9 @@ def _factors(
             side = SIDES[match["side"] or match["old"]]
             name = f"{plain_name(key[: match.start()])}.lora_{side}.weight"
             if name in state:
-                raise UserError(f"{path} holds two LoRAs: {key} stands for a layer a second time")
+                raise UserError(
+                    f"{path} holds two LoRAs: {key} names the same weight as an earlier key"
+                )
             state[name] = _float(tensor, key, path)
         else:
             odd.append(key)
@@ -382,8 +384,8 @@ def _check_entries(config: Mapping[str, Any], where: str) -> None:
         for key, value in patterns.items():
             if not PATTERN.fullmatch(key):
                 raise UserError(
-                    f"{where} has {name}[{key!r:.60}], expected the name of a layer or its end; "
-                    "other regular expressions are not supported"
+                    f"{where} has {name}[{key!r:.60}], expected a layer's full name or its "
+                    "end; other regular expressions are not supported"
                 )
             _check_number(f"{name}[{key!r:.60}]", value, whole=name[0] == "r", where=where)
 

@@ -484,8 +484,8 @@ def check_sigmas(sigmas: Any, inverted: bool, name: str) -> Tensor:
     levels = 1 - levels if inverted else levels
     if levels[0] > 1 or levels[-1] != 0 or (levels.diff() >= 0).any():
         raise UserError(
-            f"the noise levels of {name} run from {levels[0]:.4g} to {levels[-1]:.4g}, and "
-            "a flow's fall from 1 to 0"
+            f"the noise levels of {name} run from {levels[0]:.4g} to {levels[-1]:.4g}, "
+            "expected levels that fall at every step, from at most 1 to 0"
         )
     return levels
 

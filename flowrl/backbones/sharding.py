@@ -30,14 +30,14 @@ def check_shardable() -> None:
 
 
 def shard_network(network: nn.Module, runtime: Runtime, over: Literal["node", "all"]) -> None:
-    """Replace a network's weights by this process's part of the main process's.
+    """Replace a network's weights by this process's shard of the main process's weights.
 
-    Block by block, so that no process but the main one ever holds the whole network. All processes
-    call it together; those of other processes than the main one may be on the meta device.
+    It goes block by block, so that only the main process ever holds the whole network. All
+    processes call it together; in all but the main one the network may be on the meta device.
 
     Args:
-        over: "all" parts are spread over all processes; "node" over those of a machine, which then
-            gather only among themselves.
+        over: "all" shards over all processes; "node" over those of one machine, which then gather
+            only among themselves.
     """
     from torch.distributed.fsdp import fully_shard
 

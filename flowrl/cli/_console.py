@@ -155,9 +155,9 @@ def stop_unless_fine(
 
 
 def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[dict | None]:
-    """Return the arguments that --args give to each reward, None for none.
+    """Return each reward's arguments from --args, or None for each reward without --args.
 
-    Raises UserError unless there is one YAML mapping for each reward, or none at all.
+    Raises UserError unless --args is given once for each reward, as a YAML mapping, or not at all.
     """
     from flowrl.config.yaml12 import load_yaml
 

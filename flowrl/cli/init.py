@@ -63,7 +63,7 @@ def init(
         list[str] | None, typer.Option(help="Built-in name or module:attribute; may be repeated.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="24GB", help="Of the GPU; 0 for a CPU.")
+        str | None, typer.Option(metavar="24GB", help="GPU memory; 0 for a CPU.")
     ] = None,
 ) -> None:
     """Ask for model, prompts, reward and GPU memory; write a commented recipe.

@@ -43,7 +43,9 @@ def recipes(
     wanted = [word.casefold() for word in words or []]
     rows = [r for r in rows if all(w in " ".join(map(str, r.values())).casefold() for w in wanted)]
     if not rows:
-        raise UserError(f"No recipe has all of {', '.join(wanted)}: flowrl recipes lists them.")
+        raise UserError(
+            f"No recipe matches all of {', '.join(wanted)}: `flowrl recipes` lists all."
+        )
     print_table(rows, as_json=as_json, whole="recipe")
     if not as_json:
         say("GPU: the memory it was planned for. ran: whether it ran from start to end.")

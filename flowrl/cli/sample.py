@@ -21,7 +21,10 @@ from flowrl.cli._console import (
 from flowrl.errors import UserError
 
 PromptFile = Annotated[
-    str | None, typer.Option("--prompts", metavar="FILE|SPLIT", help="Take the prompts from here.")
+    str | None,
+    typer.Option(
+        "--prompts", metavar="FILE|SPLIT", help="Prompts: a file, or a split of a data set."
+    ),
 ]
 
 

@@ -19,7 +19,7 @@ def tree(
     ] = "",
     changes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Its options.", show_default=False),
+        typer.Argument(metavar="KEY=VALUE", help="Options of the preset.", show_default=False),
     ] = None,
     steps: Annotated[int, typer.Option(min=2, max=1000, help="Denoising steps.")] = 20,
     leaves: Annotated[

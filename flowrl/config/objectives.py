@@ -129,9 +129,9 @@ class GRPOOptions(StepObjectiveOptions):
     )
     clip_nats: Positive = option(
         6.5,
-        "Largest change of one step's log-probability, summed over the latent, before its gradient "
-        "is cut, in nats; independent of the latent's size. A published clip of the latent-mean "
-        "ratio is this divided by the number of latent elements.",
+        "Clip of one step's log-ratio, summed over the latent, in nats; it does not depend on the "
+        "latent's size. Papers that average the log-ratio over the latent publish this value "
+        "divided by the number of latent elements.",
         "1e-4 times the 65,536 latent elements of an image of 512 px, Flow-GRPO's published clip",
     )
     step_weight: Literal["none", "noise", "equal"] = option(
@@ -159,7 +159,7 @@ class GRPOOptions(StepObjectiveOptions):
 class SPOOptions(StepObjectiveOptions):
     component: ClassVar[str] = "flowrl.objectives.spo:SPO"
     title: ClassVar[str] = "SPO"
-    kind: Literal["spo"] = option("spo", "The best against the worst child of each split.", SPO)
+    kind: Literal["spo"] = option("spo", "Prefer the best to the worst child of a split.", SPO)
     tau: Positive = option(
         0.1,
         "Temperature of the rewards. A pair counts if softmax([best, worst] / tau) differ by more "
@@ -201,7 +201,9 @@ class ScheduleTimesOptions(Options):
 
 class StrataTimesOptions(Options):
     kind: Literal["strata"] = option(
-        "strata", "One of each of `count` even stretches of the schedule, without pure noise.", AWM
+        "strata",
+        "One noise level from each of `count` equal parts of the schedule, without pure noise.",
+        AWM,
     )
     fraction: Share = option(0.9, "Share of the schedule that is used, the noisiest first.", AWM)
 
@@ -260,7 +262,7 @@ class NFTOptions(NoisedOptions):
     component: ClassVar[str] = "flowrl.objectives.nft:NFT"
     title: ClassVar[str] = "DiffusionNFT"
     kind: Literal["nft"] = option(
-        "nft", "Towards images with high rewards, away from the rest.", NFT
+        "nft", "Moves the policy towards images with high rewards, away from the rest.", NFT
     )
     nft_mix: Positive = option(
         1.0, "Share of the policy in the positive and negative velocity; smaller is bolder.", NFT

@@ -41,7 +41,7 @@ class AuditOptions(Options):
     """Comparison of the candidates' ranking with that of exact images."""
 
     every: Whole = option(
-        50, "Iterations between audits, the first before the first rollout; 0 is never."
+        50, "Iterations between two audits, the first before any rollout; 0 is never."
     )
     prompts: Count = option(
         2,

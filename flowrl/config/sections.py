@@ -264,8 +264,8 @@ class MemoryOptions(Options):
     )
     base_library: Literal["bitsandbytes", "torchao"] = option(
         "bitsandbytes",
-        "With base_bits: who keeps and multiplies them. bitsandbytes has NF4 and LLM.int8, on GPUs "
-        "alone; torchao has 8 bits, on CPUs too.",
+        "Library that stores and multiplies weights quantised by base_bits. bitsandbytes: NF4 "
+        "and LLM.int8, on GPUs only; torchao: 8 bits, also on CPUs.",
     )
     text_encoders: Literal["keep", "offload", "free"] = option(
         "keep",
@@ -286,7 +286,7 @@ class MemoryOptions(Options):
     prompt_cache: Folder | None = option(
         None,
         "A folder in which encoded prompts are kept between runs; null keeps them in memory only. "
-        "With text_encoders: free and every prompt in it, the text encoders are not even loaded.",
+        "If it has every prompt and text_encoders is free, the text encoders are not loaded.",
     )
 
 

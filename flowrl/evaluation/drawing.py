@@ -34,7 +34,7 @@ SETTINGS = "drawn.json"  # beside the folders of prompts: how they were drawn
 class Drawing:
     """A loaded pipeline with a LoRA, and the arguments of its call.
 
-    None: as the run of the LoRA was evaluated, else the pipeline's default.
+    Settings of the call that are None are those of the LoRA's run, else the pipeline's.
 
     Args:
         rlg: strength of the LoRA, see `flowrl.backbones.guidance`.

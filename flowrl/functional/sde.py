@@ -122,8 +122,9 @@ def flow_sde_noise(sigmas: Tensor, level: float) -> Tensor:
     """Flow-GRPO's g = level * sqrt(sigma / (1 - sigma)). (T+1,) -> (T,)
 
     At sigma = 1, where it diverges, the denominator takes the second entry of the schedule;
-    the first step's std is then `level`, for any number of steps. So it does where a schedule
-    begins just below 1, at 0.9997 say, and not within a schedule of a thousand steps.
+    the first step's std is then `level`, for any number of steps. The same
+    holds for a first sigma just below 1, such as 0.9997, but not for later sigmas near 1, as a
+    schedule of a thousand steps has.
     """
     sigma, sigma_next = sigmas[:-1], sigmas[1:]
     pure = (sigma > PURE) & (1 - sigma < (sigma - sigma_next) / 4)

@@ -47,8 +47,8 @@ class SPO:
 
     The published method asks a preference model that reads noisy latents, and walks on from a
     random child; here a child's value is that of the images below it, all of which are sampled.
-    `needs.ratio` is False: the ratio is to the reference, not to the policy that sampled the pair,
-    and a rollout in other arithmetic leaves the loss right.
+    `needs.ratio` is False because the ratio is to the reference, not to the policy that sampled
+    the pair: the loss stays correct when the rollout used another numerical precision.
     """
 
     options: SPOOptions

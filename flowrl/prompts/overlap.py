@@ -125,9 +125,9 @@ def overlaps(training: Iterable[PromptRecord], held_out: Iterable[PromptRecord])
 def check_overlap(
     training: Sequence[PromptRecord], held_out: Sequence[PromptRecord], *, allowed: bool
 ) -> None:
-    """Check that no held-out prompt requests what a training prompt does, unless `allowed`.
+    """Check that no held-out prompt makes a training prompt's request, unless `allowed`.
 
-    Raises UserError with the number of those that do, and the first of them.
+    Raises UserError with the number of such prompts, and the first of them.
     """
     if allowed or not training or not held_out:
         return

@@ -245,7 +245,9 @@ def read_dataset(name: str, *, hub: bool) -> Iterator[dict]:
     """
     place, split, column = split_name(name)
     if not place.strip():
-        raise UserError(f"cannot read prompts {name!r}: name the data set or folder, as hf:NAME")
+        raise UserError(
+            f"cannot read prompts from 'hf:{name}': it names no data set, as hf:NAME does"
+        )
     what = f"cannot read prompts {place!r}, split {split!r}"
     with tempfile.TemporaryDirectory() as cache, dataset_errors(what):
         table = open_table(place, split, hub=hub, cache=cache)

@@ -184,8 +184,8 @@ class Learner:
             chunk = next(batches.micro_batches(random, size), None)
             if chunk is None:
                 raise UserError(
-                    "the objective leaves out every row of a process, which the others wait for: "
-                    "start fewer processes, or set runtime.shard to null"
+                    "the objective can use no row of one process, and sharded training needs rows "
+                    "on every process: start fewer processes, or set runtime.shard to null"
                 )
         for _ in range(missing):
             assert chunk is not None

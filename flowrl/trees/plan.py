@@ -36,8 +36,8 @@ class NoiseCoupling(Options):
 
     kind: CouplingKind = option(
         "independent",
-        "independent; shared: a common part; simplex: as different as possible, with the same law "
-        "of each.",
+        "independent; shared: a common part; simplex: they sum to 0, and each alone is standard "
+        "normal.",
     )
     strength: NonNegative = option(
         1.0,

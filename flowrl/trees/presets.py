@@ -38,7 +38,7 @@ INSIDE = "Which steps are stochastic and trained; kind: all, fixed, random, prog
 SIBLINGS = "Dependence between the noises of siblings: {kind, strength}."
 SIMPLEX = "independent in the paper; simplex loses none of the gradient to the group's mean"
 SPLITS = "Steps at which to branch."
-FIRST_HALF = "Steps with a fan; null is a random one of the first half in each rollout."
+FIRST_HALF = "Steps with a split; null is a random one of the first half in each rollout."
 MAX_MOVES = 20_000  # of one tree
 BRANCH_COUPLING = NoiseCoupling(kind="shared", strength=4.0)  # BranchGRPO's Eq. 2 with its s
 DANCE_SHARE = 0.6  # of the stochastic steps is trained
@@ -287,8 +287,8 @@ class TempFlowOptions(SiblingOptions):
     kind: Literal["tempflow"] = option(
         "tempflow", "ODE trajectories that branch into several images at some steps.", TEMPFLOW
     )
-    branch: Count = option(6, "Children of a fan.", TEMPFLOW)
-    splits: Steps | None = option(None, "Steps with a fan; null is all but the last.", TEMPFLOW)
+    branch: Count = option(6, "Children at each split.", TEMPFLOW)
+    splits: Steps | None = option(None, "Steps with a split; null is all but the last.", TEMPFLOW)
 
     def make(self, steps: int, leaves: int, at: Any = None) -> TreePlan:
         splits = range(steps - 1) if self.splits is None else self.splits
@@ -301,7 +301,7 @@ class _HalfCombOptions(SiblingOptions):
     """Options of combs whose fans are at some steps, or at a random one of the first half."""
 
     credit: ClassVar[str] = "{edges: fan, scope: leaf, scale: std}"
-    branch: Count = option(12, "Children of a fan.", f"{G2RPO}; {E_GRPO}")
+    branch: Count = option(12, "Children at each split.", f"{G2RPO}; {E_GRPO}")
     splits: Steps | None = option(None, FIRST_HALF, "all of the first half in the paper")
 
     def at(self, iteration: int, steps: int, seed: int) -> Steps:
@@ -353,10 +353,10 @@ class EGRPOOptions(_HalfCombOptions):
 
 
 class CustomTreeOptions(TreeOptions):
-    """A plan of your own."""
+    """Your own plan function."""
 
     title: ClassVar[str] = "GRPO"
-    kind: Literal["custom"] = option("custom", "A plan of your own.")
+    kind: Literal["custom"] = option("custom", "Your own plan function.")
     function: Text = option(
         ...,
         "What makes it, as module:attribute: called with iteration, steps, leaves, seed and args, "

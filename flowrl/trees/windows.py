@@ -98,7 +98,7 @@ class ProgressiveWindow(_Window):
         "progressive", "The window moves on as training goes.", MIX_GRPO
     )
     size: Count = option(4, SIZE, MIX_GRPO)
-    period: Count = option(25, "Iterations between two moves by one step.", MIX_GRPO)
+    period: Count = option(25, "Iterations after which the window moves by one step.", MIX_GRPO)
     start: Whole = option(0, "Where the window begins, and begins again after the end.")
     stop: Count | None = option(
         None,
@@ -150,7 +150,7 @@ class DepthPruning(Options):
         9, "First step without gradient at first.", "BranchGRPO: its last split, of 20 steps"
     )
     size: Count = option(4, "How many steps get no gradient.", BRANCH_GRPO)
-    period: Count = option(30, "Iterations between two moves by one step.", BRANCH_GRPO)
+    period: Count = option(30, "Iterations after which these steps move by one.", BRANCH_GRPO)
     stop: Whole | None = option(
         None, "First step without gradient at the end; null lets them reach the last noisy step."
     )

@@ -82,7 +82,7 @@ def draw_candidates(
 def train_on_votes(config: Config, folder: Path, *, lora: str | None = None) -> TrainedRun:
     """Train a LoRA with DPO or KTO on the votes of a folder of candidates, and on predicted votes.
 
-    More votes make other pairs, which get a data set and a run of their own.
+    A call after further votes builds a new data set of pairs and starts a new run.
 
     Args:
         lora: with which the candidates were drawn; training starts from it.
@@ -108,9 +108,9 @@ def train_on_votes(config: Config, folder: Path, *, lora: str | None = None) -> 
 
 
 def expected_votes(candidates: Candidates, features: Tensor, votes: Sequence[Vote]) -> list[Vote]:
-    """Return votes that nobody cast: each prompt's best image against its worst, as predicted.
+    """Predict votes that nobody cast: each prompt's best image against its worst.
 
-    Only those with a probability of at least SURE; none where no vote prefers an image.
+    Only those with a probability of at least SURE; none where all cast votes are ties.
 
     Args:
         features: (N, D) of the candidates.

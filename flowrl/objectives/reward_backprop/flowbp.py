@@ -54,10 +54,11 @@ class FlowBPSparse(RewardBackprop):
 
 @dataclass(frozen=True)
 class FlowBPBridge(RewardBackprop):
-    """A few steps before and after a state x_j, whose own velocity sees the steps before it.
+    """Differentiate a few steps before and after a state x_j, and the velocity at x_j itself.
 
-    The steps of both sides together are shared out by their lengths, step j always among them. j
-    is the second of two different random steps, and NESTED of the Jacobian there is kept.
+    The chosen steps are split between the sides in proportion to their numbers of steps; step j is
+    always chosen. j is the later of two different random steps. The gradient that reaches earlier
+    steps through the input of the velocity at x_j is scaled by NESTED.
     """
 
     options: FlowBPBridgeOptions

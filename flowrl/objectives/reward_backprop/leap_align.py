@@ -27,9 +27,10 @@ CONCENTRATION, LATEST = (2.0, 6.0, 2.5), 0.4
 
 @dataclass(frozen=True)
 class LeapAlign(RewardBackprop):
-    """From x_k to x_j and from x_j to the clean latent, in one leap each; k < j are random.
+    """Backpropagate through two leaps: x_k to x_j, x_j to the clean latent; k < j are random.
 
-    NESTED of the second leap's Jacobian is kept. Values are the rollout's, at x_j and at the end.
+    The gradient through the second leap's network is scaled by NESTED. The values of x_j and of
+    the clean latent are the rollout's.
     Each image's loss is divided by the sum of its leaps' mean absolute distances from the true
     states, none smaller than DISTANCE_FLOOR.
     """
