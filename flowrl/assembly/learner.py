@@ -45,7 +45,7 @@ from flowrl.sampling.sampler import Schedule
 from flowrl.sampling.workers import WorkerPool
 from flowrl.scoring.combine import mean_reward
 from flowrl.scoring.executors.base import InlineExecutor
-from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_prompts
+from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_gates, check_prompts
 from flowrl.training.checkpoint import Checkpoints, set_aside
 from flowrl.training.evaluate import Evaluation, Evaluator, PipelineCall
 from flowrl.training.ledger import Ledger
@@ -238,6 +238,7 @@ def build_rewards(
                     f"two rewards are called {specs[-1].name!r}, and scores are kept by name: keep "
                     "one, or give it a label"
                 )
+        check_gates(specs)
     except UserError:
         for spec in specs:
             spec.close()

@@ -76,6 +76,16 @@ class HTTPOptions(Options):
         return HTTPExecutor(name, self)
 
 
+class GateOptions(Options):
+    """When a reward counts: only for images that pass another one."""
+
+    reward: Text = option(..., "Name of the trained reward that decides, as in scores and reports.")
+    above: Number = option(..., "Its score that an image must exceed.")
+    softness: NonNegative = option(
+        0.0, "Width of a sigmoid around `above`, in units of its score; 0 counts all or nothing."
+    )
+
+
 class RewardOptions(Options):
     """One reward."""
 
@@ -103,6 +113,11 @@ class RewardOptions(Options):
         "Score only prompts whose metadata have one of these values under each key, for example "
         "{tag: [ocr]}.",
     )
+    gate: GateOptions | None = option(
+        None,
+        "Count this reward only for images that pass another trained one, so that it cannot be "
+        "earned by images that fail there.",
+    )
     executor: Annotated[InlineOptions | HTTPOptions, Field(discriminator="kind")] = option(
         InlineOptions(), "Where it is computed; kind: inline, http."
     )
@@ -116,6 +131,11 @@ class RewardOptions(Options):
             raise ValueError(
                 f"when is evaluation, but {self.name!r} is trained on in rollouts: set "
                 "held_out to true, or when to both"
+            )
+        if self.gate is not None and (self.weight <= 0 or self.held_out):
+            raise ValueError(
+                f"{self.name!r} has a gate, which counts its score or 0: expected a weight above 0 "
+                "and held_out false"
             )
         if isinstance(self.executor, HTTPOptions) and self.args:
             raise ValueError(
@@ -150,6 +170,7 @@ class RewardOptions(Options):
             held_out=self.held_out,
             executor=executor,
             applies_to={key: tuple(values) for key, values in self.applies_to.items()},
+            gate=self.gate,
         )
 
     def full_name(self, reward: Any) -> str:
@@ -171,7 +192,7 @@ class FailureOptions(Options):
 
 
 def check_rewards(rewards: list[RewardOptions]) -> None:
-    """Check that no reward occurs twice, and that one is trained on."""
+    """Check that no reward occurs twice, and that one without a gate is trained on."""
     for i, reward in enumerate(rewards):
         key = reward.name, reward.args, reward.label
         earlier = [(o.name, o.args, o.label) for o in rewards[:i]]
@@ -180,8 +201,8 @@ def check_rewards(rewards: list[RewardOptions]) -> None:
                 f"rewards.{i} is {reward.name!r} with the same args as one before it, expected "
                 "every reward once, or with a label of its own"
             )
-    if not any(reward.trained for reward in rewards):
+    if not any(reward.trained and reward.gate is None for reward in rewards):
         raise ValueError(
-            "rewards has nothing to train on, expected at least one reward with a weight "
-            "other than 0 that is not held_out, for example rewards=[{name: geneval}]"
+            "rewards has nothing to train on, expected at least one reward with a weight other "
+            "than 0 that is not held_out and has no gate, for example rewards=[{name: geneval}]"
         )

@@ -179,8 +179,16 @@ def check_base_bits(
         )
 
 
-def check_objective(objective: Objective, rollout: RolloutOptions) -> None:
-    """Check that the objective's options agree with each other and with those of the rollout."""
+def check_objective(objective: Objective, rollout: RolloutOptions, *, gates: bool) -> None:
+    """Check that the objective's options agree with each other, the rollout's and the rewards'.
+
+    gates: whether a reward has one.
+    """
+    if gates and getattr(getattr(objective, "advantage", None), "rewards", "sum") == "gdpo":
+        raise ValueError(
+            "objective.advantage.rewards is gdpo, which adds z-scores, and a reward has a gate, "
+            "which counts scores: set it to sum, or remove the gate"
+        )
     if isinstance(objective, GRPOOptions):
         _check_grpo(objective, rollout)
     noising = getattr(objective, "noising", None)

@@ -24,14 +24,30 @@ def combine(specs: Sequence[RewardSpec], result: RewardResult) -> tuple[Tensor, 
 
     Where some rewards do not apply, the weights of the others grow so that they total the same.
     An image that lacks an applicable score is invalid and its reward NaN: a partial sum would
-    not compare. Rewards of weight 0 are ignored.
+    not compare. Rewards of weight 0 are ignored, gated ones count as `gated` says.
     """
     weights = torch.tensor(train_weights(specs), dtype=torch.float32)
     share = share_weights(result.applicable, weights)
     used = share != 0
     valid = used.any(1) & (result.valid | ~used).all(1)
-    reward = torch.where(used, result.scores * share, 0.0).sum(1)
+    reward = torch.where(used, gated(specs, result.scores) * share, 0.0).sum(1)
     return reward.masked_fill(~valid, math.nan), valid
+
+
+def gated(specs: Sequence[RewardSpec], scores: Tensor) -> Tensor:
+    """Return scores (L, K), those of a gated reward times 1 where its gate passes, and else 0.
+
+    A soft gate is sigmoid((score - above) / softness) of the reward that decides; no gradient goes
+    through it. An image to which that reward does not apply passes. This is gated accumulation: a
+    reward that is easily gamed adds nothing to an image that fails the one that is not.
+    """
+    columns, names = list(scores.unbind(1)), [spec.name for spec in specs]
+    for k, spec in enumerate(specs):
+        if (gate := spec.gate) is not None:
+            over = scores[:, names.index(gate.reward)].detach() - gate.above
+            passes = (over / gate.softness).sigmoid() if gate.softness else (over > 0).to(over)
+            columns[k] = columns[k] * passes.masked_fill(over.isnan(), 1.0)
+    return torch.stack(columns, 1)
 
 
 def lacks_score(specs: Sequence[RewardSpec], result: RewardResult) -> Tensor:
@@ -46,6 +62,7 @@ def mean_reward(specs: Sequence[RewardSpec], scores: Tensor) -> float:
     NaN when one of them has no score. Those asked in rollouts alone are left out, and those that
     compare the images of a prompt, since an evaluation has one image a prompt.
     """
+    scores = gated(specs, scores)
     total = 0.0 if any(s.trained and s.asked_in("evaluation") for s in specs) else math.nan
     for spec, weight, column in zip(specs, train_weights(specs), scores.unbind(1), strict=True):
         if weight and not spec.whole_groups and spec.asked_in("evaluation"):

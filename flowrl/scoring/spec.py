@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from flowrl.config.rewards import GateOptions
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.executors.base import Executor, InlineExecutor, Reward
@@ -59,6 +60,7 @@ class RewardSpec:
     # Metadata keys and the values that a prompt must have, for example {"tag": ("ocr",)}.
     applies_to: Mapping[str, Collection[Any]] = field(default_factory=dict)
     when: Literal["rollout", "evaluation", "both"] | None = None  # it is asked, see `asked_in`
+    gate: GateOptions | None = None  # of the trained reward that an image must pass
 
     def applies(self, prompt: str, metadata: dict) -> bool:
         """Return whether a prompt is scored: by `applies_to`, required metadata and `applies`.
@@ -148,6 +150,26 @@ def closing(specs: Sequence[RewardSpec]) -> Iterator[None]:
 def trained(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
     """Return the rewards that are trained on."""
     return [spec for spec in specs if spec.trained]
+
+
+def check_gates(specs: Sequence[RewardSpec]) -> None:
+    """Check that every gate names a trained reward without one, and that scores begin at 0.
+
+    Raises UserError otherwise: an image that fails has 0 of the gated reward, which must be least.
+    """
+    names = {spec.name for spec in specs if spec.trained and spec.gate is None}
+    for spec in specs:
+        if spec.gate is not None and spec.gate.reward not in names:
+            raise UserError(
+                f"the gate of reward {spec.name!r} names {spec.gate.reward!r}, expected a trained "
+                f"reward without a gate: {', '.join(sorted(names))}"
+            )
+        low = getattr(spec.reward, "bounds", (0.0,))[0]
+        if spec.gate is not None and low < 0:
+            raise UserError(
+                f"reward {spec.name!r} has a gate and scores from {low:g}, expected scores from 0: "
+                "an image that fails the gate counts 0, which would be better than a low score"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
     python -m scripts.arena --tune --jobs 2                 try each method's values on world 1
     python -m scripts.arena --world 2 --world 3 --world 4 --seeds 3 --jobs 2
-    python -m scripts.arena --world 17 --methods nft --methods dpo --output build/own-page
+    python -m scripts.arena --world 17 --methods nft --methods dpo --output build/pages
     python -m scripts.arena --gamed --world 2 --seeds 5     methods on rewards with a loophole
     python -m scripts.arena                                 render the page from its data
 
@@ -36,12 +36,13 @@ from scripts.arena.world import world
 
 def main() -> None:
     asked = _parser().parse_args()
-    arms = load_arms(GAMED if asked.gamed else METHODS)
+    methods = GAMED if asked.gamed else METHODS
+    arms = load_arms(methods)
     if asked.methods and "all" not in asked.methods:
         if unknown := [name for name in asked.methods if name not in arms]:
             raise UserError(f"no method {unknown[0]!r}: expected some of {', '.join(arms)}")
         arms = {n: arm for n, arm in arms.items() if n in asked.methods}
-    part = "gamed" if asked.gamed else ""
+    part = "gamed" if asked.gamed else "arena"
     folder, data = asked.runs / part, asked.output / part
     for number in (TUNED_ON, *asked.world) if asked.tune else asked.world:
         _plant(number, asked.worlds)
@@ -51,8 +52,9 @@ def main() -> None:
         failed = tune(arms, asked.worlds, folder, data, asked.budget, at_once=asked.jobs)
     if asked.world:
         runs = ranking(
-            arms, asked.worlds, folder, data, asked.budget, numbers=asked.world, seeds=asked.seeds
-        )
+            arms, asked.worlds, folder, data, asked.budget,
+            numbers=asked.world, seeds=asked.seeds, methods=methods,
+        )  # fmt: skip
         failed += run_all(runs, at_once=asked.jobs)
         collect(runs, data)
         if asked.gamed:
@@ -87,8 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method on a world")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
     parser.add_argument("--worlds", type=Path, default=Path("build/arena"), help="planted worlds")
-    parser.add_argument("--runs", type=Path, default=Path("runs/arena"), help="folders of runs")
-    parser.add_argument("--output", type=Path, default=Path("gallery/arena"), help="of the page")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folders of runs")
+    parser.add_argument("--output", type=Path, default=Path("gallery"), help="folder of pages")
     return parser
 
 

@@ -1,5 +1,6 @@
 """The page of rewards that can be gamed: the trained proxy rises, and gold?"""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,15 +39,17 @@ def changes(data: Path, arm: str) -> tuple[dict[str, Interval], Interval]:
 
 def render_gamed(data: Path) -> Path:
     """Write the page and its chart from the data; return the page."""
-    arms = list(dict.fromkeys(row["arm"] for row in read_rows(data / RUNS)))
-    runs = {arm: sum(row["arm"] == arm for row in read_rows(data / RUNS)) for arm in arms}
+    rows = read_rows(data / RUNS)
+    runs = Counter(row["arm"] for row in rows)
+    arms = list(runs)
     lines = [
         "# Rewards that can be gamed", "",
         "`vivid` is the mean saturation of the pixels, `named_color` the share of them in a colour "
         "that the prompt names; neither looks at shapes or numbers. Each method trains on one of "
         "them, and beside it on the default rewards at the same rate, which is therefore not too "
-        "high. Gold is a judge that is never trained on. Nothing was tuned. Made by `python -m "
-        "scripts.arena --gamed --world N` from the files beside it.", "",
+        "high. Gold is a judge that is never trained on. The rates were chosen on other worlds: "
+        "SFT's is half of what was tried first. Made by `python -m scripts.arena --gamed --world "
+        f"{' '.join(sorted({row['world'] for row in rows}))} --seeds {max(runs.values())}`.", "",
         "![gold against iterations](gold.png)", "",
         "| method | runs | vivid | named_color | gold |", "|---|---|---|---|---|",
     ]  # fmt: skip

@@ -27,7 +27,7 @@ from flowrl.prompts.records import PromptSampler
 from flowrl.training.evaluate import Evaluation, evaluation_file
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
-from scripts.arena.methods import BASE, GAMED, METHODS, Arm, recipe
+from scripts.arena.methods import BASE, METHODS, Arm, recipe
 from scripts.arena.plant import CLEAN, world_folder
 from scripts.compare.data import read_rows, write_rows
 from scripts.pretrain_tiny.families import save_half
@@ -202,9 +202,9 @@ def chosen(arms: Mapping[str, Arm], data: Path) -> dict[str, tuple[str, ...]]:
     return {name: own[arm.like or name] for name, arm in arms.items() if (arm.like or name) in own}
 
 
-def digest(data: Path) -> str:
+def digest(methods: Path, data: Path) -> str:
     """Return the digest of what is frozen before any other world is seen: recipes and choices."""
-    files = (BASE, METHODS, GAMED, data / TUNING, data / RATES)
+    files = (BASE, methods, data / TUNING, data / RATES)
     content = b"".join(path.read_bytes() for path in files if path.is_file())
     return hashlib.sha256(content).hexdigest()
 
@@ -214,20 +214,24 @@ def digest(data: Path) -> str:
 
 def ranking(
     arms: Mapping[str, Arm], worlds: Path, folder: Path, data: Path, budget: float,
-    *, numbers: Sequence[int], seeds: int,
+    *, numbers: Sequence[int], seeds: int, methods: Path = METHODS,
 ) -> list[Run]:  # fmt: skip
     """Return the runs of arms on worlds, seed by seed; freezes recipes and choices.
 
-    Raises UserError where they changed since the first of these runs.
+    methods: the file that the arms are of. Raises UserError where they changed since the first of
+    these runs.
     """
-    frozen, now = data / FROZEN, f"{digest(data)} {budget:g}\n"
+    rate, values = rates(data), chosen(arms, data)
+    for name, arm in arms.items():
+        if name not in values or not (arm.iterations or name in rate):
+            raise UserError(f"{name} was not tuned, {data} has no values of it: give --tune")
+    frozen, now = data / FROZEN, f"{digest(methods, data)} {budget:g}\n"
     if frozen.is_file() and frozen.read_text() != now:
         raise UserError(
             f"{frozen} holds the digest of other recipes, trials or budget: methods are frozen "
             "once a world was ranked. Give another --output to rank others"
         )
     write_text(frozen, now)
-    rate, values = rates(data), chosen(arms, data)
     return [
         _run(
             arm, worlds, number, folder / f"world-{number}" / f"{name}-{seed}", seed=seed,

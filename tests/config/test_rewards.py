@@ -48,3 +48,18 @@ def test_wrong_options_of_rewards_are_named():
         check_rewards([Section(name="ocr"), Section(name="ocr", weight=2.0)])
     with pytest.raises(ValueError, match="nothing to train on"):
         check_rewards([Section(name="ocr", held_out=True)])
+
+
+def test_a_gate_is_of_a_trained_reward_beside_one_that_has_none():
+    pair = "rewards=[{name: ocr}, {name: brightness, gate: {reward: ocr, above: 0.5}}]"
+    gate = parse(pair).rewards[1].gate
+    assert gate is not None and (gate.reward, gate.above, gate.softness) == ("ocr", 0.5, 0.0)
+    wrong = "gate: {reward: ocr, above: 0.5}"
+    for overrides, sentence in [
+        ([f"rewards=[{{name: ocr}}, {{name: brightness, weight: -1, {wrong}}}]"], "weight above 0"),
+        ([f"rewards=[{{name: ocr}}, {{name: brightness, held_out: true, {wrong}}}]"], "held_out"),
+        ([f"rewards=[{{name: brightness, {wrong}}}]"], "has no gate"),
+        ([pair, "objective.advantage.rewards=gdpo"], "set it to sum, or remove the gate"),
+    ]:
+        with pytest.raises(UserError, match=sentence):
+            parse(*overrides)

@@ -1,11 +1,14 @@
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.scoring.combine import combine, mean_reward, train_weights
-from flowrl.scoring.spec import RewardResult, RewardSpec
+from flowrl.config.rewards import GateOptions
+from flowrl.errors import UserError
+from flowrl.scoring.combine import combine, gated, mean_reward, train_weights
+from flowrl.scoring.spec import RewardResult, RewardSpec, check_gates
 
 nan = math.nan
 
@@ -72,3 +75,47 @@ def test_an_evaluation_is_best_by_what_is_trained():
 
     compares = RewardSpec(name="compares", reward=Compares())  # type: ignore[arg-type]
     assert mean_reward([spec(), compares], torch.tensor([[0.5, nan], [1.0, nan]])) == 0.75
+
+
+def gated_specs(**gate) -> list[RewardSpec]:
+    options = GateOptions(reward="r0", above=0.5, **gate)
+    return [spec("r0"), spec("r1", weight=2.0, gate=options)]
+
+
+def test_a_gated_reward_counts_only_where_the_other_passes():
+    reward, valid = combine(gated_specs(), result([[0.4, 1.0], [0.6, 1.0], [0.5, 1.0]]))
+    assert reward.tolist() == pytest.approx([0.4, 2.6, 0.5]) and valid.all()
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 10))
+def test_a_soft_gate_is_a_sigmoid_of_the_reward_that_decides(first, second, softness):
+    scores = torch.tensor([[first, second]], dtype=torch.float64)
+    found = gated(gated_specs(softness=softness), scores)
+    passes = 1 / (1 + math.exp(-max((first - 0.5) / softness, -700)))
+    assert found[0].tolist() == pytest.approx([first, second * passes], abs=1e-12)
+    hard, sharp = (gated(gated_specs(softness=s), scores)[0, 1] for s in (0.0, 1e-12))
+    assert abs(first - 0.5) < 1e-9 or hard == pytest.approx(sharp.item())
+
+
+def test_a_gate_lets_pass_what_it_does_not_apply_to_and_fails_with_its_score():
+    fits = torch.tensor([[False, True], [True, True]])
+    reward, valid = combine(gated_specs(), result([[nan, 1.0], [nan, 1.0]], fits))
+    assert reward[0] == 3.0 and valid.tolist() == [True, False]  # the weights total 3
+
+
+def test_no_gradient_goes_through_a_gate():
+    scores = torch.tensor([[0.7, 0.2]], requires_grad=True)
+    gated(gated_specs(softness=0.1), scores)[0, 1].backward()
+    assert scores.grad is not None and scores.grad[0, 0] == 0 and scores.grad[0, 1] > 0
+
+
+def test_what_a_gate_may_name():
+    with pytest.raises(UserError, match="names 'r0', expected a trained reward without a gate: r2"):
+        check_gates([spec("r0", held_out=True), gated_specs()[1], spec("r2")])
+
+    class FromBelow:
+        bounds = (-1.0, 1.0)
+
+    low = RewardSpec(name="r1", reward=FromBelow(), gate=gated_specs()[1].gate)  # type: ignore
+    with pytest.raises(UserError, match="scores from -1, expected scores from 0"):
+        check_gates([spec("r0"), low])

@@ -1,17 +1,22 @@
 """The arena: methods that parse, choices that are frozen, intervals over worlds, runs, requests."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flowrl.errors import UserError
+from scripts.arena.gamed import changes, render_gamed
 from scripts.arena.methods import GAMED, METHODS, TRIALS, load_arms, recipe
 from scripts.arena.plant import write_prompts
 from scripts.arena.report import crossed, improvement, verdict
-from scripts.arena.runs import RATES, RUNS, TUNING, chosen, collect, ranking
+from scripts.arena.runs import FROZEN, RATES, RUNS, TUNING, chosen, collect, digest, ranking
 from scripts.arena.world import world
 from scripts.compare.data import read_rows, write_rows
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,8 @@ def test_a_test_has_as_many_prompts_of_both_splits_and_none_of_words(worlds):
 
 def test_choices_are_frozen_by_the_first_ranking(worlds, tmp_path):
     arms = {"nft": load_arms()["nft"]}
+    with pytest.raises(UserError, match="nft was not tuned"):
+        ranking(arms, worlds, tmp_path, tmp_path, 120, numbers=[2], seeds=1)
     write_rows(tmp_path / RATES, [{"arm": "nft", "core_seconds": "4"}])
     trials = [" ".join(trial) for trial in arms["nft"].trials()]
     rows = [{"arm": "nft", "options": t, "score": f"{i}"} for i, t in enumerate(trials)]
@@ -106,3 +113,22 @@ def test_a_relation_is_judged_by_its_interval():
     }  # fmt: skip
     for (mean, low, high), wanted in said.items():
         assert verdict(Interval(mean=mean, low=low, high=high)) == wanted
+
+
+def test_the_page_of_gamed_rewards_is_what_its_data_say(tmp_path):
+    page = ROOT / "gallery" / "gamed"
+    for path in page.glob("*.csv"):
+        shutil.copy(path, tmp_path)
+    assert render_gamed(tmp_path).read_text() == (page / "README.md").read_text()
+    assert (page / FROZEN).read_text().startswith(digest(GAMED, page))
+
+
+@pytest.mark.parametrize("proxy", ["vivid", "named_color"])
+@pytest.mark.parametrize("method", ["nft", "grpo", "sft"])
+def test_gold_falls_while_a_reward_with_a_loophole_rises(method, proxy):
+    """Over five runs of each; on the default rewards gold rises at the same rate."""
+    data = ROOT / "gallery" / "gamed"
+    proxies, gold = changes(data, f"{method} on {proxy}")
+    assert proxies[proxy].low > 0 and gold.high < 0
+    assert changes(data, f"{method} on the default rewards")[1].mean > 0
+    assert sum(row["arm"] == f"{method} on {proxy}" for row in read_rows(data / RUNS)) == 5
