@@ -159,13 +159,15 @@ def check_gates(specs: Sequence[RewardSpec]) -> None:
     """
     names = {spec.name for spec in specs if spec.trained and spec.gate is None}
     for spec in specs:
-        if spec.gate is not None and spec.gate.reward not in names:
+        if spec.gate is None:
+            continue
+        if spec.gate.reward not in names:
             raise UserError(
                 f"the gate of reward {spec.name!r} names {spec.gate.reward!r}, expected a trained "
                 f"reward without a gate: {', '.join(sorted(names))}"
             )
-        low = getattr(spec.reward, "bounds", (0.0,))[0]
-        if spec.gate is not None and low < 0:
+        low = getattr(spec.reward, "bounds", (0.0,))[0]  # a server is asked for them
+        if low < 0:
             raise UserError(
                 f"reward {spec.name!r} has a gate and scores from {low:g}, expected scores from 0: "
                 "an image that fails the gate counts 0, which would be better than a low score"
