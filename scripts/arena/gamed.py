@@ -10,16 +10,20 @@ from flowrl.utils.plots import LIGHT, new_figure, png_bytes, style_axes
 from scripts.arena.proxies import NamedColor, Vivid
 from scripts.arena.report import NEW_FAMILIES, NEW_REQUESTS, Scores, interval_text
 from scripts.arena.runs import GOLD, RUNS, Run
-from scripts.compare.data import lines_of, read_curves, read_rows, write_curves
+from scripts.compare.data import CURVES, lines_of, read_curves, read_rows, write_curves
 from scripts.compare.intervals import mean_curve, over_seeds
 
 PROXIES = (Vivid.name, NamedColor.name)
 
 
 def collect_curves(runs: Sequence[Run], data: Path) -> None:
-    """Write every evaluation of the finished runs."""
+    """Write every evaluation of the finished runs; those of methods that are not here stay."""
     finished = [run for run in runs if run.finished]
-    write_curves(data, [k for run in finished for k in lines_of(run.folder, run.arm, run.seed)])
+    lines = [k for run in finished for k in lines_of(run.folder, run.arm, run.seed)]
+    here = {run.arm for run in finished}
+    if (data / CURVES).is_file():
+        lines += [k for k in read_curves(data) if k.method not in here]
+    write_curves(data, lines)
 
 
 def changes(data: Path, arm: str) -> tuple[dict[str, Interval], Interval]:

@@ -26,10 +26,11 @@ from flowrl.errors import UserError
 from flowrl.prompts.records import PromptSampler
 from flowrl.training.evaluate import Evaluation, evaluation_file
 from flowrl.training.tracking import read_metrics
-from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.files import write_text
 from scripts.arena.methods import BASE, METHODS, Arm, recipe
 from scripts.arena.plant import CLEAN, world_folder
 from scripts.compare.data import read_rows, write_rows
+from scripts.compare.runs import borrow_base
 from scripts.pretrain_tiny.families import save_half
 
 RATES, TUNING, WORLDS, RUNS, FROZEN = (
@@ -67,7 +68,7 @@ class Run:
         if self.finished:
             return True
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self._borrow_base(others)
+        borrow_base(self, others)
         path = self.folder.with_suffix(".yaml")
         write_text(path, config_yaml(self.config))
         with self.folder.with_suffix(".log").open("ab") as log:
@@ -95,17 +96,6 @@ class Run:
     @property
     def _seconds_file(self) -> Path:
         return self.folder.with_suffix(".seconds")
-
-    def _borrow_base(self, others: Sequence["Run"]) -> None:
-        """Copy the base's evaluation of a run that shares pipeline, prompts and rewards."""
-        shared = {"pipeline", "evaluation", "rewards"}
-        own = evaluation_file(self.folder, 0)
-        wanted = self.config.model_dump(include=shared)
-        for other in () if own.is_file() else others:
-            found = evaluation_file(other.folder, 0)
-            if found.is_file() and other.config.model_dump(include=shared) == wanted:
-                write_bytes(own, found.read_bytes())
-                return
 
 
 def run_all(runs: Sequence[Run], *, at_once: int) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from flowrl.api import evaluate
 from flowrl.config import Config, config_yaml, load_config
@@ -82,7 +82,16 @@ class Job:
             )
 
 
-def borrow_base(job: Job, others: Sequence[Job]) -> None:
+class Trained(Protocol):
+    """A run with its recipe."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def folder(self) -> Path: ...
+
+
+def borrow_base(job: Trained, others: Sequence[Trained]) -> None:
     """Give a run that has not begun the base's evaluation of another, if they share its options.
 
     All seeds and most methods begin at one base, and evaluating it costs up to half of a short run.
@@ -96,7 +105,7 @@ def borrow_base(job: Job, others: Sequence[Job]) -> None:
             return
 
 
-def _base_options(job: Job) -> dict[str, Any]:
+def _base_options(job: Trained) -> dict[str, Any]:
     return job.config.model_dump(include={"pipeline", "evaluation", "rewards"})
 
 
