@@ -235,7 +235,8 @@ def _overall(
 ) -> Tensor:
     """Return the reward of training, (N,): the recipe's weighted sum."""
     scores = torch.stack([measures[spec.name] for spec in specs], 1)
-    applicable = torch.tensor([[s.applies(p.text, p.metadata) for s in specs] for p in prompts])
+    texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
+    applicable = torch.tensor([spec.applicable(texts, metadata) for spec in specs]).T
     result = RewardResult(
         scores=scores, valid=scores.isfinite(), applicable=applicable,
         names=tuple(spec.name for spec in specs),

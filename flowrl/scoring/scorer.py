@@ -80,7 +80,7 @@ class Scoring:
             self._images.append(images)
         for column, spec in self._columns():
             if not spec.whole_groups:
-                fits = [i for i in range(rows) if spec.applies(prompts[i], metadata[i])]
+                fits = [i for i, fit in enumerate(spec.applicable(prompts, metadata)) if fit]
                 shown = images if len(fits) == rows else images[fits]  # no copy without need
                 self._ask(column, [start + i for i in fits], shown)
 

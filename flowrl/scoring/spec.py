@@ -6,10 +6,9 @@ A reward is a callable (images, prompts, metadata) -> scores, as `flowrl_rewards
 import difflib
 import functools
 import inspect
-import itertools
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -68,6 +67,14 @@ class RewardSpec:
         Where the reward's own `applies` fails, raises UserError if it is trained; else it warns and
         returns False.
         """
+        return self.applicable([prompt], [metadata])[0]
+
+    def applicable(self, prompts: Sequence[str], metadata: Sequence[dict]) -> list[bool]:
+        """Return `applies` of each prompt. Settings are contained once, which takes 0.1 ms."""
+        with contained_settings(self.name, generators=False):
+            return [self._applies(*pair) for pair in zip(prompts, metadata, strict=True)]
+
+    def _applies(self, prompt: str, metadata: dict) -> bool:
         if any(metadata.get(key) not in values for key, values in self.applies_to.items()):
             return False
         try:
@@ -75,8 +82,7 @@ class RewardSpec:
             present = all(key in metadata for key in getattr(self.reward, "required_metadata", ()))
             if test is None or not present:
                 return present
-            with contained_settings(self.name, generators=False):
-                return bool(test(prompt, metadata))
+            return bool(test(prompt, metadata))
         except Exception as error:
             expected = isinstance(error, UserError)
             message = str(error) if expected else (
@@ -270,17 +276,17 @@ def check_prompts(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) 
     no reward to train on.
     """
     check_judges(specs, prompts)
-    fits = [[s.applies(p.text, p.metadata) for s in specs] for p in prompts]
-    for column, spec in enumerate(specs):
-        if spec.trained and not any(row[column] for row in fits):
+    texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
+    fits = [spec.applicable(texts, metadata) for spec in specs if spec.trained]
+    for spec, applies in zip([s for s in specs if s.trained], fits, strict=True):
+        if not any(applies):
             needs = ", ".join(getattr(spec.reward, "required_metadata", ())) or "something else"
             raise UserError(
                 f"reward {spec.name!r} applies to none of the prompts: "
                 f"it needs {needs} in their metadata"
             )
-    learned = [column for column, spec in enumerate(specs) if spec.trained]
-    for row, prompt in zip(fits, prompts, strict=True):
-        if learned and not any(row[column] for column in learned):
+    for prompt, *applies in zip(prompts, *fits, strict=True):
+        if fits and not any(applies):
             raise UserError(
                 f"no reward applies to the prompt {prompt.text!r}: remove it or add a reward for it"
             )
@@ -289,7 +295,8 @@ def check_prompts(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) 
 def check_evaluation(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
     """Raise UserError when there are held-out prompts and no reward applies to any of them."""
     check_judges(specs, prompts)
-    if prompts and not any(s.applies(p.text, p.metadata) for s in specs for p in prompts):
+    texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
+    if prompts and not any(any(spec.applicable(texts, metadata)) for spec in specs):
         raise UserError(
             f"no reward applies to any of the {len(prompts)} evaluation.prompts, the first is "
             f"{prompts[0].text!r}: give prompts with the metadata that the rewards need"
@@ -302,12 +309,19 @@ def check_judges(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -
     It raises ValueError for a prompt that the reward applies to and cannot score, for example with
     malformed metadata. Raises UserError for the first.
     """
-    for spec, p in itertools.product(specs, prompts):
-        check = getattr(spec.reward, "check", None)
+    for spec in specs:
+        if check := getattr(spec.reward, "check", None):
+            with contained_settings(spec.name, generators=False):
+                _check_each(spec, check, prompts)
+
+
+def _check_each(
+    spec: RewardSpec, check: Callable[[str, dict], object], prompts: Sequence[PromptRecord]
+) -> None:
+    for p in prompts:
         try:
-            if check is not None and spec.applies(p.text, p.metadata):
-                with contained_settings(spec.name, generators=False):
-                    check(p.text, p.metadata)
+            if spec._applies(p.text, p.metadata):
+                check(p.text, p.metadata)
         except UserError:
             raise
         except Exception as error:

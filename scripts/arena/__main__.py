@@ -18,8 +18,8 @@ import torch
 
 from flowrl.errors import UserError
 from scripts.arena.gamed import collect_curves, render_gamed
-from scripts.arena.methods import GAMED, METHODS, load_arms
-from scripts.arena.plant import plant, world_folder, write_prompts
+from scripts.arena.methods import GAMED, METHODS, PAIRS, load_arms
+from scripts.arena.plant import plant, world_folder, write_pairs, write_prompts
 from scripts.arena.report import render
 from scripts.arena.runs import (
     RUNS,
@@ -36,8 +36,7 @@ from scripts.arena.world import world
 
 def main() -> None:
     asked = _parser().parse_args()
-    methods = GAMED if asked.gamed else METHODS
-    arms = load_arms(methods)
+    arms = load_arms(GAMED if asked.gamed else METHODS)
     if asked.methods and "all" not in asked.methods:
         if unknown := [name for name in asked.methods if name not in arms]:
             raise UserError(f"no method {unknown[0]!r}: expected some of {', '.join(arms)}")
@@ -53,7 +52,7 @@ def main() -> None:
     if asked.world:
         runs = ranking(
             arms, asked.worlds, folder, data, asked.budget,
-            numbers=asked.world, seeds=asked.seeds, methods=methods,
+            numbers=asked.world, seeds=asked.seeds,
         )  # fmt: skip
         failed += run_all(runs, at_once=asked.jobs)
         collect(runs, data)
@@ -74,6 +73,8 @@ def _plant(number: int, worlds: Path) -> None:
         torch.set_num_threads(1)
         plant(world(number), folder, threads=1)
     write_prompts(world(number), folder)
+    if not (folder / PAIRS).is_dir():
+        write_pairs(world(number), folder)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,6 +14,7 @@ from flowrl.errors import UserError
 HERE = Path(__file__).parent
 BASE, METHODS, GAMED = (HERE / f"{name}.yaml" for name in ("base", "methods", "gamed"))
 TRIALS = 6  # most of an arm
+PAIRS = "pairs"  # the folder of a world's store of right and wrong drawings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class Arm:
     like: str = ""  # the arm whose chosen values it takes; "": it has its own
     note: str = ""
     iterations: int | None = None  # None: as many as the budget allows
+    pairs: bool = False  # learns from the world's pairs of drawings in place of rollouts
 
     def trials(self) -> list[tuple[str, ...]]:
         """Return the changes of each trial."""
@@ -48,6 +50,7 @@ def load_arms(path: Path = METHODS) -> dict[str, Arm]:
             like=own.get("like", ""),
             note=own.get("note", ""),
             iterations=own.get("iterations"),
+            pairs=own.get("pairs", False),
         )
         if len(arm.trials()) > TRIALS:
             raise UserError(f"{path.name}: {name} has more than {TRIALS} trials")
@@ -82,6 +85,8 @@ def recipe(
         f"run.iterations={iterations}",
         f"run.output_dir={folder}",
     ]
+    if arm.pairs:
+        own.append(f"rollout.store={world / PAIRS}")
     return load_config(BASE, [*own, *arm.options, *changes])
 
 

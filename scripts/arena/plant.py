@@ -4,24 +4,30 @@
 
 The tiny SANA without defects, which all worlds share (`clean.safetensors`), learns from images
 with the world's defects. `world-17` in the folder receives the pipeline, a prompt file for each
-split and `world.json`, which says what was planted. It can be stopped at any time; the same
-command resumes it.
+split, a store of right and wrong drawings, and `world.json`, which says what was planted. It can be
+stopped at any time; the same command resumes it.
 """
 
 import argparse
 import copy
+import itertools
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
+from flowrl.api import collect_pairs
 from flowrl.backbones.loading import load_pipeline
+from flowrl.config import load_config
 from flowrl.tiny.world import TAGS, Prompt
 from flowrl.utils.files import write_text
+from scripts.arena.methods import BASE, PAIRS
 from scripts.arena.world import SPLITS, World, world
 from scripts.pretrain_tiny.ceiling import with_weights_of
 from scripts.pretrain_tiny.families import save_half, track
@@ -31,6 +37,7 @@ from scripts.pretrain_tiny.latents import encode_all
 
 CLEAN = Path(__file__).with_name("clean.safetensors")  # the transformer's weights, fp16
 IMAGES, STEPS, BATCH = 40_000, 5_000, 64
+DRAWN_PAIRS = 1_024
 SCORED = 150  # prompts of validation, and of each split of the test
 # Alone: Muon's bf16 products take a CPU three quarters of a step, and from a trained start its loss
 # is no lower (0.44 after 255 steps, AdamW's 0.44 after 250).
@@ -72,6 +79,27 @@ def balanced(prompts: Sequence[Prompt], count: int = SCORED) -> list[Prompt]:
     return [p for turn in zip_longest(*kinds) for p in turn if p][:count]
 
 
+def write_pairs(planted: World, folder: Path) -> None:
+    """Write a store of pairs: of prompts to train on, a right drawing and one with a defect."""
+    drawings, rng = folder / "drawings", random.Random(f"pairs {planted.seed}")
+    drawings.mkdir(parents=True, exist_ok=True)
+    prompts = [p for p in planted.prompts("train") if p["tag"] != "ocr"]
+    lines = []
+    for number, prompt in zip(range(DRAWN_PAIRS), itertools.cycle(prompts), strict=False):
+        names = {name: f"{number}-{name}.png" for name in ("chosen", "rejected")}
+        for file, right in zip(names.values(), (1.0, 0.0), strict=True):
+            image = planted.image(prompt | {"right": right}, rng)
+            Image.fromarray(image).save(drawings / file)
+        lines.append(json.dumps(prompt | names))
+    table = drawings / "pairs.jsonl"
+    write_text(table, "\n".join(lines) + "\n")
+    own = [f"pipeline.path={folder / 'pipeline'}", f"prompts.train={folder / 'train.jsonl'}"]
+    config = load_config(
+        BASE, [*own, "objective={kind: sft}", f"run.output_dir={drawings / 'run'}"]
+    )
+    collect_pairs(config, table, folder / PAIRS)
+
+
 def plant(
     planted: World, folder: Path, *, threads: int, device: str = "cpu", steps: int = STEPS
 ) -> None:
@@ -109,6 +137,7 @@ def main() -> None:
     folder = world_folder(args.folder, args.seed)
     write_prompts(world(args.seed), folder)
     plant(world(args.seed), folder, threads=args.threads, device=args.device)
+    write_pairs(world(args.seed), folder)
     print(f"World {args.seed} lies in {folder}.")
 
 

@@ -6,9 +6,9 @@ trial scored), `worlds.csv` (base and ceiling), `runs.csv` (a row for each run) 
 """
 
 import hashlib
+import multiprocessing
 import os
-import subprocess
-import sys
+import resource
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,25 +21,30 @@ from safetensors.torch import load_file
 from flowrl.api import evaluate
 from flowrl.assembly.learner import ProvidedObjects, evaluation_prompts
 from flowrl.backbones.loading import load_pipeline
+from flowrl.cli import main
 from flowrl.config import Config, config_yaml
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptSampler
 from flowrl.training.evaluate import Evaluation, evaluation_file
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
-from scripts.arena.methods import BASE, METHODS, Arm, recipe
+from scripts.arena.methods import BASE, Arm, recipe
 from scripts.arena.plant import CLEAN, world_folder
 from scripts.compare.data import read_rows, write_rows
 from scripts.compare.runs import borrow_base
 from scripts.pretrain_tiny.families import save_half
 
 RATES, TUNING, WORLDS, RUNS, FROZEN = (
-    "rates.csv", "tuning.csv", "worlds.csv", "runs.csv", "frozen.txt",
+    "rates.csv", "tuning.csv", "worlds.csv", "runs.csv", "frozen.csv",
 )  # fmt: skip
 GOLD = "tiny_judge"
 TUNED_ON = 1  # the world whose validation requests decide
 TUNING_SEED = 1000
+SECONDS = ".seconds"  # the ending of a file with a run's core seconds, a line for each start
 RATED = 2, 6  # iterations of the two runs whose difference is an arm's rate
+# Runs are forked from a process that has imported everything, which takes 12 s of a core each.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["scripts.arena.runs", "flowrl.planning.machine"])
 PLACES = ("split", "family", "tag", "tier", "request")  # what a test's table says of an image
 
 
@@ -71,19 +76,15 @@ class Run:
         borrow_base(self, others)
         path = self.folder.with_suffix(".yaml")
         write_text(path, config_yaml(self.config))
-        with self.folder.with_suffix(".log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "flowrl", "train", str(path)],
-                stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-            _, _, used = os.wait4(process.pid, 0)
-        with self._seconds_file.open("a") as file:
-            file.write(f"{used.ru_utime + used.ru_stime:.1f}\n")
+        process = SERVER.Process(target=_train, args=(path, self.folder))
+        process.start()
+        process.join()
         return self.finished
 
     def core_seconds(self) -> float:
         """Return the processor's seconds of all its processes, start and evaluation included."""
-        return sum(float(line) for line in self._seconds_file.read_text().split())
+        lines = self.folder.with_suffix(SECONDS).read_text().split()
+        return sum(map(float, lines))
 
     def forwards(self) -> float:
         """Return the rows of the network's calls, of rollouts and of learning."""
@@ -93,13 +94,23 @@ class Run:
     def evaluation(self, iteration: int) -> Evaluation:
         return Evaluation.load(evaluation_file(self.folder, iteration))
 
-    @property
-    def _seconds_file(self) -> Path:
-        return self.folder.with_suffix(".seconds")
+
+def _train(recipe: Path, folder: Path) -> None:
+    """Run `flowrl train` in this process, and append its core seconds beside the run's folder."""
+    log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        main(["train", str(recipe)])
+    finally:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        with folder.with_suffix(SECONDS).open("a") as file:
+            file.write(f"{used.ru_utime + used.ru_stime:.1f}\n")
 
 
 def run_all(runs: Sequence[Run], *, at_once: int) -> list[str]:
     """Train what is not finished, so many at once; return the folders of runs that failed."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes
     waiting = [run for run in runs if not run.finished]
     print(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished", flush=True)
 
@@ -160,7 +171,7 @@ def tune(
     runs = [
         _run(
             arm, worlds, TUNED_ON, folder / "tuning" / f"{name}-{number}", seed=TUNING_SEED,
-            options=trial, iterations=_iterations(budget, rate[name]), prompts="validation",
+            options=trial, iterations=max(1, round(budget / rate[name])), prompts="validation",
         )
         for name, arm in arms.items()
         for number, trial in enumerate(() if arm.like else arm.trials())
@@ -192,11 +203,24 @@ def chosen(arms: Mapping[str, Arm], data: Path) -> dict[str, tuple[str, ...]]:
     return {name: own[arm.like or name] for name, arm in arms.items() if (arm.like or name) in own}
 
 
-def digest(methods: Path, data: Path) -> str:
-    """Return the digest of what is frozen before any other world is seen: recipes and choices."""
-    files = (BASE, methods, data / TUNING, data / RATES)
-    content = b"".join(path.read_bytes() for path in files if path.is_file())
-    return hashlib.sha256(content).hexdigest()
+def frozen_methods(arms: Mapping[str, Arm], data: Path, budget: float) -> dict[str, dict[str, str]]:
+    """Return what is frozen of each arm before another world is seen, as rows of `frozen.csv`.
+
+    Its iterations, its chosen values, and the digest of these, its options and the base recipe.
+    """
+    rate, values, base = rates(data), chosen(arms, data), BASE.read_bytes()
+    rows = {}
+    for name, arm in arms.items():
+        if name not in values or not (arm.iterations or name in rate):
+            raise UserError(f"{name} was not tuned, {data} has no values of it: give --tune")
+        row = {
+            "arm": name,
+            "iterations": str(arm.iterations or max(1, round(budget / rate[name]))),
+            "values": " ".join(values[name]),
+        }
+        content = base + "\n".join([*row.values(), *arm.options]).encode()
+        rows[name] = row | {"digest": hashlib.sha256(content).hexdigest()}
+    return rows
 
 
 # --- ranking -------------------------------------------------------------------------------------
@@ -204,29 +228,26 @@ def digest(methods: Path, data: Path) -> str:
 
 def ranking(
     arms: Mapping[str, Arm], worlds: Path, folder: Path, data: Path, budget: float,
-    *, numbers: Sequence[int], seeds: int, methods: Path = METHODS,
+    *, numbers: Sequence[int], seeds: int,
 ) -> list[Run]:  # fmt: skip
-    """Return the runs of arms on worlds, seed by seed; freezes recipes and choices.
+    """Return the runs of arms on worlds, seed by seed; freezes each arm's recipe and choices.
 
-    methods: the file that the arms are of. Raises UserError where they changed since the first of
-    these runs.
+    Raises UserError for an arm that was not tuned, or changed since its first run.
     """
-    rate, values = rates(data), chosen(arms, data)
-    for name, arm in arms.items():
-        if name not in values or not (arm.iterations or name in rate):
-            raise UserError(f"{name} was not tuned, {data} has no values of it: give --tune")
-    frozen, now = data / FROZEN, f"{digest(methods, data)} {budget:g}\n"
-    if frozen.is_file() and frozen.read_text() != now:
-        raise UserError(
-            f"{frozen} holds the digest of other recipes, trials or budget: methods are frozen "
-            "once a world was ranked. Give another --output to rank others"
-        )
-    write_text(frozen, now)
+    now = frozen_methods(arms, data, budget)
+    before = {row["arm"]: row for row in read_rows(data / FROZEN)}
+    for name, row in now.items():
+        if before.setdefault(name, row) != row:
+            raise UserError(
+                f"{name}: its recipe, its trials or the budget changed since it was frozen in "
+                f"{data / FROZEN}: give another --output to rank it anew"
+            )
+    write_rows(data / FROZEN, list(before.values()))
     return [
         _run(
             arm, worlds, number, folder / f"world-{number}" / f"{name}-{seed}", seed=seed,
-            options=values[name], prompts="test",
-            iterations=arm.iterations or _iterations(budget, rate[name]),
+            options=tuple(now[name]["values"].split()), prompts="test",
+            iterations=int(now[name]["iterations"]),
         )
         for seed in range(seeds)
         for number in numbers
@@ -290,10 +311,6 @@ def _run(
         prompts=prompts, changes=[*options, *changes],
     )  # fmt: skip
     return Run(arm=arm.name, world=world, seed=seed, options=options, config=config, folder=folder)
-
-
-def _iterations(budget: float, rate: float) -> int:
-    return max(1, round(budget / rate))
 
 
 def _gold(run: Run, iteration: int) -> float:

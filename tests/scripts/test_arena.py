@@ -1,5 +1,6 @@
 """The arena: methods that parse, choices that are frozen, intervals over worlds, runs, requests."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from scripts.arena.gamed import changes, render_gamed
 from scripts.arena.methods import GAMED, METHODS, TRIALS, load_arms, recipe
 from scripts.arena.plant import write_prompts
 from scripts.arena.report import crossed, improvement, verdict
-from scripts.arena.runs import FROZEN, RATES, RUNS, TUNING, chosen, collect, digest, ranking
+from scripts.arena.runs import FROZEN, RATES, RUNS, TUNING, chosen, collect, frozen_methods, ranking
 from scripts.arena.world import world
 from scripts.compare.data import read_rows, write_rows
 
@@ -63,11 +64,32 @@ def test_choices_are_frozen_by_the_first_ranking(worlds, tmp_path):
 
     assert [run.config.run.iterations for run in runs(120)] == [30, 30]
     assert len(runs(120)) == 2
-    with pytest.raises(UserError, match="methods are frozen"):
+    with pytest.raises(UserError, match="nft: its recipe, its trials or the budget changed"):
         runs(60)
+    changed = {"nft": dataclasses.replace(arms["nft"], options=("objective.kind=nft",))}
+    with pytest.raises(UserError, match="nft: its recipe"):
+        ranking(changed, worlds, tmp_path, tmp_path, 120, numbers=[2], seeds=1)
     write_rows(tmp_path / TUNING, rows[:1])
-    with pytest.raises(UserError, match="methods are frozen"):
+    with pytest.raises(UserError, match="nft: its recipe"):
         runs(120)
+
+
+def test_a_method_that_joins_later_leaves_the_others_frozen(worlds, tmp_path):
+    arms = {name: load_arms()[name] for name in ("nft", "random_reward", "dpo")}
+    write_rows(tmp_path / RATES, [{"arm": name, "core_seconds": "4"} for name in arms])
+    write_rows(tmp_path / TUNING, [
+        {"arm": name, "options": " ".join(arms[name].trials()[0]), "score": "1"}
+        for name in ("nft", "dpo")
+    ])  # fmt: skip
+
+    def rank(*names: str):
+        chosen_arms = {name: arms[name] for name in names}
+        ranking(chosen_arms, worlds, tmp_path, tmp_path, 120, numbers=[2], seeds=1)
+        return {row["arm"]: row for row in read_rows(tmp_path / FROZEN)}
+
+    first, second = rank("nft"), rank("random_reward", "dpo")
+    assert second["nft"] == first["nft"] and len(second) == 3
+    assert second["random_reward"]["values"] == second["nft"]["values"]
 
 
 def test_runs_that_are_not_here_keep_their_data(tmp_path):
@@ -120,7 +142,7 @@ def test_the_page_of_gamed_rewards_is_what_its_data_say(tmp_path):
     for path in page.glob("*.csv"):
         shutil.copy(path, tmp_path)
     assert render_gamed(tmp_path).read_text() == (page / "README.md").read_text()
-    assert (page / FROZEN).read_text().startswith(digest(GAMED, page))
+    assert read_rows(page / FROZEN) == list(frozen_methods(load_arms(GAMED), page, 120).values())
 
 
 @pytest.mark.parametrize("proxy", ["vivid", "named_color"])

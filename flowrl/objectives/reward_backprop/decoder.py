@@ -86,8 +86,7 @@ def differentiate(
     after asking which rewards apply to it. Raises RewardFailure for a reward that fails, or that
     gradients do not reach.
     """
-    pairs = list(zip(prompts, metadata, strict=True))
-    fits = torch.tensor([[s.applies(p, m) for s in specs] for p, m in pairs]).bool()
+    fits = torch.tensor([s.applicable(prompts, metadata) for s in specs]).T.bool()
     dtype = torch.promote_types(images.dtype, torch.float32)
     scores = torch.full(fits.shape, math.nan, dtype=dtype)
     slopes = images.new_zeros(len(specs), *images.shape)
