@@ -134,6 +134,14 @@ class GRPOOptions(StepObjectiveOptions):
         "divided by the number of latent elements.",
         "1e-4 times the 65,536 latent elements of an image of 512 px, Flow-GRPO's published clip",
     )
+    trust_nats: Positive | None = option(
+        None,
+        "Drop a step where the exact KL divergence from the sampling policy exceeds this and its "
+        "update would increase it, in place of clipping the ratio; nats, summed over the latent. "
+        "null clips. It acts from the second update of a rollout on.",
+        "Flow-DPPO, arXiv 2606.11025: 1e-7 (flow_sde) and 1e-6 (cps) per latent element, 0.007 and "
+        "0.07 nats for 512 px",
+    )
     step_weight: Literal["none", "noise", "equal"] = option(
         "none",
         "Weight of a step's loss, 1 on average over the trained steps: constant; the standard "

@@ -11,6 +11,7 @@ from flowrl.functional.gaussian import (
     latent_kl_no_dt,
     log_ratio,
     ratio_norm,
+    step_kl,
     velocity_kl,
 )
 from flowrl.functional.sde import Step, StepKernel
@@ -37,6 +38,20 @@ def clipped_surrogate(
     bounded = excess.clamp(min=-clip_low).clamp(max=clip_high)
     gain = torch.minimum(excess * advantage, bounded * advantage)
     return -advantage - gain, bounded * advantage < excess * advantage
+
+
+def trusted_surrogate(
+    log_ratio: Tensor, kl: Tensor, advantage: Tensor, bound: float
+) -> tuple[Tensor, Tensor]:
+    """Return -r A, without the steps that would move further from the sampling policy.
+
+    Flow-DPPO (2606.11025): a step is dropped where kl > bound and r > 1 for A > 0, or r < 1 for
+    A < 0. The exact KL of two Gaussians decides, so noise does not, as it does when a ratio is
+    clipped; steps that lead back always stay. log_ratio, kl, advantage: (N,). -> loss (N,), and
+    dropped (N,) bool.
+    """
+    dropped = (kl > bound) & (log_ratio * advantage > 0)
+    return (-log_ratio.exp() * advantage).masked_fill(dropped, 0.0), dropped
 
 
 def velocity_gain(step: Step, sigma: Tensor, sigma_next: Tensor, g: Tensor) -> Tensor:
@@ -108,8 +123,12 @@ class GRPO:
         normalised, size = self.options.ratio == "normalised", x[0].numel()
         form = ratio_norm if normalised else log_ratio
         ratio = form(batch.x_next.float(), mean, batch.mean_old, std)
-        clip = self.clip(size, std)
-        surrogate, clipped = clipped_surrogate(ratio, batch.advantage, clip, clip)
+        if self.options.trust_nats is None:
+            clip = self.clip(size, std)
+            surrogate, clipped = clipped_surrogate(ratio, batch.advantage, clip, clip)
+        else:
+            moved, bound = step_kl(mean.detach(), batch.mean_old, std), self.options.trust_nats
+            surrogate, clipped = trusted_surrogate(ratio, moved, batch.advantage, bound / size)
         loss = (batch.weight * surrogate).mean()
         metrics = _by_step(batch.step, log_ratio=ratio.detach(), clipped=clipped.float())
         nats = ratio.detach() * size / (std if normalised else 1)

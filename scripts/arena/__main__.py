@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", action="append", default=[], help="all unless named")
     parser.add_argument("--tune", action="store_true", help="try values on world 1's validation")
     parser.add_argument("--gamed", action="store_true", help="the list of `gamed.yaml` instead")
-    parser.add_argument("--budget", type=float, default=120.0, help="core seconds of a run")
+    parser.add_argument("--budget", type=float, default=60.0, help="core seconds of a run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method on a world")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
     parser.add_argument("--worlds", type=Path, default=Path("build/arena"), help="planted worlds")

@@ -40,9 +40,14 @@ def load_arms(path: Path = METHODS) -> dict[str, Arm]:
     arms = {}
     for name, own in load_yaml(path.read_text(encoding="utf-8")).items():
         options = tuple(_change(key, value) for key, value in own.get("options", {}).items())
-        if "reward" in own:  # in place of those that are trained, which stay measured
-            measured = [r | {"held_out": True, "when": "evaluation"} for r in _base()["rewards"]]
-            options += (_change("rewards", [{"name": own["reward"]}, *measured]),)
+        if trained := own.get("rewards"):  # in place of the base's, which stay measured
+            used = [_reward(reward) for reward in trained]
+            measured = [
+                reward | {"held_out": True, "when": "evaluation"}
+                for reward in _base()["rewards"]
+                if _reward(reward) not in used
+            ]
+            options += (_change("rewards", [*trained, *measured]),)
         arm = Arm(
             name=name,
             options=options,
@@ -88,6 +93,10 @@ def recipe(
     if arm.pairs:
         own.append(f"rollout.store={world / PAIRS}")
     return load_config(BASE, [*own, *arm.options, *changes])
+
+
+def _reward(reward: Mapping[str, Any]) -> tuple[str, Any]:
+    return reward["name"], reward.get("args")
 
 
 def _base() -> dict[str, Any]:

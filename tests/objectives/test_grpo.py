@@ -27,7 +27,13 @@ from toy_policy import (
 from flowrl.config.objectives import CreditOptions, GRPOOptions
 from flowrl.functional.gaussian import log_ratio, ratio_norm
 from flowrl.functional.sde import KERNELS, lift
-from flowrl.objectives.grpo import GRPO, clipped_surrogate, mean_one, velocity_gain
+from flowrl.objectives.grpo import (
+    GRPO,
+    clipped_surrogate,
+    mean_one,
+    trusted_surrogate,
+    velocity_gain,
+)
 from flowrl.trees.plan import Fan, Step, TreePlan
 
 F64 = torch.float64
@@ -145,6 +151,39 @@ def test_the_clip_bounds_the_nats_of_the_whole_latent():
     assert grpo(clip_nats=6.0).clip(60, std) == pytest.approx(0.1)
     normalised = grpo(clip_nats=6.0, ratio="normalised").clip(60, std)
     torch.testing.assert_close(normalised, 0.1 * std)
+
+
+def test_the_exact_kl_drops_steps_that_move_away_and_no_others():
+    """Flow-DPPO: without a bound nothing is dropped; with none left, what leads back stays."""
+    log_r = torch.tensor([0.3, 0.3, -0.3, -0.3], dtype=F64, requires_grad=True)
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=F64)
+    kl = torch.full((4,), 0.1, dtype=F64)
+    free, dropped = trusted_surrogate(log_r, kl, advantage, math.inf)
+    assert torch.equal(free, -log_r.exp() * advantage) and not dropped.any()
+    loss, dropped = trusted_surrogate(log_r, kl, advantage, 0.0)
+    assert dropped.tolist() == [True, False, False, True]
+    loss.sum().backward()
+    kept = torch.where(dropped, 0.0, -(log_r.exp() * advantage).detach())
+    assert torch.equal(log_r.grad, kept)
+    assert not trusted_surrogate(log_r, kl, advantage, 0.1)[1].any(), "the bound itself is trusted"
+
+
+def test_the_trusted_divergence_is_in_nats_and_blind_to_the_noise():
+    """The side is the ratio's, and whether the step is far is the divergence's alone."""
+    toy, now = Toy(), moved()
+    rollout = collect(toy)
+    t = every_edge(rollout)  # every advantage is 1
+    nats = kl_of(now, toy, t) * D
+    for bound, some in ((nats.median().item(), True), (2 * nats.max().item(), False)):
+        ratio = log_density(now, rollout, "flow_sde") - log_density(toy, rollout, "flow_sde")
+        loss, metrics = loss_of(grpo(trust_nats=bound), now, t)
+        dropped = (nats > bound) & (ratio > 0)
+        assert bool(dropped.any()) == some
+        assert metrics["policy/clip_share"].item() == pytest.approx(dropped.double().mean().item())
+        expected = torch.where(dropped, 0.0, -ratio.exp()).mean()
+        torch.testing.assert_close(
+            gradient(loss, now), gradient(expected, now), rtol=1e-4, atol=1e-6
+        )
 
 
 def test_edges_without_advantage_are_dropped_unless_the_kl_needs_them():
