@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.config import Config, load_config
+from flowrl.config.rewards import RewardOptions
 from flowrl.config.yaml12 import load_yaml
 from flowrl.errors import UserError
 
 HERE = Path(__file__).parent
 BASE, METHODS, GAMED = (HERE / f"{name}.yaml" for name in ("base", "methods", "gamed"))
 TRIALS = 6  # most of an arm
+# Measured at evaluations beside the base recipe's rewards; no part of what a method is.
+MEASURED = ({"name": "scripts.arena.controls:Size", "held_out": True, "when": "evaluation"},)
 PAIRS = "pairs"  # the folder of a world's store of right and wrong drawings
 
 
@@ -92,7 +95,9 @@ def recipe(
     ]
     if arm.pairs:
         own.append(f"rollout.store={world / PAIRS}")
-    return load_config(BASE, [*own, *arm.options, *changes])
+    config = load_config(BASE, [*own, *arm.options, *changes])
+    rewards = [*config.rewards, *map(RewardOptions.model_validate, MEASURED)]
+    return config.model_copy(update={"rewards": rewards})
 
 
 def _reward(reward: Mapping[str, Any]) -> tuple[str, Any]:

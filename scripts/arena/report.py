@@ -19,7 +19,7 @@ from flowrl.functional.contrasts import Interval
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.plots import LIGHT, new_figure, png_bytes, style_axes
 from scripts.arena.methods import load_arms
-from scripts.arena.runs import FROZEN, PLACES, RUNS, WORLDS, chosen
+from scripts.arena.runs import FROZEN, GOLD, PLACES, RUNS, WORLDS, chosen
 from scripts.compare.data import read_rows
 from scripts.compare.intervals import interquartile_mean
 
@@ -27,6 +27,15 @@ RELATIONS = Path(__file__).with_name("relations.yaml")
 REFERENCES = ("flow_grpo_fast", "sft_on_the_best")
 NEW_REQUESTS, NEW_FAMILIES = "new requests", "new families"
 RESAMPLES = 4_000
+# Columns of the second table, and those of `runs.csv`.
+CHANGES = {
+    "quality": "tiny_quality", "size": "size", "same place": "same_place",
+    "place divergence": "place_divergence",
+}  # fmt: skip
+COSTS = {
+    "iterations": "iterations", "forwards": "forwards", "core seconds": "core_seconds",
+    "peak MiB": "peak_mib",
+}  # fmt: skip
 Gains = dict[int, np.ndarray]  # by world: (runs, images)
 
 
@@ -141,7 +150,7 @@ def verdict(difference: Interval) -> str:
 
 def render(data: Path) -> Path:
     """Write the page and its chart from the data; return the page."""
-    scores, arms = Scores.read(data), load_arms()
+    scores, arms, rows = Scores.read(data), load_arms(), read_rows(data / RUNS)
     order = sorted(
         scores.runs,
         key=lambda arm: -_mean(scores, arm, NEW_REQUESTS).mean,
@@ -153,14 +162,25 @@ def render(data: Path) -> Path:
         "anybody tuned on. Every run had the same budget of core seconds. Made by `python -m "
         "scripts.arena` from the files beside it.", "",
         *_contradictions(scores), "![gains of each method](gains.png)", "",
-        "| method | new requests | new families | middle half of runs | beats "
-        + " | beats ".join(REFERENCES)
-        + " | core seconds | forwards | iterations |",
-        "|---|---|---|---|" + "---|" * len(REFERENCES) + "---|---|---|",
-        *[_method(scores, arm, read_rows(data / RUNS), notes.get(arm, "")) for arm in order], "",
+        "| method | new requests | new families | at 28 steps | middle half of runs | beats "
+        + " | beats ".join(REFERENCES) + " |",
+        "|---|---|---|---|---|" + "---|" * len(REFERENCES),
+        *[_method(scores, arm, rows, notes.get(arm, "")) for arm in order], "",
         "A gain is the gold score after training less before, with the interval crossed over "
-        "worlds, runs and requests. *Middle half of runs*: the interquartile mean over runs. "
-        "*Beats*: how probable it is that a run of the method ends above one of the reference.", "",
+        "worlds, runs and requests. *At 28 steps*: the mean over both test splits, of the first "
+        "run on each world. *Middle half of runs*: the interquartile mean over runs, on new "
+        "requests. *Beats*: how probable it is that a run of the method ends above one of the "
+        "reference.", "",
+        "## What else changed, and what it cost", "",
+        f"| method | {' | '.join([*CHANGES, *COSTS])} |",
+        "|---|" + "---|" * (len(CHANGES) + len(COSTS)),
+        *[_side_effects(arm, rows) for arm in order], "",
+        "Means over runs, changes from the base to the end. *Quality*: 1 to 5, of edges, ghosts, "
+        "tints. *Size*: the covered share of right images, by that of the drawing program. *Same "
+        "place*: how often two right images of a request have the same layout, "
+        "*Place divergence*: of layouts from that law, in nats. "
+        "Prompts ask for none of these. *Forwards*: rows of all calls of the network, in rollouts "
+        "and in learning. *Core seconds* are a run's, with start and evaluation.", "",
         "## By tier and by kind", "",
         "The tier is how often pretraining drew the right image; with 0 there was none.", "",
         *_parts(scores, order, "tier"), "", *_parts(scores, order, "tag"), "",
@@ -171,8 +191,9 @@ def render(data: Path) -> Path:
         "Values were tried on world 1's validation requests ([tuning.csv](tuning.csv)), and frozen "
         f"with the recipes ([{FROZEN}]({FROZEN})) before any other world was ranked:", "",
         *[f"- `{name}`: `{' '.join(v)}`" for name, v in chosen(arms, data).items() if v], "",
-        "What was cut from the design: a second seed of each trial; groups of 2, MC-GRPO's median "
-        "and learning from drafts, which have no option any more.",
+        "What was cut from the design: half of the budget of 120 core seconds; a second seed of "
+        "each trial; groups of 2, MC-GRPO's median and learning from drafts, which have no option "
+        "any more.",
     ]  # fmt: skip
     write_bytes(data / "gains.png", _chart(scores, order))
     path = data / "README.md"
@@ -201,14 +222,21 @@ def _method(scores: Scores, arm: str, rows: Sequence[Mapping[str, str]], note: s
         f"`{arm}`" + (f": {note}" if note else ""),
         interval_text(_mean(scores, arm, NEW_REQUESTS)),
         interval_text(_mean(scores, arm, NEW_FAMILIES)),
+        f"{_change(own, f'28_steps/{GOLD}'):+.3f}",
         interval_text(middle),
         *[
             "" if arm == other or other not in scores.runs
             else f"{improvement(ends(arm), ends(other)):.2f}"
             for other in REFERENCES
         ],
-        *[f"{_average(own, name):,.0f}" for name in ("core_seconds", "forwards", "iterations")],
     ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _side_effects(arm: str, rows: Sequence[Mapping[str, str]]) -> str:
+    own = [row for row in rows if row["arm"] == arm]
+    cells = [f"`{arm}`", *[f"{_change(own, name):+.3f}" for name in CHANGES.values()]]
+    cells += [f"{_average(own, name):,.0f}" for name in COSTS.values()]
     return f"| {' | '.join(cells)} |"
 
 
@@ -295,7 +323,12 @@ def _chart(scores: Scores, order: Sequence[str]) -> bytes:
 
 
 def _average(rows: Sequence[Mapping[str, str]], name: str) -> float:
-    return float(np.mean([float(row[name]) for row in rows])) if rows else float("nan")
+    values = [float(row[name]) for row in rows if row.get(name)]
+    return float(np.mean(values)) if values else float("nan")
+
+
+def _change(rows: Sequence[Mapping[str, str]], name: str) -> float:
+    return _average(rows, name) - _average(rows, f"base {name}")
 
 
 def interval_text(found: Interval) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from flowrl.api import evaluate
 from flowrl.assembly.learner import ProvidedObjects, evaluation_prompts
@@ -31,6 +32,7 @@ from flowrl.utils.files import write_text
 from scripts.arena.methods import BASE, Arm, recipe
 from scripts.arena.plant import CLEAN, world_folder
 from scripts.compare.data import read_rows, write_rows
+from scripts.compare.law import FREEDOM, LAYOUT, variety
 from scripts.compare.runs import borrow_base
 from scripts.pretrain_tiny.families import save_half
 
@@ -40,7 +42,9 @@ RATES, TUNING, WORLDS, RUNS, FROZEN = (
 GOLD = "tiny_judge"
 TUNED_ON = 1  # the world whose validation requests decide
 TUNING_SEED = 1000
-SECONDS = ".seconds"  # the ending of a file with a run's core seconds, a line for each start
+# Endings of files beside a run's folder with its core seconds and peak memory in MiB, a line for
+# each start.
+SECONDS, PEAK = ".seconds", ".peak"
 RATED = 2, 6  # iterations of the two runs whose difference is an arm's rate
 # Runs are forked from a process that has imported everything, which takes 12 s of a core each.
 SERVER = multiprocessing.get_context("forkserver")
@@ -86,6 +90,11 @@ class Run:
         lines = self.folder.with_suffix(SECONDS).read_text().split()
         return sum(map(float, lines))
 
+    def peak_memory(self) -> int:
+        """Return the most memory of its process in MiB, the shared imports included."""
+        lines = self.folder.with_suffix(PEAK).read_text().split()
+        return max(map(int, lines))
+
     def forwards(self) -> float:
         """Return the rows of the network's calls, of rollouts and of learning."""
         names = ("forwards/rollout", "forwards/learn")
@@ -106,6 +115,8 @@ def _train(recipe: Path, folder: Path) -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         with folder.with_suffix(SECONDS).open("a") as file:
             file.write(f"{used.ru_utime + used.ru_stime:.1f}\n")
+        with folder.with_suffix(PEAK).open("a") as file:
+            file.write(f"{used.ru_maxrss / 1024:.0f}\n")  # of KiB
 
 
 def run_all(runs: Sequence[Run], *, at_once: int) -> list[str]:
@@ -248,6 +259,8 @@ def ranking(
             arm, worlds, number, folder / f"world-{number}" / f"{name}-{seed}", seed=seed,
             options=tuple(now[name]["values"].split()), prompts="test",
             iterations=int(now[name]["iterations"]),
+            # At 28 steps the first run of each method alone: it takes a third of a run's time.
+            changes=() if seed else ["evaluation.num_inference_steps=[8,28]"],
         )
         for seed in range(seeds)
         for number in numbers
@@ -324,13 +337,18 @@ def _scores(run: Run, iteration: int) -> list[str]:
 
 def _images(run: Run) -> list[dict[str, str]]:
     """Return what a world's table says of each image, and the base's score."""
+    return [
+        {name: str(prompt[name]) for name in PLACES} | {"base": score}
+        for prompt, score in zip(_prompts(run), _scores(run, 0), strict=True)
+    ]
+
+
+def _prompts(run: Run) -> list[dict[str, Any]]:
+    """Return the metadata of an evaluation's prompts, in the order of its images."""
     e = run.config.evaluation
     held_out = evaluation_prompts(run.config, ProvidedObjects())
     prompts = PromptSampler(held_out, e.num_images, e.seed, balance=e.balance).at(0)
-    return [
-        {name: str(prompt.metadata[name]) for name in PLACES} | {"base": score}
-        for prompt, score in zip(prompts, _scores(run, 0), strict=True)
-    ]
+    return [prompt.metadata for prompt in prompts]
 
 
 def _row(run: Run) -> dict[str, str]:
@@ -342,9 +360,27 @@ def _row(run: Run) -> dict[str, str]:
         "options": " ".join(run.options),
         "iterations": str(run.config.run.iterations),
         "core_seconds": f"{run.core_seconds():.1f}",
+        "peak_mib": str(run.peak_memory()),
         "forwards": f"{run.forwards():.0f}",
-        **{name: f"{values.nanmean().item():.4f}" for name, values in sorted(end.items())},
-        **{f"base {n}": f"{v.nanmean().item():.4f}" for n, v in sorted(base.items())},
+        **_means(end, run),
+        **{f"base {name}": value for name, value in _means(base, run).items()},
+    }
+
+
+def _means(measures: Mapping[str, Tensor], run: Run) -> dict[str, str]:
+    """Return the means of an evaluation, and how far the places of objects are from their law."""
+    of_places = {LAYOUT, FREEDOM}
+    means = {
+        name: f"{values.nanmean().item():.4f}"
+        for name, values in sorted(measures.items())
+        if not any(name.endswith(place) for place in of_places)
+    }
+    requests = [row["request"] for row in _prompts(run)]
+    numbers = [list(dict.fromkeys(requests)).index(request) for request in requests]
+    found = variety(numbers, measures[LAYOUT].tolist(), measures[FREEDOM].tolist())
+    return means | {
+        "same_place": f"{found.collisions:.4f}",  # of two right images of a request
+        "place_divergence": f"{found.divergence:.4f}",  # nats
     }
 
 
