@@ -6,6 +6,7 @@ useful: `align` a pipeline, prompts and rewards, `collect` and `audit` a pipelin
 
 import itertools
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -77,10 +78,11 @@ from flowrl.quantization.backends import capability_of, resolve
 from flowrl.scoring.check import check_before_training
 from flowrl.scoring.files import (
     ScoredFiles,
+    best_image,
     images_with_prompts,
     score_files,
 )
-from flowrl.scoring.spec import Reward, closing
+from flowrl.scoring.spec import Reward, RewardSpec, closing
 from flowrl.training.checkpoint import CONFIG, LATEST, claim
 from flowrl.training.evaluate import compare, table
 from flowrl.training.loop import Learner, train
@@ -256,22 +258,39 @@ def sample(
     seed: int,
     count: int,
     output_dir: Path,
-) -> list[Path]:
-    """Generate `count` images of each prompt with the pipeline's own call; return the PNG files.
+    best_of: int = 1,
+    reward: RewardSpec | None = None,
+) -> dict[Path, float]:
+    """Generate `count` images of each prompt with the pipeline's own call.
 
     A prompt's own negative prompt acts before that of `drawing`. A file that is there already
     stays: the new one takes the next free name.
+
+    Args:
+        best_of: seeds for each image; of their images the one that `reward` scores best is kept.
+
+    Returns:
+        The PNG files with their scores; NaN without a reward.
+
+    Raises:
+        UserError: the reward cannot score a prompt, or none of its images.
     """
-    paths = []
-    with Steps("drawing", len(prompts) * count, console=SafeConsole(stderr=True)) as steps:
-        for (i, prompt), k in itertools.product(enumerate(prompts), range(count)):
-            record = isinstance(prompt, PromptRecord)
-            text, negative = (prompt.text, prompt.negative) if record else (prompt, None)
-            path = unused(output_dir / f"{i:03d}-seed{seed + k}.png")
-            write_bytes(path, png(drawing.image(text, seed + k, negative)))
-            paths.append(path)
+    records = [PromptRecord(uid=p, text=p) if isinstance(p, str) else p for p in prompts]
+    if reward is not None:
+        for record in records:
+            if reason := reward.misfit(record.text, record.metadata):
+                raise UserError(f"{reward.name} cannot score the prompt {record.text!r}: {reason}")
+    kept = {}
+    with Steps("drawing", len(records) * count, console=SafeConsole(stderr=True)) as steps:
+        for (i, record), k in itertools.product(enumerate(records), range(count)):
+            seeds = range(seed + k * best_of, seed + (k + 1) * best_of)
+            images = [drawing.image(record.text, s, record.negative) for s in seeds]
+            best, score = best_image(reward, images, record) if reward else (0, math.nan)
+            path = unused(output_dir / f"{i:03d}-seed{seeds[best]}.png")
+            write_bytes(path, png(images[best]))
+            kept[path] = score
             steps.advance()
-    return paths
+    return kept
 
 
 # --- flowrl gallery ----------------------------------------------------------------------------
@@ -482,6 +501,17 @@ def score(
             be made.
     """
     files = images_with_prompts(images, prompts or "")
+    specs = named_rewards(rewards, args, servers)
+    with closing(specs):
+        return score_files(specs, files)
+
+
+def named_rewards(
+    names: Sequence[str],
+    args: Sequence[Mapping[str, Any] | None] = (),
+    servers: Sequence[str] = (),
+) -> list[RewardSpec]:
+    """Return rewards by name, see `score`. Raises UserError for one that cannot be made."""
     entries = [
         {"name": name, "label": name}
         | (
@@ -489,11 +519,9 @@ def score(
             if servers
             else {"args": dict(its or {})}
         )
-        for name, its in zip(rewards, args or [None] * len(rewards), strict=True)
+        for name, its in zip(names, args or [None] * len(names), strict=True)
     ]
-    specs = [RewardOptions.model_validate(entry).build() for entry in entries]
-    with closing(specs):
-        return score_files(specs, files)
+    return [RewardOptions.model_validate(entry).build() for entry in entries]
 
 
 # --- flowrl audit ------------------------------------------------------------------------------

@@ -49,6 +49,14 @@ def sample(  # noqa: PLR0913  # an argument for each option
     rlg: Annotated[
         float | None, typer.Option(help="Strength of --lora (RLG): 0 is the base, 1 the LoRA.")
     ] = None,
+    best_of: Annotated[
+        int | None,
+        typer.Option(min=2, help="Seeds tried for each image; --reward chooses the best."),
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="Built-in name or module:attribute, for --best-of.")
+    ] = None,
+    args: Annotated[str | None, typer.Option(metavar="YAML", help="Its arguments.")] = None,
     revision: Revision = None,
     lora_alpha: LoraAlpha = None,
 ) -> None:
@@ -68,6 +76,8 @@ def sample(  # noqa: PLR0913  # an argument for each option
       flowrl sample tiny-sd3 "a blue ring" --negative "a red ring" --guidance 3
 
       flowrl sample tiny-sd3 "a blue ring" --lora runs/quickstart --rlg 1.5
+
+      flowrl sample tiny-sd3 --prompts tiny:geneval:test --best-of 4 --reward geneval
     """
     from flowrl.prompts.records import load_prompts
 
@@ -78,18 +88,28 @@ def sample(  # noqa: PLR0913  # an argument for each option
         )
     if rlg is not None and lora is None:
         raise UserError(f"--rlg {rlg:g} is given without --lora: add --lora runs/quickstart.")
+    if (best_of is None) != (reward is None):
+        raise UserError("--best-of and --reward belong together, as in --best-of 4 --reward ocr.")
     with starting():
+        from flowrl.api import named_rewards
         from flowrl.api import sample as sample_images
         from flowrl.evaluation.drawing import Drawing
+        from flowrl.scoring.spec import closing
+
+    judges = named_rewards([reward], arguments_of([reward], args and [args])) if reward else []
 
     drawing = Drawing(
         model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
         steps=steps, max_sequence_length=max_sequence_length, device=device, rlg=rlg,
         revision=revision,
     )  # fmt: skip
-    paths = sample_images(drawing, records, seed=seed, count=count, output_dir=output_dir)
-    for path in paths:
-        typer.echo(path)
+    with closing(judges):
+        images = sample_images(
+            drawing, records, seed=seed, count=count, output_dir=output_dir,
+            best_of=best_of or 1, reward=judges[0] if judges else None,
+        )  # fmt: skip
+    for path, score in images.items():
+        typer.echo(f"{path}  {reward} {score:.4g}" if reward else path)
 
 
 def score(

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from flowrl.errors import UserError
-from flowrl.prompts.records import load_prompts
+from flowrl.prompts.records import PromptRecord, load_prompts
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec
 from flowrl.utils.images import read_image, to_tensor
@@ -162,6 +162,24 @@ def score_files(specs: Sequence[RewardSpec], files: Sequence[ImageFile]) -> Scor
         if count > 1 and spec.name in missing:
             missing[spec.name] += f"; images without a score: {count}"
     return ScoredFiles(rows=rows, missing=list(missing.values()))
+
+
+def best_image(
+    spec: RewardSpec, images: Sequence[Image.Image], record: PromptRecord
+) -> tuple[int, float]:
+    """Return the number and the score of the image that a reward scores best.
+
+    A reward with a negative weight prefers low scores. Raises UserError if no image has a score.
+    """
+    texts, metadata = [record.text] * len(images), [record.metadata] * len(images)
+    result = score([spec], to_tensor(images), texts, metadata, group=[0] * len(images))
+    scores = result.scores[:, 0].tolist()
+    known = [i for i, score in enumerate(scores) if not math.isnan(score)]
+    if not known:
+        reason = result.errors.get(spec.name, "no image has a score")
+        raise UserError(f"{spec.name}, prompt {record.text!r}: {reason}")
+    best = max(known, key=lambda i: scores[i] * spec.weight)
+    return best, scores[best]
 
 
 def _score_part(specs: Sequence[RewardSpec], part: list[Opened], missing: Missing) -> None:

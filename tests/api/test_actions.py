@@ -1,5 +1,6 @@
 """The commands' work on the tiny pipeline: images, scores, galleries, a whole training."""
 
+import dataclasses
 import json
 import math
 import re
@@ -10,12 +11,14 @@ import torch
 import yaml
 from PIL import Image
 
-from flowrl.api import align, evaluate, gallery
+from flowrl.api import align, evaluate, gallery, named_rewards
 from flowrl.api import sample as sample_images
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.evaluation.drawing import Drawing
 from flowrl.export.hub import stage
+from flowrl.scoring.spec import closing
+from flowrl.utils.images import to_tensor
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,9 @@ def sample(tiny_pipeline_path, tmp_path):
         options = usual | changes
         drawn = {"seed": options.pop("seed"), "count": options.pop("count")}
         drawing = Drawing(tiny_pipeline_path, **options)
-        (path,) = sample_images(drawing, ["a red circle"], output_dir=tmp_path, **drawn)
+        ((path, _),) = sample_images(
+            drawing, ["a red circle"], output_dir=tmp_path, **drawn
+        ).items()
         return Image.open(path).tobytes()
 
     return make
@@ -102,6 +107,40 @@ def test_samples_and_galleries_follow_the_seed_the_lora_and_its_strength(run_dir
     assert [name for name, *_ in means] == columns[1:]
     assert means[0][1] == means[0][2] and len({base for _, base, _ in means}) == 1
     assert (tmp_path / "sweep" / "grid.png").is_file()
+
+
+def brightness(path: Path) -> float:
+    return to_tensor([Image.open(path)]).mean().item()
+
+
+def test_the_best_of_several_seeds_is_the_one_that_the_reward_prefers(tiny_pipeline_path, tmp_path):
+    drawing = Drawing(
+        tiny_pipeline_path, lora=None, negative="", guidance=1.0, steps=3, max_sequence_length=12,
+        device="cpu",
+    )  # fmt: skip
+    prompts = ["a red circle", "two blue stars"]
+
+    def images(folder, **options):
+        out = tmp_path / folder
+        return sample_images(drawing, prompts, seed=3, count=2, output_dir=out, **options)
+
+    (spec,) = named_rewards(["brightness"])
+    with closing([spec]):
+        kept = images("best", best_of=3, reward=spec)
+        worst = images("worst", best_of=3, reward=dataclasses.replace(spec, weight=-1.0))
+        every = [
+            sample_images(drawing, prompts, seed=s, count=1, output_dir=tmp_path / "all")
+            for s in range(3, 9)
+        ]
+    means = [[brightness(path) for path in paths] for paths in every]  # (seeds, prompts)
+    for chosen, best in ((kept, max), (worst, min)):
+        expected = [best(means[s][p] for s in range(a, a + 3)) for p in (0, 1) for a in (0, 3)]
+        assert list(chosen.values()) == pytest.approx(expected, abs=1e-4)
+        assert [brightness(path) for path in chosen] == pytest.approx(expected, abs=1e-4)
+    assert all(math.isnan(score) for score in every[0].values())
+    (geneval,) = named_rewards(["geneval"])
+    with pytest.raises(UserError, match="geneval cannot score the prompt 'a red circle'"):
+        images("none", best_of=2, reward=geneval)
 
 
 def test_samples_of_a_run_are_generated_as_it_was_evaluated(run_dir, sample):
