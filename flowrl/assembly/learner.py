@@ -48,10 +48,10 @@ from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_gates, check_prompts
 from flowrl.training.checkpoint import Checkpoints, set_aside
 from flowrl.training.evaluate import Evaluation, Evaluator, PipelineCall
+from flowrl.training.hacking import HackingRule, hacking_rule
 from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner, Source
 from flowrl.training.run import Run
-from flowrl.training.stop_rule import StopRule, stop_rule
 from flowrl.training.tracking import Report
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.progress import Steps
@@ -193,7 +193,7 @@ def check_parts(
     if needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
     check_evaluations(config, specs, held_out)
-    build_stop_rule(config, specs, held_out)
+    build_hacking_rule(config, specs, held_out)
     for spec in specs:
         if not held_out and not spec.asked_in("rollout"):
             LOG.warning(
@@ -468,7 +468,7 @@ def build_run(
         if runtime.is_main
         else None,
         steps=Steps("training", config.run.iterations, start=done) if runtime.is_main else None,
-        stop=build_stop_rule(config, learner.specs, evaluator.prompts if evaluator else ()),
+        hacking=build_hacking_rule(config, learner.specs, evaluator.prompts if evaluator else ()),
         resume=resume,
     )
 
@@ -480,11 +480,11 @@ def check_evaluations(
     check_evaluation(specs, held_out)
 
 
-def build_stop_rule(
+def build_hacking_rule(
     config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
-) -> StopRule | None:
-    rule = config.run.stop_when_hacking
-    return None if rule is None else stop_rule(rule, specs, held_out)
+) -> HackingRule | None:
+    rule = config.run.on_hacking
+    return None if rule is None else hacking_rule(rule, specs, held_out)
 
 
 def with_pipeline_name(config: Config, pipeline: Any) -> Config:

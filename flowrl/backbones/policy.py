@@ -209,15 +209,20 @@ class Policy:
     def load_state_dict(self, state: dict) -> None:
         """Raises UserError for the state of a policy with other adapters."""
         self.check_state(state)
-        for name, tensors in state["adapters"].items():
-            for parameter, tensor in zip(self._by_name[name], tensors, strict=True):
-                parameter.copy_(tensor)
-        self.updates = state["updates"]
+        self.load_adapters(state)
         device = self._by_name[POLICY][0].device
         self.sampled_with = {
             int(iteration): [tensor.to(device) for tensor in tensors]
             for iteration, tensors in state.get("ahead", {}).items()
         }
+
+    @torch.no_grad()
+    def load_adapters(self, state: dict) -> None:
+        """Load adapters and their count of updates; what was sampled ahead stays as it is."""
+        for name, tensors in state["adapters"].items():
+            for parameter, tensor in zip(self._by_name[name], tensors, strict=True):
+                parameter.copy_(tensor)
+        self.updates = state["updates"]
 
     def keep_weights(self, iteration: int, adapter: str) -> None:
         """Keep what an adapter is now: the images of an iteration are sampled with it."""

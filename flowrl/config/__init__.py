@@ -69,7 +69,7 @@ class Config(Options):
         validate.check_objective(self.objective, self.rollout, gates=gates)
         validate.check_sharding(self.runtime, self.pipeline, self.memory, self.rollout)
         check_rewards(self.rewards)
-        validate.check_stopping(self.run, self.evaluation)
+        validate.check_hacking(self.run, self.evaluation, self.objective)
         return self
 
     @property

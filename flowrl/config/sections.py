@@ -198,14 +198,25 @@ class EvaluationOptions(Options):
         return self
 
 
-class StopWhenHackingOptions(Options):
-    """When a run ends because its reward rises at the cost of one that is only measured."""
+class OnHackingOptions(Options):
+    """What happens when the trained reward rises at the cost of one that is only measured."""
 
     held_out: Text = option(..., "Name of the reward that is only measured; it must be held_out.")
     patience: Count = option(
         3,
         "Evaluations in a row with a trained reward above, and the held-out one below, what they "
         "were at the evaluation where the held-out one was best.",
+    )
+    action: Literal["stop", "rollback", "raise_kl", "warn"] = option(
+        "stop",
+        "stop ends the run with the weights it has; rollback ends it with those of the evaluation "
+        "where the held-out reward was best; raise_kl returns to those weights and trains on with "
+        "a stronger penalty; warn prints a line.",
+    )
+    kl_coef: Positive = option(
+        0.1,
+        "With raise_kl: objective.kl_coef from the first time on, four times as much from each "
+        "further one; after the third the run ends as by rollback.",
     )
 
 
@@ -240,10 +251,11 @@ class RunOptions(Options):
         False, "With push_to_hub: make a new repository private; one that is there stays as it is."
     )
     threads: Count | None = option(None, "CPU threads; null leaves it to torch.")
-    stop_when_hacking: StopWhenHackingOptions | None = option(
+    on_hacking: OnHackingOptions | None = option(
         None,
-        "Stop cleanly when the trained reward rises while a held-out one falls; the best "
-        "checkpoint is then the one that the held-out reward rates highest. null is never.",
+        "Stop, roll back or raise the KL penalty when the trained reward rises while a held-out one "
+        "falls; the best checkpoint is then the one that the held-out reward rates highest. null "
+        "is never.",
     )
 
 

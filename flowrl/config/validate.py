@@ -204,12 +204,18 @@ def _check_grpo(objective: GRPOOptions, rollout: RolloutOptions) -> None:
         )
 
 
-def check_stopping(run: RunOptions, evaluation: EvaluationOptions) -> None:
-    """Check that there are evaluations during training for `run.stop_when_hacking`."""
-    if run.stop_when_hacking is not None and not evaluation.every:
+def check_hacking(run: RunOptions, evaluation: EvaluationOptions, objective: Objective) -> None:
+    """Check that there are evaluations during training for `run.on_hacking`."""
+    if run.on_hacking is not None and not evaluation.every:
         raise ValueError(
-            "run.stop_when_hacking compares evaluations during training, but evaluation.every is "
-            "0: set it to a number of iterations, for example 10, or run.stop_when_hacking to null"
+            "run.on_hacking compares evaluations during training, but evaluation.every is "
+            "0: set it to a number of iterations, for example 10, or run.on_hacking to null"
+        )
+    raises = run.on_hacking is not None and run.on_hacking.action == "raise_kl"
+    if raises and "kl_coef" not in type(objective).model_fields:
+        raise ValueError(
+            f"run.on_hacking.action is raise_kl, and objective.kind {objective.kind} has no "
+            "kl_coef: take rollback, or another objective"
         )
 
 

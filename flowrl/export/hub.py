@@ -190,7 +190,7 @@ def publish(run: Run, repository: str | None) -> None:
     interrupted = run.interrupted  # a collective of all processes
     if repository is None:
         return
-    ended = "was interrupted" if interrupted else "was ended by run.stop_when_hacking"
+    ended = "was interrupted" if interrupted else "was ended by run.on_hacking"
     if interrupted or (run.stopped and not run.out_of_time):
         LOG.warning("the run %s and is not uploaded; %s", ended, push_later(run.folder, repository))
         return

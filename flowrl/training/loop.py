@@ -44,7 +44,7 @@ def train(learner: "Learner", run: Run, *, iterations: int) -> None:
     first = run.begin(learner.policy, learner.optimizer)
     for iteration in range(first, first if run.interrupted else iterations):
         learner.runtime.seed(run.options.seed, iteration)  # a resumed run draws the same
-        rollout, metrics = learner.iterate(iteration)
+        rollout, metrics = learner.with_kl(run.kl_coef).iterate(iteration)
         grid = SampleGrid.from_rollout(rollout)
         del rollout  # or its latents would lie beside those of evaluation, and of the next one
         run.after(iteration, grid, metrics)
@@ -69,6 +69,14 @@ class Learner:
     iterations: int  # in which a linear schedule of the learning rate falls to 0
     reward_gradient: Callable[[Rollout], RewardField]  # of the trained reward, at its images
     checks_ratio: bool = True  # rollouts are sampled by the very weights that learn from them
+
+    def with_kl(self, kl_coef: float | None) -> "Learner":
+        """Return a learner with another weight of the KL penalty; None: the recipe's."""
+        if kl_coef is None:
+            return self
+        objective: Any = self.objective
+        options = objective.options.model_copy(update={"kl_coef": kl_coef})
+        return replace(self, objective=replace(objective, options=options))
 
     def iterate(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
         """Collect a rollout, update the policy on it, and return it with all metrics."""

@@ -39,7 +39,7 @@ FREE = (
 )  # fmt: skip
 # Options that affect evaluation only: they may change with --resume, while a rerun with another
 # evaluation is another run.
-MEASURED = ("evaluation", "run.stop_when_hacking")
+MEASURED = ("evaluation", "run.on_hacking")
 SHOWN = 5  # changes in a message
 
 
@@ -161,8 +161,8 @@ def _finished(folder: Path, config: Config) -> str:
             f"{folder} holds this recipe's run, which run.max_minutes stopped after {step} of "
             f"{config.run.iterations} iterations: raise it to continue"
         )
-    if last["reason"] == "hacking" and config.run.stop_when_hacking is not None:
-        return f"{folder} holds this recipe's run, which run.stop_when_hacking ended at {step}"
+    if last["reason"] == "hacking" and config.run.on_hacking is not None:
+        return f"{folder} holds this recipe's run, which run.on_hacking ended at {step}"
     return ""
 
 

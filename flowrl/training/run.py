@@ -26,19 +26,20 @@ from flowrl.training.checkpoint import (
     check_finite,
 )
 from flowrl.training.evaluate import Evaluation, Evaluator, evaluation_file
+from flowrl.training.hacking import HackingRule
 from flowrl.training.ledger import Ledger
-from flowrl.training.stop_rule import StopRule
 from flowrl.training.tracking import Report
 from flowrl.trajectory import Rollout
 from flowrl.utils.digests import sealed_digest
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import write_bytes
+from flowrl.utils.files import parse_state, write_bytes
 from flowrl.utils.progress import Steps
 from flowrl.utils.stopping import StopRequest, signal_source, when_done
 
 LOG = logging.getLogger(__name__)
 GRID_IMAGES = 16
 TIME_LIMIT = "run.max_minutes"
+MOST_RAISES = 3  # of the KL penalty, after which hacking ends the run
 CPU_CHECK = 20.0  # seconds of training after which the share of the CPU is looked at
 ENOUGH = 0.6  # of the CPU time that the threads ask for
 RECIPE_OPTIONS = ("lr", "weight_decay")  # of the optimizer, that a recipe sets
@@ -72,11 +73,13 @@ class Run:
     score: Callable[[Evaluation], float]  # what training raises; its highest value is the best
     report: Report | None  # None on other processes
     steps: Steps | None
-    stop: StopRule | None = None  # with it, the highest held-out score is the best
+    hacking: HackingRule | None = None  # with it, the highest held-out score is the best
     resume: dict[str, Any] | None = None  # a checkpoint's state
     done: int = 0  # iterations
     elapsed: float = 0.0  # seconds of training in earlier sessions
     best: tuple[float, int] | None = None  # (score, iteration)
+    # (iteration whose weights came back, iteration where they did), by run.on_hacking
+    rollbacks: list[tuple[int, int]] = field(default_factory=list)
     saved: int = -1  # iteration of the last checkpoint
     stopped: str = ""  # a sentence: why the run ended early, by the stop rule or the time limit
     _policy: Policy = field(init=False)
@@ -109,12 +112,15 @@ class Run:
         if self.evaluator is not None and not self._main_finds(self._base_is_evaluated):
             with policy.disabled():
                 self._evaluate(0, whole=True)
+        if self.hacking is not None and self.best is None:  # the base may stay the best
+            score = self.runtime.from_main(lambda: str(self._history[0][1]).encode())
+            self.best = None if math.isnan(float(score)) else (float(score), 0)
         every = self.evaluate_every
         due = every and self.done and self.done % every == 0
         if due and self.done < self.options.iterations:
             if not self._main_finds(lambda: self.evaluation(self.done) is not None):
                 self.evaluate_policy()  # the session before was stopped during it
-        self._apply_stop_rule()
+        self._apply_hacking_rule()
         self._began = time.monotonic()
         return self.options.iterations if self.runtime.any(bool(self.stopped)) else self.done
 
@@ -129,12 +135,12 @@ class Run:
 
     def _load_history(self) -> None:
         """Load what earlier sessions measured as this one does, for the stop rule."""
-        if self.stop is None or self.evaluator is None or not self.runtime.is_main:
+        if self.hacking is None or self.evaluator is None or not self.runtime.is_main:
             return
         for step in range(0, self.done + 1, self.evaluate_every):
             evaluation = self.evaluation(step)
             if evaluation is not None and evaluation.key == self.evaluator.key:
-                self._history[step] = self.score(evaluation), self.stop.score(evaluation)
+                self._history[step] = self.score(evaluation), self.hacking.score(evaluation)
 
     def _renew_lora(self) -> None:
         """Put the checkpoint's LoRA at the root, where that of a later iteration may lie."""
@@ -144,21 +150,25 @@ class Run:
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._policy.load_state_dict(state["policy"])
+        self._restore_optimizer(state)
+        self.runtime.load_state_dict(state["runtime"])
+        self.done = self.saved = state["iteration"]
+        self.elapsed = state["elapsed"]
+        self.rollbacks = [(best, at) for best, at in state["rollbacks"]]
+        if state["best"] and state.get("best_by") == self._best_by:
+            self.best = tuple(state["best"])  # type: ignore[assignment]
+
+    def _restore_optimizer(self, state: dict[str, Any]) -> None:
         settings = [{k: g[k] for k in RECIPE_OPTIONS} for g in self._optimizer.param_groups]
         self._optimizer.load_state_dict(state["optimizer"])
         # The moments are the checkpoint's; what the recipe sets is the recipe's, changed or not.
         for group, setting in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        self.runtime.load_state_dict(state["runtime"])
-        self.done = self.saved = state["iteration"]
-        self.elapsed = state["elapsed"]
-        if state["best"] and state.get("best_by") == self._best_by:
-            self.best = tuple(state["best"])  # type: ignore[assignment]
 
     @property
     def _best_by(self) -> str | None:
         """The held-out reward that decides the best checkpoint, None for the trained score."""
-        return None if self.stop is None else self.stop.options.held_out
+        return None if self.hacking is None else self.hacking.options.held_out
 
     # --- in the loop ------------------------------------------------------------------------
 
@@ -170,7 +180,7 @@ class Run:
             self._show(grid, metrics)
         if every and self.done % every == 0 and self.done < o.iterations:
             self.evaluate_policy()
-            self._apply_stop_rule()
+            self._apply_hacking_rule()
         if self.done % o.checkpoint_every == 0:
             self.save()
 
@@ -223,7 +233,7 @@ class Run:
         with self._policy.using(self._policy.export_adapter):
             evaluation = self._evaluate(self.done, whole=whole)
         self._latest = self.done, evaluation
-        score = self.score(evaluation) if self.stop is None else self.stop.score(evaluation)
+        score = self.score(evaluation) if self.hacking is None else self.hacking.score(evaluation)
         # NaN is no score: as the first one it would stay the best for good.
         if not math.isnan(score) and (self.best is None or score > self.best[0]):
             self.best = (score, self.done)
@@ -250,21 +260,62 @@ class Run:
                 self.report.log(step, scores)
                 self.report.sync()
             evaluation.save(self.evaluation_path(step))
-        if self.stop is not None and self.runtime.is_main:
-            self._history[step] = self.score(evaluation), self.stop.score(evaluation)
+        if self.hacking is not None and self.runtime.is_main:
+            self._history[step] = self.score(evaluation), self.hacking.score(evaluation)
         return evaluation
 
-    def _apply_stop_rule(self) -> None:
-        """Let the main process, which knows all evaluations, end the run when the rule says so."""
-        main = self.runtime.is_main
-        if self.stop is None or not main or self.done >= self.options.iterations:
+    # --- what follows hacking ---------------------------------------------------------------
+
+    def _apply_hacking_rule(self) -> None:
+        """Do what run.on_hacking says. The main process decides, which knows all evaluations."""
+        if self.hacking is None or self.done >= self.options.iterations:
             return
-        self.stopped = self.stop.reason(self._history)
-        if self.stopped and self.best is not None:
+        reason = self.hacking.reason(self._current_history()) if self.runtime.is_main else ""
+        if not self.runtime.any(bool(reason)):
+            return
+        action = self.hacking.options.action
+        if action == "raise_kl" and len(self.rollbacks) == MOST_RAISES:
+            action = "rollback"
+        if action == "warn":
+            self._print(f"Iteration {self.done}, run.on_hacking: {reason}")
+            return
+        outcome = ""
+        if self.best is not None:
             best = self.checkpoints.path(self.best[1]).name
-            self.stopped += f" The best checkpoint by that reward is {best}."
-        if self.stopped:
-            self._print(self.stopped)
+            outcome = f" The best checkpoint by that reward is {best}."
+            if action != "stop":
+                self._roll_back(self.best[1])
+                outcome = f" The weights are again those of {best}."
+        if action == "raise_kl":
+            text = f"Iteration {self.done}, run.on_hacking: {reason}{outcome}"
+            self._print(f"{text} objective.kl_coef is {self.kl_coef:g} now.")
+            return
+        self.stopped = f"Stopped at iteration {self.done} by run.on_hacking: {reason}{outcome}"
+        self._print(self.stopped)
+
+    def _current_history(self) -> dict[int, tuple[float, float]]:
+        """Return the evaluations of the weights that today's came from."""
+        return {
+            step: scores
+            for step, scores in self._history.items()
+            if not any(best < step <= at for best, at in self.rollbacks)
+        }
+
+    def _roll_back(self, step: int) -> None:
+        """Take weights and optimizer of a checkpoint; iterations are counted on."""
+        path = self.checkpoints.path(step) / STATE
+        state = parse_state(self.runtime.from_main(path.read_bytes), path)
+        self._policy.load_adapters(state["policy"])
+        self._restore_optimizer(state)
+        self.rollbacks.append((step, self.done))
+        self._latest, self.saved = None, -1  # both are of the weights that are gone
+
+    @property
+    def kl_coef(self) -> float | None:
+        """The weight of the KL penalty after run.on_hacking raised it; None is the recipe's."""
+        if self.hacking is None or self.hacking.options.action != "raise_kl":
+            return None
+        return self.hacking.kl_coef(len(self.rollbacks))
 
     def evaluation_path(self, step: int) -> Path:
         return evaluation_file(self.folder, step)
@@ -307,6 +358,7 @@ class Run:
             "elapsed": self.seconds(),
             "best": list(self.best) if self.best else None,
             "best_by": self._best_by,
+            "rollbacks": [list(rollback) for rollback in self.rollbacks],
         }
         pipeline, adapter = self._policy.backbone.pipeline, self._policy.export_adapter
         folder = self.checkpoints.path(self.done)

@@ -383,7 +383,7 @@ TURNS = (
     "dot."
 )
 RULES_SAY = (
-    "Gold where each rule would have ended a run: as `run.stop_when_hacking` does by the second "
+    "Gold where each rule would have ended a run: as `run.on_hacking` does by the second "
     f"judge; after {PATIENCE} evaluations without a rise of that judge (both keep its best); "
     f"before quality is {QUALITY_LOST} below the base's. No rule sees gold, but judge and gold see "
     "the same images."

@@ -237,7 +237,7 @@ def measure_rates(page: Page, runs: Path, data: Path, *, rounds: int, iterations
         for method in page.methods:
             folder = runs / "rates" / f"{slug(method.name)}-{turn}"
             changes = [*tuned.get(method.name, ()), f"run.iterations={iterations}"]
-            changes += ["evaluation.prompts=null", "run.stop_when_hacking=null"]
+            changes += ["evaluation.prompts=null", "run.on_hacking=null"]
             changes += ["run.sample_every=0"]
             config = page.config(method, TUNING_SEED + turn, folder, *changes)
             job = Job(name=folder.name, config=config, folder=folder)

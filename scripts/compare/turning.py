@@ -8,9 +8,9 @@ to the evaluations that there are, and know nothing of gold.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flowrl.config.sections import StopWhenHackingOptions
+from flowrl.config.sections import OnHackingOptions
 from flowrl.functional.contrasts import Interval
-from flowrl.training.stop_rule import is_hacking
+from flowrl.training.hacking import is_hacking
 from scripts.compare import intervals
 from scripts.compare.data import Line
 from scripts.compare.page import Page
@@ -78,10 +78,10 @@ def when_quality_falls(lines: Sequence[Line], page: Page) -> int:
 
 
 def when_it_is_hacking(lines: Sequence[Line], page: Page) -> int:
-    """Stop as `run.stop_when_hacking` does by the second judge; keep its best until then."""
+    """Stop as `run.on_hacking` does by the second judge; keep its best until then."""
     proxy = [line.scores[page.proxy] for line in lines]
     judge = [line.scores[page.judge] for line in lines]
-    patience = StopWhenHackingOptions.model_fields["patience"].default
+    patience = OnHackingOptions.model_fields["patience"].default
     for count in range(1, len(lines) + 1):
         if is_hacking(proxy[:count], judge[:count], patience):
             return max(range(count), key=judge.__getitem__)
@@ -90,7 +90,7 @@ def when_it_is_hacking(lines: Sequence[Line], page: Page) -> int:
 
 RULES: dict[str, Rule] = {
     "to the end": to_the_end,
-    "stop_when_hacking": when_it_is_hacking,
+    "on_hacking": when_it_is_hacking,
     "the second judge stands": when_the_judge_stands,
     "quality falls": when_quality_falls,
 }

@@ -169,7 +169,7 @@ def test_an_evaluation_measures_what_is_asked_of_it_or_refuses(tiny_config, tmp_
     with pytest.raises(UserError, match="evaluation.prompts"):
         evaluate(config)
     rule = {"held_out": "tiny_quality"}  # nothing is asked of training
-    options = {"run": {"stop_when_hacking": rule}}
+    options = {"run": {"on_hacking": rule}}
     (row,) = evaluate(tiny_config(**options, evaluation=small | {"every": 1}))
     assert row["reward"] == "brightness" and 0 <= row["mean"] <= 1
 

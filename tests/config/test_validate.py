@@ -76,7 +76,7 @@ def test_pruning_that_moves_later_ends_with_the_last_step_that_has_noise():
         (["rollout.kernel=cps", "rollout.noise_level=1.5"], "rollout.noise_level", "1"),
         (["rollout.kernel=cps", "rollout.noise_level=1", "objective.kl_form=latent_no_dt"],
          "objective.kl_form", "latent_dt"),
-        (["run.stop_when_hacking={held_out: quality}"], "evaluation.every", "10"),
+        (["run.on_hacking={held_out: quality}"], "evaluation.every", "10"),
         (["runtime.shard=node", "rollout.merge_lora=true"], "rollout.merge_lora", "auto"),
         (["runtime.shard=node", "pipeline.compile=true"], "pipeline.compile", "false"),
         (["runtime.shard=node", "rollout.explore={candidates: 20}"],

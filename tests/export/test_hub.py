@@ -150,7 +150,7 @@ def test_a_failed_upload_loses_nothing_and_says_how_to_push_later(
         caplog.clear()
         hub.fails.clear()
         publish(run, "me/x")
-        run.stopped = "Stopped at iteration 5 by run.stop_when_hacking"
+        run.stopped = "Stopped at iteration 5 by run.on_hacking"
         publish(run, "me/x")
         run.interrupted = True
         publish(run, "me/x")

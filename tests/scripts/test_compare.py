@@ -152,7 +152,7 @@ def test_docs_say_of_over_optimisation_what_its_page_says():
     table = differences_table(results, page.baseline)
     for method in ("DiffusionNFT, KL 0.4", "DiffusionNFT, half the rate"):
         assert cells(table, method)["geneval_strict above at the end"] in text, method
-    for rule in ("stop_when_hacking", "the second judge stands"):
+    for rule in ("on_hacking", "the second judge stands"):
         assert cells(rules, "DiffusionNFT")[rule] in text, rule
 
 

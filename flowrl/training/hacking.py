@@ -1,10 +1,10 @@
-"""Stop a run when its trained reward still rises while a held-out one falls."""
+"""Notice that the trained reward rises while a held-out one falls, and decide what follows."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flowrl.config.sections import StopWhenHackingOptions
+from flowrl.config.sections import OnHackingOptions
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.spec import RewardSpec, trained
@@ -12,18 +12,25 @@ from flowrl.training.evaluate import Evaluation, named_reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopRule:
-    """Stop after `patience` evaluations in a row that look like hacking, see `is_hacking`."""
+class HackingRule:
+    """Act after `patience` evaluations in a row that look like hacking, see `is_hacking`."""
 
-    options: StopWhenHackingOptions
+    options: OnHackingOptions
     sign: float = 1.0  # -1 where less of the held-out reward is better
 
     def score(self, evaluation: Evaluation) -> float:
         """Return the held-out mean, higher is better; NaN when no image has it."""
         return self.sign * evaluation.mean(self.options.held_out)
 
+    def kl_coef(self, times: int) -> float | None:
+        """Return the coefficient of the penalty after hacking was seen so many times.
+
+        None: the recipe's own.
+        """
+        return self.options.kl_coef * 4.0 ** (times - 1) if times else None
+
     def reason(self, history: Mapping[int, tuple[float, float]]) -> str:
-        """Return a sentence that says why to stop, or "" to continue.
+        """Return a sentence that says what was seen, or "" where nothing was.
 
         history: (trained score, `score`) of evaluations by their iteration.
         """
@@ -35,21 +42,21 @@ class StopRule:
         best, last = max(steps, key=lambda step: (history[step][1], step)), steps[-1]
         values = [self.sign * history[step][1] for step in (best, last)]
         return (
-            f"Stopped at iteration {last} by run.stop_when_hacking: since iteration {best} the "
-            f"trained reward went from {history[best][0]:.4g} to {history[last][0]:.4g}, while the "
-            f"held-out {o.held_out} went from {values[0]:.4g} to {values[1]:.4g}."
+            f"since iteration {best} the trained reward went from {history[best][0]:.4g} to "
+            f"{history[last][0]:.4g}, while the held-out {o.held_out} went from {values[0]:.4g} to "
+            f"{values[1]:.4g}."
         )
 
 
-def stop_rule(
-    options: StopWhenHackingOptions, specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]
-) -> StopRule:
-    """Return the rule of run.stop_when_hacking. prompts: those of evaluation.
+def hacking_rule(
+    options: OnHackingOptions, specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]
+) -> HackingRule:
+    """Return the rule of run.on_hacking. prompts: those of evaluation.
 
     Raises UserError unless `held_out` names a reward that is held out and applies to some of
     them, and every trained reward does, too: without its score nothing could be compared.
     """
-    option = "run.stop_when_hacking.held_out"
+    option = "run.on_hacking.held_out"
     spec = named_reward(specs, prompts, options.held_out, option)
     if not spec.held_out:
         raise UserError(
@@ -61,11 +68,11 @@ def stop_rule(
             continue
         if not any(other.applies(p.text, p.metadata) for p in prompts):
             raise UserError(
-                f"run.stop_when_hacking compares the trained rewards, but {other.name!r} applies "
+                f"run.on_hacking compares the trained rewards, but {other.name!r} applies "
                 f"to none of the {len(prompts)} held-out prompts: give evaluation.prompts that it "
                 "can judge, or more evaluation.num_images, or set the rule to null"
             )
-    return StopRule(options=options, sign=-1.0 if spec.weight < 0 else 1.0)
+    return HackingRule(options=options, sign=-1.0 if spec.weight < 0 else 1.0)
 
 
 def is_hacking(scores: Sequence[float], held_out: Sequence[float], patience: int) -> bool:

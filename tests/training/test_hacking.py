@@ -1,45 +1,49 @@
 """A run ends when its reward rises at the cost of one that is only measured, and stays so."""
 
 import math
+import shutil
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from flowrl.config.sections import StopWhenHackingOptions
+from flowrl.backbones.lora_formats import FILE
+from flowrl.config.sections import OnHackingOptions
 from flowrl.errors import UserError
 from flowrl.export.summary import card
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.checkpoint import Checkpoints, read_checkpoint
 from flowrl.training.evaluate import Evaluation
+from flowrl.training.hacking import HackingRule, hacking_rule, is_hacking
 from flowrl.training.loop import train
-from flowrl.training.stop_rule import StopRule, is_hacking, stop_rule
 from flowrl.training.tracking import read_metrics
 
 NAN = math.nan
 
 
-def options_of(held_out: str) -> StopWhenHackingOptions:
-    return StopWhenHackingOptions(held_out=held_out, patience=2)
+def options_of(held_out: str) -> OnHackingOptions:
+    return OnHackingOptions(held_out=held_out, patience=2)
 
 
-RULE = StopRule(options=options_of("quality"))
+RULE = HackingRule(options=options_of("quality"))
 
 
 def test_a_rule_gives_its_reason_with_both_scores():
     history = {0: (0.1, 3.0), 2: (0.2, 4.0), 4: (0.3, 3.5), 6: (0.4, 3.25)}
     assert RULE.reason(history) == (
-        "Stopped at iteration 6 by run.stop_when_hacking: since iteration 2 the trained reward "
-        "went from 0.2 to 0.4, while the held-out quality went from 4 to 3.25."
+        "since iteration 2 the trained reward went from 0.2 to 0.4, while the held-out quality "
+        "went from 4 to 3.25."
     )
     assert RULE.reason({step: history[step] for step in (0, 2, 4)}) == ""
     assert RULE.reason(dict(reversed(history.items()))) == RULE.reason(history)
     assert RULE.reason({}) == ""
     # Evaluations without a score are passed over.
     history = {0: (0.1, 3.0), 2: (0.2, NAN), 4: (0.3, 2.5), 6: (0.4, 2.0), 8: (NAN, 9.0)}
-    assert "iteration 6" in RULE.reason(history) and "since iteration 0" in RULE.reason(history)
+    assert RULE.reason(history).endswith("went from 3 to 2.")
+    assert RULE.reason(history).startswith("since iteration 0")
     assert RULE.reason({0: (0.1, NAN), 2: (0.2, NAN)}) == ""
     # Where less is better a rise is the harm.
     rule = replace(RULE, sign=-1.0)
@@ -59,13 +63,13 @@ def spec(name: str, **options) -> RewardSpec:
 def test_the_rule_watches_a_reward_that_is_only_measured():
     prompts = [PromptRecord(uid="a", text="a")]
     specs = [spec("ocr"), spec("quality", held_out=True), spec("flaws", held_out=True, weight=-1)]
-    assert stop_rule(options_of("quality"), specs, prompts) == RULE
-    assert stop_rule(options_of("flaws"), specs, prompts).sign == -1
+    assert hacking_rule(options_of("quality"), specs, prompts) == RULE
+    assert hacking_rule(options_of("flaws"), specs, prompts).sign == -1
     for name, message in (("ocr", "which is trained"), ("beauty", "ocr, quality, flaws")):
-        with pytest.raises(UserError, match=f"stop_when_hacking.held_out is '{name}'.*{message}"):
-            stop_rule(options_of(name), specs, prompts)
+        with pytest.raises(UserError, match=f"on_hacking.held_out is '{name}'.*{message}"):
+            hacking_rule(options_of(name), specs, prompts)
     with pytest.raises(UserError, match="none of the 0 held-out prompts"):
-        stop_rule(options_of("quality"), specs, [])
+        hacking_rule(options_of("quality"), specs, [])
 
     # Every trained reward has a score to compare.
     def ocr(images, prompts, metadata):
@@ -75,10 +79,10 @@ def test_the_rule_watches_a_reward_that_is_only_measured():
     plain = PromptRecord(uid="a", text="a")
     text = PromptRecord(uid="b", text="b", metadata={"ocr_text": "B"})
 
-    def made(prompts: list[PromptRecord], **options) -> StopRule:
+    def made(prompts: list[PromptRecord], **options) -> HackingRule:
         specs = [spec("taste"), spec("quality", held_out=True)]
         specs.append(RewardSpec(name="ocr", reward=ocr, **options))
-        return stop_rule(options_of("quality"), specs, prompts)
+        return hacking_rule(options_of("quality"), specs, prompts)
 
     with pytest.raises(UserError, match="'ocr' applies to none of the 1 held-out prompts"):
         made([plain])
@@ -140,7 +144,7 @@ class Scripted:
 def scripted(make_run):
     """A learner and its run, whose evaluations are scripted; `resume` is a checkpoint's state."""
 
-    def make(resume: dict | None = None, *, rule=RULE, **run):
+    def make(resume: dict | None = None, *, rule=RULE, objective=None, tree=None, **run):
         settings = {
             "iterations": 6,
             "checkpoint_every": 1,
@@ -155,11 +159,13 @@ def scripted(make_run):
                 "group_size": 2,
                 "num_inference_steps": 2,
                 "batch_size": 2,
+                **({"tree": tree} if tree else {}),
             },
+            **({"objective": objective} if objective else {}),
             evaluation={"prompts": "tiny:colors:test", "num_images": 1, "every": 1},
             run=settings | run,
         )
-        evaluator.run, evaluator.backbone, made.stop = made, learner.policy.backbone, rule
+        evaluator.run, evaluator.backbone, made.hacking = made, learner.policy.backbone, rule
         return config, learner, made
 
     return make
@@ -216,3 +222,67 @@ def test_a_resumed_run_knows_the_evaluations_before_it(scripted):
     trained(learner, run)
     assert run.evaluator.calls == [4]
     assert run.done == 4 and "since iteration 2" in run.stopped and run.best == (4.0, 2)
+
+
+def rule_that(action: str) -> HackingRule:
+    return replace(RULE, options=RULE.options.model_copy(update={"action": action}))
+
+
+def lora(folder) -> dict:
+    return load_file(folder / FILE)
+
+
+def test_a_rollback_ends_with_the_weights_that_the_held_out_reward_rates_highest(scripted):
+    _, learner, run = scripted(rule=rule_that("rollback"))
+    trained(learner, run)
+    assert run.done == 4 and "The weights are again those of step-000002" in run.stopped
+    ended, best = lora(run.folder), lora(run.checkpoints.path(2))
+    assert ended.keys() == best.keys() and all(torch.equal(ended[k], best[k]) for k in best)
+    _, learner, run = scripted(state_of(run.folder), rule=rule_that("rollback"))
+    assert run.rollbacks == [] and trained(learner, run).rollbacks == [(2, 4)]
+
+
+def test_a_raised_penalty_trains_on_from_the_best_weights_and_survives_a_resume(scripted):
+    """The penalty is in force after the fourth iteration; a resumed run equals a whole one."""
+    objective = {"kind": "grpo", "kl_coef": 0}
+    tree = {"kind": "flow_grpo"}
+
+    def ended(*stops: int):
+        state = None
+        for stop in (*stops, 6):
+            _, learner, run = scripted(
+                state, rule=rule_that("raise_kl"), objective=objective, tree=tree
+            )
+            trained(learner, run, iterations=stop)
+            state = state_of(run.folder)
+        return run
+
+    run = ended()
+    assert run.done == 6 and run.rollbacks == [(2, 4)] and run.kl_coef == 0.1
+    assert not run.stopped
+    rows = [row for row in read_metrics(run.folder) if "loss" in row]
+    assert ["policy/kl" in row for row in rows] == [False] * 4 + [True] * 2
+    whole = lora(run.folder)
+    shutil.rmtree(run.folder)
+    resumed = lora(ended(5).folder)
+    assert all(torch.equal(whole[k], resumed[k]) for k in whole)
+
+
+def test_raised_penalties_grow_and_end_with_a_rollback(scripted, monkeypatch):
+    monkeypatch.setitem(SCORES, 0, (0.0, 9.0))  # the base stays the best
+    rule = replace(
+        RULE, options=RULE.options.model_copy(update={"action": "raise_kl", "patience": 1})
+    )
+    _, learner, run = scripted(rule=rule, objective={"kind": "grpo"}, tree={"kind": "flow_grpo"})
+    trained(learner, run)
+    assert run.rollbacks == [(0, 1), (0, 2), (0, 3), (0, 4)]
+    assert [rule.kl_coef(n) for n in range(4)] == pytest.approx([None, 0.1, 0.4, 1.6])
+    assert run.done == 4 and "step-000000" in run.stopped
+    assert all(not t.any() for name, t in lora(run.folder).items() if "lora_B" in name)
+
+
+def test_a_warning_changes_nothing_but_the_output(scripted, capsys):
+    _, learner, run = scripted(rule=rule_that("warn"))
+    trained(learner, run)
+    assert run.done == 6 and not run.stopped and not run.rollbacks
+    assert "Iteration 4, run.on_hacking: since iteration 2" in capsys.readouterr().out
