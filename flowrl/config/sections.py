@@ -253,9 +253,9 @@ class RunOptions(Options):
     threads: Count | None = option(None, "CPU threads; null leaves it to torch.")
     on_hacking: OnHackingOptions | None = option(
         None,
-        "Stop, roll back or raise the KL penalty when the trained reward rises while a held-out one "
-        "falls; the best checkpoint is then the one that the held-out reward rates highest. null "
-        "is never.",
+        "Stop, roll back or raise the KL penalty when the trained reward rises while a held-out "
+        "one falls; the best checkpoint is then the one that the held-out reward rates highest. "
+        "null is never.",
     )
 
 
