@@ -31,6 +31,7 @@ from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config
+from flowrl.config.rollout import ReferenceOptions
 from flowrl.config.validate import check_states
 from flowrl.errors import UserError, phase
 from flowrl.functional.sde import KERNELS
@@ -119,6 +120,7 @@ def build_learner(
         optimizer=runtime.prepare(config.optim.build(policy.parameters())),
         runtime=runtime,
         optim=config.optim,
+        reference=config.reference,
         iterations=config.run.iterations,
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
         checks_ratio=not isinstance(source, Ahead),
@@ -276,6 +278,7 @@ def build_policy(
     policy = Policy(
         backbone, rank=lora.rank, alpha=lora.alpha, targets=adapted_layers(lora, backbone),
         seed=config.run.seed, ema_decay=config.ema.decay, keep_old=keep_old,
+        keep_reference=config.reference != ReferenceOptions(),
     )  # fmt: skip
     if start is not None:
         start = fit_lora(start, policy.network, type(backbone.pipeline))

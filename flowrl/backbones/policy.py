@@ -1,7 +1,8 @@
 """The policy: a LoRA adapter on the pipeline's transformer, and the networks it is compared to.
 
 All share one set of frozen weights: the policy is the adapter "default", the reference is the
-network without adapters, the EMA and the old policy are adapters of their own.
+network without adapters, or one that moves; that, the EMA and the old policy are adapters of their
+own.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from flowrl.backbones.quantized_base import check_mergeable
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
-POLICY, OLD, EMA = "default", "old", "ema"
+POLICY, OLD, EMA, REFERENCE = "default", "old", "ema", "reference"
 
 
 class Policy:
@@ -28,6 +29,7 @@ class Policy:
     Args:
         ema_decay: share of the average kept at each update, or None for no average.
         keep_old: also hold a policy that lags behind, see `update_old`.
+        keep_reference: also hold a reference that moves, see `move_reference`.
 
     Raises:
         UserError: `targets` match no layer, or the network has such adapters already.
@@ -43,6 +45,7 @@ class Policy:
         targets: Sequence[str] | None = None,
         ema_decay: float | None = None,
         keep_old: bool = False,
+        keep_reference: bool = False,
     ):
         self.backbone = backbone
         self.network = backbone.transformer
@@ -54,6 +57,7 @@ class Policy:
         self.network.requires_grad_(False).eval()
         names = [POLICY] + [EMA] * (ema_decay is not None) + [OLD] * keep_old
         self.copies = names[1:]
+        names += [REFERENCE] * keep_reference
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             for name in names:
@@ -64,8 +68,6 @@ class Policy:
         self._by_name = {name: _parameters_of(self.network, name) for name in names}
         for name in self.copies:
             self._copy(POLICY, name)
-            for parameter in self._by_name[name]:
-                parameter.requires_grad_(False)
         self.use(POLICY)
 
     def _add(self, name: str, rank: int, alpha: float, targets: tuple[str, ...]) -> None:
@@ -106,8 +108,8 @@ class Policy:
 
     @torch.no_grad()
     def reference(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """Return the velocity of the frozen network."""
-        with self.disabled():
+        """Return the velocity of the frozen network, or of the policy at the last move."""
+        with self.using(REFERENCE) if REFERENCE in self._by_name else self.disabled():
             return self.backbone.velocity(x, sigma, cond)
 
     @torch.no_grad()
@@ -175,6 +177,10 @@ class Policy:
         for old, now in zip(self._by_name[OLD], self._by_name[POLICY], strict=True):
             old.lerp_(now, 1 - decay)
 
+    def move_reference(self) -> None:
+        """Let the reference be the policy of now; needs `keep_reference`."""
+        self._copy(POLICY, REFERENCE)
+
     @torch.no_grad()
     def _copy(self, source: str, target: str) -> None:
         for to, of in zip(self._by_name[target], self._by_name[source], strict=True):
@@ -197,7 +203,7 @@ class Policy:
         if shapes.keys() != here.keys():
             raise UserError(
                 f"the checkpoint has the adapters {', '.join(shapes)}, and this recipe makes "
-                f"{', '.join(here)}: give objective.kind and ema.decay as it was trained"
+                f"{', '.join(here)}: give objective.kind, ema.decay and reference as it was trained"
             )
         if shapes != here:
             raise UserError(

@@ -11,7 +11,12 @@ from flowrl.config.load import load_recipe
 from flowrl.config.messages import format_errors, name_of
 from flowrl.config.objectives import GRPOOptions, Objective
 from flowrl.config.rewards import FailureOptions, RewardOptions, check_rewards
-from flowrl.config.rollout import EMAOptions, OptimOptions, RolloutOptions
+from flowrl.config.rollout import (
+    EMAOptions,
+    OptimOptions,
+    ReferenceOptions,
+    RolloutOptions,
+)
 from flowrl.config.sections import (
     EvaluationOptions,
     LoRAOptions,
@@ -44,6 +49,9 @@ class Config(Options):
     objective: Objective = option(GRPOOptions(), "What is minimised; an objective by its kind.")
     optim: OptimOptions = option(OptimOptions(), "AdamW and the size of its steps.")
     ema: EMAOptions = option(EMAOptions(), "A moving average of the adapter.")
+    reference: ReferenceOptions = option(
+        ReferenceOptions(), "What the KL penalty pulls to: the base, or a policy that follows."
+    )
     rewards: Annotated[list[RewardOptions], Field(max_length=100)] = option(
         ..., "What is scored: a list, each with a name at least."
     )
@@ -69,6 +77,7 @@ class Config(Options):
         validate.check_objective(self.objective, self.rollout, gates=gates)
         validate.check_sharding(self.runtime, self.pipeline, self.memory, self.rollout)
         check_rewards(self.rewards)
+        validate.check_reference(self.reference, self.objective, self.run)
         validate.check_hacking(self.run, self.evaluation, self.objective)
         return self
 

@@ -261,6 +261,27 @@ class OptimOptions(Options):
         return AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
 
 
+class ReferenceOptions(Options):
+    """When the reference of the KL penalty moves from the base to the policy of that moment.
+
+    Without either the penalty pulls to the base for the whole run.
+    """
+
+    every: Count | None = option(None, "Iterations between moves; null is never.")
+    above_kl: Positive | None = option(
+        None,
+        "Moves after an iteration whose mean policy/kl exceeds this; null is never. Its unit is "
+        "that of objective.kl_form, where there is one.",
+        "Astrolabe: at most 15 iterations, or a bound of 0.15 that it adapts",
+    )
+
+    def moves(self, iteration: int, kl: float | None) -> bool:
+        """Return whether the reference moves at the end of an iteration, counted from 0."""
+        if self.every is not None and (iteration + 1) % self.every == 0:
+            return True
+        return self.above_kl is not None and kl is not None and kl > self.above_kl
+
+
 class EMAOptions(Options):
     """A moving average of the adapter."""
 

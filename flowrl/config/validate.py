@@ -9,7 +9,7 @@ from flowrl.config.objectives import (
     Objective,
     SPOOptions,
 )
-from flowrl.config.rollout import OptimOptions, RolloutOptions
+from flowrl.config.rollout import OptimOptions, ReferenceOptions, RolloutOptions
 from flowrl.config.sections import (
     EvaluationOptions,
     MemoryOptions,
@@ -201,6 +201,16 @@ def _check_grpo(objective: GRPOOptions, rollout: RolloutOptions) -> None:
         raise ValueError(
             "objective.kl_form is latent_no_dt, which leaves out the step length of an SDE, and "
             "rollout.kernel cps has none: use latent_dt, the published form for it"
+        )
+
+
+def check_reference(reference: ReferenceOptions, objective: Objective, run: RunOptions) -> None:
+    """Check that a reference that moves is one that something pulls to."""
+    raised = run.on_hacking is not None and run.on_hacking.action == "raise_kl"
+    if reference != ReferenceOptions() and not raised and not getattr(objective, "kl_coef", 0):
+        raise ValueError(
+            "reference moves, but no penalty pulls to it: set objective.kl_coef, for an objective "
+            "that has it, or leave reference out"
         )
 
 

@@ -15,6 +15,7 @@ from flowrl.backbones.families import family_of, layer_rules_of, lora_targets
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import CAPACITY
 from flowrl.config import Config
+from flowrl.config.rollout import ReferenceOptions
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.activations import (
@@ -315,7 +316,8 @@ class MemoryPlan:
     @property
     def adapters(self) -> int:
         """Return the policy with its copies: the EMA and the old policy."""
-        return 1 + (self.config.ema.decay is not None) + (self.needs.old is not None)
+        moving = self.config.reference != ReferenceOptions()
+        return 1 + (self.config.ema.decay is not None) + (self.needs.old is not None) + moving
 
     @property
     def encoders(self) -> int:

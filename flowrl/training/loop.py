@@ -10,7 +10,7 @@ import torch
 
 from flowrl.backbones.base import VelocityField
 from flowrl.backbones.policy import Policy
-from flowrl.config.rollout import OptimOptions
+from flowrl.config.rollout import OptimOptions, ReferenceOptions
 from flowrl.errors import UserError, phase
 from flowrl.functional.batches import packed
 from flowrl.objectives.base import (
@@ -64,6 +64,7 @@ class Learner:
     optimizer: torch.optim.Optimizer
     runtime: Runtime
     optim: OptimOptions
+    reference: ReferenceOptions = ReferenceOptions()
     # Largest first log-ratio of an iteration, summed over the latent, in nats. Clips are 0.5 to 13.
     ratio_tolerance: float = 0.1
     iterations: int  # in which a linear schedule of the learning rate falls to 0
@@ -93,6 +94,9 @@ class Learner:
                 # Now, not before the next rollout, where a resumed run would repeat it.
                 self.policy.whole = False
                 self.policy.update_old(old.decay(iteration + 1))
+            if self.reference.moves(iteration, metrics.get("policy/kl")):
+                self.policy.whole = False
+                self.policy.move_reference()
         timer.lap("time/train")
         forwards = {"forwards/rollout": sampled - start, "forwards/learn": rows.computed - sampled}
         forwards = {name: self.runtime.sum(count) for name, count in forwards.items()}

@@ -1,0 +1,66 @@
+"""The reference of the KL penalty: the base, or the policy of an earlier iteration."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowrl.backbones.lora_formats import FILE
+from flowrl.errors import UserError
+from flowrl.training.checkpoint import Checkpoints, read_checkpoint
+from flowrl.training.loop import train
+from flowrl.training.tracking import read_metrics
+
+SMALL = {
+    "prompts_per_iteration": 1, "group_size": 2, "num_inference_steps": 2, "batch_size": 2,
+    "tree": {"kind": "flow_grpo"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def trained(make_run):
+    """Train the tiny pipeline with a reference that moves; return the run and its divergences."""
+
+    def make(resume=None, iterations: int = 4, **reference):
+        _, learner, run = make_run(
+            resume, rollout=SMALL, objective={"kind": "grpo", "kl_coef": 0.1},
+            optim={"lr": 1e-2}, reference=reference,
+            run={"iterations": 4, "checkpoint_every": 1, "keep_checkpoints": 9},
+        )  # fmt: skip
+        with run.session():
+            train(learner, run, iterations=iterations)
+        return run, [row["policy/kl"] for row in read_metrics(run.folder)]
+
+    return make
+
+
+def test_without_moves_the_reference_is_the_base(trained):
+    """It is equal to the policy at the start alone."""
+    _, divergences = trained()
+    assert divergences[0] == 0 and all(kl > 0 for kl in divergences[1:])
+
+
+def test_it_moves_after_so_many_iterations(trained):
+    run, divergences = trained(every=2)
+    assert [kl == 0 for kl in divergences] == [True, False, True, False]
+    saved = read_checkpoint(run.checkpoints.path(2))["policy"]["adapters"]
+    assert all(map(torch.equal, saved["reference"], saved["default"]))
+
+
+def test_it_moves_where_the_divergence_passes_a_bound(trained):
+    _, divergences = trained(above_kl=1e-12)
+    assert [kl == 0 for kl in divergences] == [True, False, True, False]
+
+
+def test_a_resumed_run_keeps_its_reference(trained, tmp_path):
+    whole, _ = trained(every=3)
+    lora = load_file(whole.folder / FILE)
+    state = read_checkpoint(Checkpoints(whole.folder, keep=9).path(3))
+    resumed, divergences = trained(state, every=3)
+    assert divergences[3] == 0
+    again = load_file(resumed.folder / FILE)
+    assert all(torch.equal(lora[name], again[name]) for name in lora)
+
+
+def test_a_reference_that_nothing_pulls_to_is_refused(tiny_config):
+    with pytest.raises(UserError, match="reference moves, but no penalty pulls to it"):
+        tiny_config(reference={"every": 2}, objective={"kind": "grpo", "kl_coef": 0})
