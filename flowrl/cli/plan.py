@@ -13,6 +13,7 @@ from flowrl.utils.imports import without_garbage_collection
 
 if TYPE_CHECKING:
     from flowrl.config import Config
+    from flowrl.config.sections import RunOptions
     from flowrl.planning.duration import Duration
     from flowrl.planning.plan import Plan
 
@@ -80,7 +81,7 @@ def plan(
         _show_judges(judge_requests(config, planned.work))
         _show_memory(planned)
         if planned.duration is not None:
-            _show_time(planned, planned.duration, price)
+            _show_time(planned, planned.duration, price, config.run)
         for note in planned.notes:
             say(note)
     if planned.fits is False or not planned.host_fits:
@@ -216,8 +217,10 @@ def _show_verdict(planned: "Plan") -> None:
         )
 
 
-def _show_time(planned: "Plan", duration: "Duration", price: float | None) -> None:
-    """Print the hours on each card that holds the recipe."""
+def _show_time(
+    planned: "Plan", duration: "Duration", price: float | None, run: "RunOptions"
+) -> None:
+    """Print the hours on each card that holds the recipe, and what fits in run.max_minutes."""
     from flowrl.planning.duration import SHARES
 
     say(
@@ -226,7 +229,12 @@ def _show_time(planned: "Plan", duration: "Duration", price: float | None) -> No
     )
     rows = []
     for card, hours in duration.estimates(planned.peak.total if planned.peak else 0).items():
-        row = {"GPU": card, "hours of the run": " to ".join(map(_figures, hours))}
+        row = {"GPU": card, "hours of all iterations": " to ".join(map(_figures, hours))}
+        if run.max_minutes is not None:
+            done = [min(run.iterations, run.iterations * run.max_minutes / 60 / h) for h in hours]
+            row[f"iterations in {run.max_minutes / 60:g} hours"] = (
+                f"{_figures(done[1])} to {_figures(done[0])}"
+            )
         if price is not None:
             row["cost"] = " to ".join(f"{h * duration.gpus * price:,.0f}" for h in hours)
         rows.append(row)
@@ -234,6 +242,11 @@ def _show_time(planned: "Plan", duration: "Duration", price: float | None) -> No
         say("No card of the table has that much memory: no hours are estimated.")
         return
     print_table(rows)
+    if run.max_minutes is not None:
+        say(
+            f"run.max_minutes ends the run after {run.max_minutes / 60:g} hours, with the LoRA of "
+            "that moment; it can be resumed."
+        )
     most, least = SHARES[duration.compiled]
     blocks = "compiled blocks" if duration.compiled else "twice that with pipeline.compile=true"
     say(

@@ -152,6 +152,11 @@ def test_hours_are_a_range_for_each_card_that_holds_the_recipe(run):
     assert list(time.estimates(140 * GIB)) == ["H200", "B200", "Instinct MI300X"]
     _, out, _ = run("quickstart", "--price", "2")
     assert re.search(r"^L40S +\S+ to \S+ +\S+ to ", out, re.M)
+    fewest, most = (h * 60 for h in plan.duration.estimates(plan.peak.total)["L40S"])
+    minutes = fewest / 2  # a half of the run at best
+    _, out, _ = run("quickstart", "--gpus", "2", f"run.max_minutes={minutes}")
+    row = re.search(r"^L40S +\S+ to \S+ +(\S+) to (\S+)", out, re.M)
+    assert [float(n) for n in row.groups()] == pytest.approx([72 * minutes / most, 36], rel=0.05)
 
 
 def test_the_machine_s_memory_is_compared(run):
