@@ -186,6 +186,48 @@ UNIFIED_REWARD = Rubric(
     zero=1.0,
     max_tokens=1024,
 )
+
+
+# --- judges of published benchmarks ---------------------------------------------------------------
+
+
+def wiscore(scores: Scores) -> float:
+    """Return WISE's WiScore before it is divided by the highest score, 2 (its Calculate.py)."""
+    return 0.7 * scores["consistency"] + 0.2 * scores["realism"] + 0.1 * scores["aesthetic_quality"]
+
+
+WISE = Rubric(
+    source="WISE, arXiv 2503.07265",
+    questions=(
+        "The picture was generated for a prompt that takes knowledge to understand. Be strict, and "
+        "in doubt take the lower score. Rate three things with 0, 1 or 2. Consistency: 0, a main "
+        "thing of the prompt is missing or contradicted; 1, part of it is shown, or not exactly; "
+        "2, every detail of what it means is shown. Realism: 0, plainly artificial or physically "
+        "impossible; 1, small faults; 2, it could be a photograph. Aesthetic Quality: 0, "
+        "unappealing; 1, decent; 2, masterly.\nWrite exactly these lines:\nConsistency: X\n"
+        "Realism: X\nAesthetic Quality: X\nPrompt: {prompt}",
+    ),
+    patterns={
+        axis.lower().replace(" ", "_"): Pattern(regex=rf"{axis}\**:{_NUMBER}")
+        for axis in ("Consistency", "Realism", "Aesthetic Quality")
+    },
+    highest=2.0,
+    combine=wiscore,
+)
+# Five levels of 20 points, as MLLM_eval/ShareGPT4V-CoT_eval/Share_eval.py has them for relations,
+# numbers and complex prompts. Attributes have levels for each object there, found by spaCy.
+T2I_COMPBENCH = Rubric(
+    source="T2I-CompBench++, arXiv 2307.06350",
+    questions=(
+        "The picture was generated for this prompt: {prompt}\nLook at its objects, their number, "
+        "colours, shapes and textures, where they are and what they do. Rate how well they match: "
+        "5, everything; 4, nearly everything, small things are off; 3, some of it, key parts are "
+        "missing or mixed up; 2, little of it; 1, nearly nothing.\nAnswer with JSON alone: "
+        '{"score": a whole number, "explanation": "at most 20 words"}.',
+    ),
+    patterns={"score": Pattern(regex=r'"score"\s*:\s*"?\s*([^",}]*?)\s*[",}]')},
+    lowest=1.0,
+)
 RUBRICS = {
     "expectation": EXPECTATION,
     "yes_no": YES_NO,
@@ -194,4 +236,6 @@ RUBRICS = {
     "deqa": DEQA,
     "viescore": VIESCORE,
     "unified_reward": UNIFIED_REWARD,
+    "wise": WISE,
+    "t2i_compbench": T2I_COMPBENCH,
 }
