@@ -1,10 +1,9 @@
 """Published benchmarks by name: their prompt files as authors publish them, and their judges."""
 
 import csv
-import functools
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ class Published(NamedTuple):
     """How a benchmark is published, and what judges it."""
 
     url: str  # of the folder that holds the files
-    files: tuple[str, ...]  # together they are the benchmark; their suffix is the form
+    files: Sequence[str]  # together they are the benchmark; their suffix is the form
     count: int  # prompts in all files
     prompt: str  # column
     kind: str  # column of the kind of a prompt; "" where files are kinds, or there are none
@@ -61,14 +60,7 @@ PUBLISHED = {
 }
 # fmt: on
 # OneIG-Bench asks questions about three of its categories, in files beside its table.
-QUESTIONS = {
-    kind: f"scripts/alignment/Q_D/{name}.json"
-    for kind, name in [
-        ("Anime_Stylization", "anime"),
-        ("Portrait", "human"),
-        ("General_Object", "object"),
-    ]
-}  # fmt: skip
+QUESTIONS = {"Anime_Stylization": "anime", "Portrait": "human", "General_Object": "object"}
 
 
 def published_rows(name: str, source: Path | None) -> list[Row]:
@@ -77,7 +69,7 @@ def published_rows(name: str, source: Path | None) -> list[Row]:
     Other columns are metadata; DPG-Bench and OneIG-Bench get `question_graph`. Raises UserError
     without a source, and for a file of another form, with its line and what is expected.
     """
-    spec, rows = PUBLISHED[name], []
+    spec, rows = PUBLISHED[name], list[Row]()
     expected = f"expected {', '.join(spec.files)} as in {spec.url}"
     if source is None:
         raise UserError(f"give --prompts, the file or its folder: {expected}")
@@ -93,7 +85,7 @@ def published_rows(name: str, source: Path | None) -> list[Row]:
             kind = row.pop(spec.kind) if spec.kind else path.stem.removesuffix("_val")
             kind = f"{kind:02d}" if isinstance(kind, int) else kind
             if name == "oneig" and kind in QUESTIONS:
-                row |= _questions(path.parent / QUESTIONS[kind], row["id"])
+                row |= _questions(path.parent, QUESTIONS[kind], row["id"])
             tag = {"tag": kind} if spec.kind or len(spec.files) > 1 else {}
             rows.append(check_row({"prompt": row.pop(spec.prompt)} | tag | row, where))
     return rows
@@ -116,8 +108,11 @@ def _read(path: Path, suffix: str, expected: str) -> Iterator[tuple[str, Any]]:
 def _table(text: str, path: Path) -> Iterator[tuple[str, Row]]:
     """Yield the rows of a table. Raises UserError for one that ends within a row."""
     # Parti's .tsv file has no quoting: some prompts begin with a quote.
-    form = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix.lower() == ".tsv" else {}
-    lines = csv.reader(io.StringIO(text, newline=""), strict=True, **form)
+    tabs = path.suffix.lower() == ".tsv"
+    lines = csv.reader(
+        io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", strict=True,
+        quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL,
+    )  # fmt: skip
     try:
         header = next(lines, [])
         for cells in filter(None, lines):
@@ -144,16 +139,12 @@ def _grouped(rows: list[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
         yield where, {"text": first["text"], "item_id": name} | graph
 
 
-@functools.lru_cache(maxsize=3)
-def _entries(path: Path) -> Any:
-    return parse_json(read_text(path), str(path))
-
-
-def _questions(path: Path, entry: str) -> Row:
+def _questions(folder: Path, name: str, entry: str) -> Row:
     """Return the question graph of a prompt of OneIG-Bench."""
+    path = folder / f"scripts/alignment/Q_D/{name}.json"
     where = f"{path}, entry {entry!r}"
     try:
-        parts = _entries(path)[entry]
+        parts = parse_json(read_text(path), str(path))[entry]
         questions, parents = (json.loads(parts[key]) for key in ("question", "dependency"))
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise UserError(
@@ -171,8 +162,10 @@ def _graph(questions: Mapping, parents: Mapping, where: str) -> Row:
     """
     try:
         places = {int(number): place for place, number in enumerate(questions)}
-        above = [[places.get(int(p)) for p in parents[number]] for number in questions]
+        graph = [
+            (question, [places[int(p)] for p in parents[number] if int(p) in places])
+            for number, question in questions.items()
+        ]
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(f"{where}: dependencies are numbers, as '1, 2', got {error}") from error
-    known = ([place for place in some if place is not None] for some in above)
-    return {"question_graph": list(zip(questions.values(), known, strict=True))}
+    return {"question_graph": graph}

@@ -37,7 +37,8 @@ class QuestionGraph(VLMQuestions):
     required_metadata = ("question_graph",)
 
     def __init__(self, server: Any = None, *, chain: bool = True, **args: Any):
-        super().__init__(server, **({"template": "{question} Answer with yes or no."} | args))
+        args.setdefault("template", "{question} Answer with yes or no.")
+        super().__init__(server, **args)
         self.chain, self.name = chain, "question_graph"
         self.version = f"question_graph-1/{chain}/{self.version}"
 
