@@ -199,13 +199,12 @@ def wiscore(scores: Scores) -> float:
 WISE = Rubric(
     source="WISE, arXiv 2503.07265",
     questions=(
-        "The picture was generated for a prompt that takes knowledge to understand. Be strict, and "
-        "in doubt take the lower score. Rate three things with 0, 1 or 2. Consistency: 0, a main "
-        "thing of the prompt is missing or contradicted; 1, part of it is shown, or not exactly; "
-        "2, every detail of what it means is shown. Realism: 0, plainly artificial or physically "
-        "impossible; 1, small faults; 2, it could be a photograph. Aesthetic Quality: 0, "
-        "unappealing; 1, decent; 2, masterly.\nWrite exactly these lines:\nConsistency: X\n"
-        "Realism: X\nAesthetic Quality: X\nPrompt: {prompt}",
+        "The picture was generated for a prompt that takes knowledge to understand. Rate three "
+        "things, strictly, in doubt with the lower score. Consistency: 0, a main thing is missing "
+        "or contradicted; 1, part of it is shown; 2, every detail of what it means. Realism: 0, "
+        "plainly artificial or impossible; 1, small faults; 2, like a photograph. Aesthetic "
+        "Quality: 0, unappealing; 1, decent; 2, masterly.\nWrite exactly these lines:\n"
+        "Consistency: X\nRealism: X\nAesthetic Quality: X\nPrompt: {prompt}",
     ),
     patterns={
         axis.lower().replace(" ", "_"): Pattern(regex=rf"{axis}\**:{_NUMBER}")
@@ -214,16 +213,15 @@ WISE = Rubric(
     highest=2.0,
     combine=wiscore,
 )
-# Five levels of 20 points, as MLLM_eval/ShareGPT4V-CoT_eval/Share_eval.py has them for relations,
-# numbers and complex prompts. Attributes have levels for each object there, found by spaCy.
+# Five levels of 20 points, as its Share_eval.py has them for relations, numbers and complex
+# prompts; for attributes it asks about each object, found by spaCy.
 T2I_COMPBENCH = Rubric(
     source="T2I-CompBench++, arXiv 2307.06350",
     questions=(
-        "The picture was generated for this prompt: {prompt}\nLook at its objects, their number, "
-        "colours, shapes and textures, where they are and what they do. Rate how well they match: "
-        "5, everything; 4, nearly everything, small things are off; 3, some of it, key parts are "
-        "missing or mixed up; 2, little of it; 1, nearly nothing.\nAnswer with JSON alone: "
-        '{"score": a whole number, "explanation": "at most 20 words"}.',
+        "The picture was generated for this prompt: {prompt}\nHow well do objects, numbers, "
+        "colours, shapes, textures, places and actions match? 5, perfectly; 4, but for small "
+        "things; 3, key parts are missing or mixed up; 2, little of it; 1, nearly nothing.\nAnswer "
+        'with JSON alone: {"score": a whole number, "explanation": "at most 20 words"}.',
     ),
     patterns={"score": Pattern(regex=r'"score"\s*:\s*"?\s*([^",}]*?)\s*[",}]')},
     lowest=1.0,

@@ -101,8 +101,8 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
         str,
         typer.Argument(
             metavar="NAME|FILE",
-            help="geneval, geneval2, dpg, oneig, t2i_compbench, wise, drawbench, "
-            "partiprompts, or a file of prompts.",
+            help="geneval, geneval2, dpg, oneig, t2i_compbench, wise, drawbench, partiprompts, or "
+            "a file of prompts.",
         ),
     ],
     model: Annotated[
@@ -114,10 +114,7 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
     ],
     reward: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Built-in name or module:attribute; may be repeated. In place of the benchmark's "
-            "own judge; not for geneval."
-        ),
+        typer.Option(help="Built-in name or module:attribute; may be repeated. Not for geneval."),
     ] = None,
     args: Annotated[
         list[str] | None,
@@ -150,9 +147,8 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
     """Generate images of a benchmark's prompts, score them, and print means by kind of prompt.
 
     The folder has GenEval's layout: 00000/metadata.jsonl and 00000/samples/0000.png. Running the
-    command again resumes it. --prompts is the published file of a benchmark; without it drawbench
-    comes from the Hub (sayakpaul/drawbench). A .jsonl file names the kind of a prompt under "tag"
-    or "category".
+    command again resumes it. drawbench comes from the Hub (sayakpaul/drawbench) unless --prompts
+    has it. A .jsonl file names the kind of a prompt under "tag" or "category".
 
     geneval applies the published rule, 0 or 1 an image. The table has the accuracy of its six
     kinds, and their mean in the last row. The published detector is mmdet's; the one of
@@ -168,9 +164,6 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
         --prompts evaluation_metadata.jsonl --guidance 4.5 --steps 40 -o images/sd3.5
 
       flowrl benchmark geneval images/sd3.5
-
-      flowrl benchmark wise tiny-sd3 --prompts WISE_legacy/data -o images/wise \\
-        --args "{server: {model: Qwen/Qwen2.5-VL-7B-Instruct}}"
     """
     with starting():
         from flowrl.evaluation import benchmark as benchmarks

@@ -96,10 +96,10 @@ def reward_check(
             f"--server {' '.join(server or ())} is no address: use http://HOST:PORT"
         ) from error
     records = load_prompts(prompts) if prompts else []
-    names = load_yaml(columns, "--columns") if columns else None
-    if not isinstance(names, dict | None) or (columns and not pairs):
+    mapping = load_yaml(columns, "--columns") if columns else None
+    if not isinstance(mapping, dict | None) or (columns and not pairs):
         raise UserError(f"--columns is {columns!r}, expected '{{prompt: text, ...}}' of --pairs.")
-    judged, left_out = read_pairs(pairs, names) if pairs else ([], [])
+    judged, left_out = read_pairs(pairs, mapping) if pairs else ([], [])
     if left_out:
         say(f"{len(left_out)} rows left out, the first: {left_out[0]}", err=True)
     states = {}

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,13 +75,11 @@ def published_rows(name: str, source: Path | None) -> list[Row]:
     if source is None:
         raise UserError(f"give --prompts, the file or its folder: {expected}")
     for path in [source / file for file in spec.files] if source.is_dir() else [source]:
-        raw = list(_read(path, Path(spec.files[0]).suffix, expected))
-        for where, row in raw:
-            for column in filter(None, (spec.prompt, spec.kind, *spec.needs)):
-                if not isinstance(row, dict) or row.get(column) in (None, ""):
-                    raise UserError(f"{where}: nothing under {column!r}, {expected}")
-        if not raw:
+        if not (raw := list(_read(path, Path(spec.files[0]).suffix, expected))):
             raise UserError(f"{path} is empty, {expected}")
+        for (where, row), column in product(raw, (spec.prompt, spec.kind, *spec.needs)):
+            if column and (not isinstance(row, dict) or row.get(column) in (None, "")):
+                raise UserError(f"{where}: nothing under {column!r}, {expected}")
         for where, row in _grouped(raw) if name == "dpg" else raw:
             kind = row.pop(spec.kind) if spec.kind else path.stem.removesuffix("_val")
             kind = f"{kind:02d}" if isinstance(kind, int) else kind
@@ -101,7 +100,7 @@ def _read(path: Path, suffix: str, expected: str) -> Iterator[tuple[str, Any]]:
         raise UserError(f"cannot read {path} ({error.strerror}), {expected}") from error
     if suffix == ".txt":
         lines = enumerate(text.splitlines(), start=1)
-        return ((f"{path}, line {n}", {"prompt": line.strip()}) for n, line in lines if line)
+        return ((f"{path}, line {n}", {"prompt": t}) for n, line in lines if (t := line.strip()))
     return {".jsonl": json_lines, ".json": json_rows}.get(suffix, _table)(text, path)
 
 
@@ -132,9 +131,10 @@ def _grouped(rows: list[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
     for where, row in rows:
         items.setdefault(row["item_id"], []).append((where, row))
     for name, members in items.items():
-        (where, first), of_item = members[0], [row for _, row in members]
-        questions = {row["proposition_id"]: row["question_natural_language"] for row in of_item}
-        parents = {row["proposition_id"]: row["dependency"].split(",") for row in of_item}
+        numbered = {row["proposition_id"]: row for _, row in members}
+        questions = {n: row["question_natural_language"] for n, row in numbered.items()}
+        parents = {n: row["dependency"].split(",") for n, row in numbered.items()}
+        where, first = members[0]
         graph = _graph(questions, parents, f"{where}, item_id {name!r}")
         yield where, {"text": first["text"], "item_id": name} | graph
 
@@ -145,13 +145,10 @@ def _questions(folder: Path, name: str, entry: str) -> Row:
     where = f"{path}, entry {entry!r}"
     try:
         parts = parse_json(read_text(path), str(path))[entry]
-        questions, parents = (json.loads(parts[key]) for key in ("question", "dependency"))
+        return _graph(json.loads(parts["question"]), json.loads(parts["dependency"]), where)
     except (OSError, LookupError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{where}: {type(error).__name__}: {error}, expected 'question' and 'dependency' as in "
-            f"{PUBLISHED['oneig'].url}, whose folders stay as they are"
-        ) from error
-    return _graph(questions, parents, where)
+        expected = f"expected 'question' and 'dependency' as in {PUBLISHED['oneig'].url}"
+        raise UserError(f"{where}: {type(error).__name__}: {error}, {expected}") from error
 
 
 def _graph(questions: Mapping, parents: Mapping, where: str) -> Row:

@@ -5,16 +5,9 @@ from flowrl_rewards.chat.published import ExplainedJudge, QuestionGraph, graph_s
 from flowrl_rewards.vlm_judge import VLMJudge
 
 
-def test_a_child_of_a_no_counts_0_and_its_own_children_by_the_benchmark():
-    answers, parents = [False, True, True, True], [[], [0], [1], []]
-    assert graph_score(answers, parents, chain=True) == 1 / 4  # DPG-Bench: 0 0 0 1
-    assert graph_score(answers, parents, chain=False) == 2 / 4  # OneIG-Bench: 0 0 1 1
-    assert graph_score([True] * 4, parents, chain=True) == 1
-    assert graph_score([True, False, True], [[], [], [0, 1]], chain=True) == 1 / 3
-
-
-@pytest.mark.parametrize(("chain", "expected"), [(True, 1 / 4), (False, 2 / 4)])
-def test_a_graph_is_asked_yes_or_no_and_scored_with_its_dependencies(chain, expected):
+@pytest.mark.parametrize(("chain", "right"), [(True, 1 / 4), (False, 2 / 4)])
+def test_a_child_of_a_no_counts_0_and_its_own_children_by_the_benchmark(chain, right):
+    """DPG-Bench, chained: 0 0 0 1; OneIG-Bench: 0 0 1 1."""
     said = {
         "A?": {"No": 0.6, "Yes": 0.4},
         "B?": {"yes": 0.9},
@@ -29,8 +22,9 @@ def test_a_graph_is_asked_yes_or_no_and_scored_with_its_dependencies(chain, expe
     with scripted(script) as server:
         judge = QuestionGraph({"model": "m", "base_url": server.url}, chain=chain)
         scores, reasons = judge(torch.rand(1, 3, 8, 8), ["p"], [{"question_graph": graph}])
-    assert scores == [expected] and not reasons
-    judge.check("p", {"question_graph": graph})
+    assert scores == [right] and not reasons
+    assert graph_score([True] * 4, [parents for _, parents in graph], chain) == 1
+    assert graph_score([True, False, True], [[], [], [0, 1]], chain) == 1 / 3
     for bad in ([], [["A?", [1]]], [["A?"]]):
         with pytest.raises(ValueError):
             judge.check("p", {"question_graph": bad})
@@ -45,16 +39,13 @@ def test_wiscore_weighs_consistency_realism_and_beauty_and_the_judge_reads_the_e
 
     with scripted(script) as server:
         judge = ExplainedJudge({"model": "m", "base_url": server.url}, rubric="wise")
-        images, told = torch.rand(2, 3, 8, 8), [{"Explanation": "mooncakes"}, {}]
-        scores, reasons = judge(images, ["a pastry"] * 2, told)
+        told = [{"Explanation": "mooncakes"}, {}]
+        scores, reasons = judge(torch.rand(2, 3, 8, 8), ["a pastry"] * 2, told)
     assert scores == [pytest.approx((0.7 * 2 + 0.2 * 1 + 0.1 * 0) / 2)] * 2 and not reasons
     assert sorted("mooncakes" in text for text in asked) == [False, True]
-    assert all("a pastry" in text for text in asked)
 
 
-@pytest.mark.parametrize(("level", "points"), [(1, 20), (3, 60), (5, 100)])
-def test_a_level_of_t2i_compbench_is_20_points(level, points):
-    with scripted(lambda _: completion(f'{{"score": {level}, "explanation": "so"}}')) as server:
+def test_a_level_of_t2i_compbench_is_20_points():
+    with scripted(lambda _: completion('{"score": 3, "explanation": "so"}')) as server:
         judge = VLMJudge({"model": "m", "base_url": server.url}, "t2i_compbench")
-        scores, _ = judge(torch.rand(1, 3, 8, 8), ["p"], [{}])
-    assert scores == [points / 100]
+        assert judge(torch.rand(1, 3, 8, 8), ["p"], [{}])[0] == [60 / 100]
