@@ -34,10 +34,10 @@ def test_pairs_are_right_wrong_tied_or_missing_whatever_their_sizes(tmp_path):
     for name, level, height in (("light", 200, 8), ("dark", 50, 12), ("same", 200, 8)):
         Image.new("RGB", (8, height), (level,) * 3).save(tmp_path / f"{name}.png")
     choices = [("light", "dark"), ("dark", "light"), ("light", "same"), ("light", "none")] * 2
-    rows = [{"prompt": f"p{i}", "chosen": f"{a}.png", "rejected": f"{b}.png"}
-            for i, (a, b) in enumerate(choices)]  # fmt: skip
-    source = tmp_path / "pairs.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [(f"p{i}", f"{a}.png", f"{b}.png") for i, (a, b) in enumerate(choices)]
+    rows = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
+    source = tmp_path / "pairs.json"
+    source.write_text(json.dumps(rows))
 
     def level(images, prompts, metadata):
         return torch.where(torch.tensor([p == "p0" for p in prompts]), torch.nan, images.mean())
@@ -45,7 +45,7 @@ def test_pairs_are_right_wrong_tied_or_missing_whatever_their_sizes(tmp_path):
     measured = measure_agreement(RewardSpec(name="level", reward=level), read_pairs(str(source))[0])
     assert measured.prompts == ("p1", "p2", "p4", "p5", "p6")
     assert measured.right == (0.0, 0.5, 1.0, 0.0, 0.5)
-    assert "line 1" in measured.missing[0] and "none.png" in measured.missing[1]
+    assert "row 1" in measured.missing[0] and "none.png" in measured.missing[1]
 
 
 def test_reward_check_says_whether_a_judge_agrees_with_people(tmp_path, capsys):
@@ -53,11 +53,9 @@ def test_reward_check_says_whether_a_judge_agrees_with_people(tmp_path, capsys):
         Image.new("RGB", (8, 8), (level,) * 3).save(tmp_path / f"{i}.png")
     rows = [{"caption": f"p{i}", "a": "0.png", "b": "1.png", "best": 1} for i in range(9)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for first, second, share in (("a", "b", "100.0%"), ("b", "a", "0.0%")):
-        columns = f"{{prompt: caption, first: {first}, second: {second}, label: best}}"
-        words = ["--pairs", str(tmp_path / "pairs.jsonl"), "--columns", columns, "--json"]
-        with pytest.raises(SystemExit) as end:
-            main(["reward-check", "brightness", *words])
-        assert bool(end.value.code) == (share == "0.0%")
-        result = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert result["detail"].startswith(f"ranks {share} of 9 pairs")
+    columns = "{prompt: caption, first: b, second: a, label: best}"
+    words = ["--pairs", str(tmp_path / "pairs.jsonl"), "--columns", columns, "--json"]
+    with pytest.raises(SystemExit) as end:
+        main(["reward-check", "brightness", *words])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert end.value.code == 1 and result["detail"].startswith("ranks 0.0% of 9 pairs")

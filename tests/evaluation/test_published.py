@@ -18,7 +18,7 @@ PASTRY = {"Prompt": "A pastry", "Explanation": "mooncakes", "Category": "Biology
 OLD = {"question": '{"1": "A boy?", "2": "Old?"}', "dependency": '{"1": [0], "2": [1]}'}
 APPLES = """item_id,text,keywords,proposition_id,dependency,category_broad,category_detailed,tuple,\
 question_natural_language
-0,"Apples, ripe.",,1,0,entity,whole,entity - whole (apples),Are there apples?
+0,Ripe apples.,,1,0,entity,whole,entity - whole (apples),Are there apples?
 7,A cat on a mat.,,1,0,entity,whole,entity - whole (cat),A cat?
 7,A cat on a mat.,,2,0,entity,whole,entity - whole (mat),A mat?
 7,A cat on a mat.,,3,"1, 2",relation,spatial,"relation - spatial (cat, mat, on)",On it?
@@ -40,8 +40,7 @@ SPECIMENS = {  # the files; text, kind and some metadata of the last prompt
                        for name in PUBLISHED["t2i_compbench"].files}, "two boys", "complex", {}),
     "wise": ({name: json.dumps([PASTRY], indent=2) for name in PUBLISHED["wise"].files},
              "A pastry", "Biology", {"Explanation": "mooncakes"}),
-    "drawbench": ({"drawbench.csv": "Prompts,Category\nA red car.,Colors"}, "A red car.", "Colors",
-                  {}),
+    "drawbench": ({"drawbench.csv": "Prompts,Category\nA car.,Colors"}, "A car.", "Colors", {}),
     "partiprompts": ({"PartiPrompts.tsv": 'Prompt\tCategory\tChallenge\tNote\n"G I G\tArts\tB\t\n'},
                      '"G I G', "Arts", {"Challenge": "B"}),
 }  # fmt: skip
@@ -80,11 +79,10 @@ def test_a_published_file_is_read_and_one_cut_empty_renamed_or_absent_is_refused
     ("name", "old", "new", "place"),
     [
         ("geneval2", '"vqa_list"', '"questions"', r"line 1.*'vqa_list'"),
-        ("dpg", "question_natural_language", "question", r"line 2.*'question_natural_language'"),
         ("dpg", '"1, 2"', '"one"', r"line 3, item_id '7'.*one"),
         ("oneig", "Portrait,001", "Portrait,002", r"human.json, entry '002'.*'dependency'"),
         ("wise", '"Explanation"', '"Why"', r"row 1.*'Explanation'"),
-        ("drawbench", "Prompts", "Prompt", r"line 2.*'Prompts'"),
+        ("oneig", 'old",', "old,", r"line 3.*row of a table"),
         ("partiprompts", "\t\n", "\n", r"line 2.*3 cells, expected 4"),
     ],
 )
