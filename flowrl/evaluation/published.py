@@ -32,8 +32,8 @@ GITHUB = "https://github.com"
 GRAPH = "flowrl_rewards.chat.published:QuestionGraph"
 EXPLAINED = "flowrl_rewards.chat.published:ExplainedJudge"
 COMPBENCH = "color shape texture spatial 3d_spatial numeracy non_spatial complex".split()
-# Read in the projects of these addresses, but for DPG's table (its columns are those of ELLA's
-# compute_dpg_bench.py) and DrawBench's (of programs that read it, such as DPCache's).
+# Read in the projects of these addresses, but for DPG's table (its columns are those that ELLA's
+# compute_dpg_bench.py names) and DrawBench's (those that programs on GitHub read).
 # fmt: off
 PUBLISHED = {
     "geneval2": Published(
