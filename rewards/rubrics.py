@@ -186,6 +186,46 @@ UNIFIED_REWARD = Rubric(
     zero=1.0,
     max_tokens=1024,
 )
+
+
+# --- judges of published benchmarks ---------------------------------------------------------------
+
+
+def wiscore(scores: Scores) -> float:
+    """Return WISE's WiScore before it is divided by the highest score, 2 (its Calculate.py)."""
+    return 0.7 * scores["consistency"] + 0.2 * scores["realism"] + 0.1 * scores["aesthetic_quality"]
+
+
+WISE = Rubric(
+    source="WISE, arXiv 2503.07265",
+    questions=(
+        "The picture was generated for a prompt that takes knowledge to understand. Rate three "
+        "things, strictly, in doubt with the lower score. Consistency: 0, a main thing is missing "
+        "or contradicted; 1, part of it is shown; 2, every detail of what it means. Realism: 0, "
+        "plainly artificial or impossible; 1, small faults; 2, like a photograph. Aesthetic "
+        "Quality: 0, unappealing; 1, decent; 2, masterly.\nWrite exactly these lines:\n"
+        "Consistency: X\nRealism: X\nAesthetic Quality: X\nPrompt: {prompt}",
+    ),
+    patterns={
+        axis.lower().replace(" ", "_"): Pattern(regex=rf"{axis}\**:{_NUMBER}")
+        for axis in ("Consistency", "Realism", "Aesthetic Quality")
+    },
+    highest=2.0,
+    combine=wiscore,
+)
+# Five levels of 20 points, as its Share_eval.py has them for relations, numbers and complex
+# prompts; for attributes it asks about each object, found by spaCy.
+T2I_COMPBENCH = Rubric(
+    source="T2I-CompBench++, arXiv 2307.06350",
+    questions=(
+        "The picture was generated for this prompt: {prompt}\nHow well do objects, numbers, "
+        "colours, shapes, textures, places and actions match? 5, perfectly; 4, but for small "
+        "things; 3, key parts are missing or mixed up; 2, little of it; 1, nearly nothing.\nAnswer "
+        'with JSON alone: {"score": a whole number, "explanation": "at most 20 words"}.',
+    ),
+    patterns={"score": Pattern(regex=r'"score"\s*:\s*"?\s*([^",}]*?)\s*[",}]')},
+    lowest=1.0,
+)
 RUBRICS = {
     "expectation": EXPECTATION,
     "yes_no": YES_NO,
@@ -194,4 +234,6 @@ RUBRICS = {
     "deqa": DEQA,
     "viescore": VIESCORE,
     "unified_reward": UNIFIED_REWARD,
+    "wise": WISE,
+    "t2i_compbench": T2I_COMPBENCH,
 }

@@ -1,7 +1,7 @@
 """`flowrl evaluate` and `flowrl benchmark`: score a pipeline on held-out prompts."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,10 +18,14 @@ from flowrl.cli._console import (
     print_comparison,
     print_scores,
     print_table,
+    say,
     starting,
 )
 from flowrl.cli.train import Words, recipe_request
 from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from flowrl.scoring.spec import RewardSpec
 
 
 def evaluate(
@@ -94,7 +98,12 @@ def evaluate(
 
 def benchmark(  # noqa: PLR0913  # an argument for each option
     name: Annotated[
-        str, typer.Argument(metavar="NAME|FILE", help="geneval, drawbench, or a file of prompts.")
+        str,
+        typer.Argument(
+            metavar="NAME|FILE",
+            help="geneval, geneval2, dpg, oneig, t2i_compbench, wise, drawbench, partiprompts, or "
+            "a file of prompts.",
+        ),
     ],
     model: Annotated[
         str,
@@ -111,13 +120,13 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
         list[str] | None,
         typer.Option(
             metavar="YAML",
-            help="Arguments, one for each --reward. Of geneval's judge: "
-            "'{detector: mask2former, colors: clip}' by default.",
+            help="Arguments, one for each --reward, or of the benchmark's judge: '{server: {model: "
+            "NAME}}', for geneval '{detector: mask2former, colors: clip}' by default.",
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="geneval: its published metadata, or rows like it."),
+        typer.Option(metavar="FILE|FOLDER", help="The file that the benchmark's authors publish."),
     ] = None,
     output_dir: Annotated[
         Path | None,
@@ -138,8 +147,8 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
     """Generate images of a benchmark's prompts, score them, and print means by kind of prompt.
 
     The folder has GenEval's layout: 00000/metadata.jsonl and 00000/samples/0000.png. Running the
-    command again resumes it. drawbench comes from the Hub (sayakpaul/drawbench). A .jsonl file
-    names the kind of a prompt under "tag" or "category".
+    command again resumes it. drawbench comes from the Hub (sayakpaul/drawbench) unless --prompts
+    has it. A .jsonl file names the kind of a prompt under "tag" or "category".
 
     geneval applies the published rule, 0 or 1 an image. The table has the accuracy of its six
     kinds, and their mean in the last row. The published detector is mmdet's; the one of
@@ -159,27 +168,20 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
     with starting():
         from flowrl.evaluation import benchmark as benchmarks
         from flowrl.evaluation.drawing import Drawing, draw_prompts
-        from flowrl.scoring.spec import RewardSpec, check_evaluation, load_reward
+        from flowrl.scoring.spec import check_evaluation
         from flowrl.utils.files import locked_folder
 
-    if name != benchmarks.GENEVAL:
-        if not reward:
-            raise UserError("--reward is missing: name one, such as --reward clipscore.")
-        if prompts is not None:
-            raise UserError(f"--prompts is for geneval alone: {name} names the prompts already.")
-    elif reward:
-        raise UserError("--reward is not for geneval, which has its own judge: leave it out.")
-    rewards = reward or [benchmarks.GENEVAL]
-    arguments = arguments_of(rewards, args)
-    if not reward:
-        arguments = [(arguments[0] or benchmarks.DETECTOR) | {"mode": "official"}]
-    specs = [
-        RewardSpec(name=r, reward=load_reward(r, values))
-        for r, values in zip(rewards, arguments, strict=True)
-    ]
+    published = benchmarks.PUBLISHED.get(name)
+    if prompts is not None and name != benchmarks.GENEVAL and published is None:
+        raise UserError(f"--prompts is for a benchmark's name: {name} names the prompts already.")
+    specs = _judges(name, reward, args)
+    rewards = [spec.name for spec in specs]
     folder = Path(model)
     if not folder.is_dir() or (folder / "model_index.json").is_file():
         records = benchmarks.benchmark_prompts(name, prompts)
+        if published and len(records) != published.count:
+            words = f"{len(records)} prompts of {published.count}: not the published number."
+            say(f"{name} has {words}", err=True)
         check_evaluation(specs, records)
         if output_dir is None:
             raise UserError("No folder for the images: add -o images/NAME.")
@@ -197,3 +199,24 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
     typer.echo(folder / benchmarks.SCORES)
     table = benchmarks.kind_table(folder, scored.rows, rewards)
     print_scores(table, scored.missing, scored.rows, rewards, as_json=as_json)
+
+
+def _judges(name: str, reward: list[str] | None, args: list[str] | None) -> "list[RewardSpec]":
+    """Return the rewards that were named, or the judge of a benchmark, under its name."""
+    from flowrl.evaluation.benchmark import DETECTOR, GENEVAL, PUBLISHED
+    from flowrl.scoring.spec import RewardSpec, load_reward
+
+    published = PUBLISHED.get(name)
+    if name == GENEVAL and reward:
+        raise UserError("--reward is not for geneval, which has its own judge: leave it out.")
+    arguments = arguments_of(reward or [name], args)
+    if reward:
+        named = zip(reward, arguments, strict=True)
+        return [RewardSpec(name=r, reward=load_reward(r, values)) for r, values in named]
+    if name == GENEVAL:
+        judge, values = GENEVAL, (arguments[0] or DETECTOR) | {"mode": "official"}
+    elif published and published.judge:
+        judge, values = published.judge, {**published.args, **(arguments[0] or {})}
+    else:
+        raise UserError("--reward is missing: name one, such as --reward clipscore.")
+    return [RewardSpec(name=name, reward=load_reward(judge, values))]

@@ -10,12 +10,15 @@ from flowrl.cli._console import (
     arguments_of,
     print_checks,
     print_table,
+    say,
     starting,
     stop_unless_fine,
 )
 from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
+    from flowrl.config.rewards import HTTPOptions
+    from flowrl.offline.pairs import Pair
     from flowrl.scoring.check import RewardCheck
     from flowrl.scoring.spec import RewardSpec
 
@@ -40,6 +43,12 @@ def reward_check(
         str | None,
         typer.Option(metavar="SOURCE", help="Check which of your prompts the reward can score."),
     ] = None,
+    pairs: Annotated[
+        str | None, typer.Option(metavar="FILE|hf:NAME", help="Pairs of images, ranked by people.")
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(metavar="YAML", help="Columns of --pairs, as in flowrl collect.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Try rewards on images of known order: the right word must score above the wrong one.
@@ -47,6 +56,9 @@ def reward_check(
     Scores must be finite, within the reward's bounds, and the same for an image alone and in a
     batch. Also measures the time of one image, and images per second. Training does the same,
     without the times, before its first step.
+
+    --pairs measures the share of pairs that it ranks as people did, ties counted half, and its
+    95 % interval. ?? says that it is not better than chance, !! that it is worse.
 
     ok works, !! does not, ?? gave all images the same score, -- cannot run here: a package,
     weights or a server is missing. Exits with 1 after a !!, and after a -- of a reward that was
@@ -62,11 +74,15 @@ def reward_check(
 
       flowrl reward-check hpsv3 --server http://127.0.0.1:8400
 
+      flowrl reward-check pickscore clipscore --pairs pairs.jsonl
+
       flowrl reward-check --all
     """
     chosen = _chosen(names or [], everything=everything, single=bool(args or server))
     with starting():
         from flowrl.config.rewards import HTTPOptions
+        from flowrl.config.yaml12 import load_yaml
+        from flowrl.offline.pairs import read_pairs
         from flowrl.prompts.records import load_prompts
         from flowrl.scoring.check import check_named
 
@@ -80,9 +96,18 @@ def reward_check(
             f"--server {' '.join(server or ())} is no address: use http://HOST:PORT"
         ) from error
     records = load_prompts(prompts) if prompts else []
+    mapping = load_yaml(columns, "--columns") if columns else None
+    if not isinstance(mapping, dict | None) or (columns and not pairs):
+        raise UserError(f"--columns is {columns!r}, expected '{{prompt: text, ...}}' of --pairs.")
+    judged, left_out = read_pairs(pairs, mapping) if pairs else ([], [])
+    if left_out:
+        say(f"{len(left_out)} rows left out, the first: {left_out[0]}", err=True)
     states = {}
     for name, options in zip(chosen, arguments, strict=True):
         checked = check_named(name, options, server=remote, prompts=records)
+        if judged and all(result.state in ("ok", "warning") for result in checked.results):
+            agreement = _agreement(name, options, remote, judged)
+            checked = replace(checked, results=(*checked.results, agreement))
         states[name] = {result.state for result in checked.results}
         if as_json:
             print_table([_row(name, checked, result) for result in checked.results], as_json=True)
@@ -95,6 +120,20 @@ def reward_check(
         wrong="These rewards do not work, the lines marked !! say why",
         absent=None if everything else absent,
     )
+
+
+def _agreement(
+    name: str, args: dict | None, server: "HTTPOptions | None", pairs: "list[Pair]"
+) -> CheckResult:
+    """Return how a reward here, or on a server, agrees with people."""
+    from flowrl.evaluation.agreement import measure_agreement
+    from flowrl.scoring.executors.http import HTTPExecutor
+    from flowrl.scoring.spec import RewardSpec, closing, load_reward
+
+    remote = HTTPExecutor(name, server) if server else None
+    spec = RewardSpec(name=name, reward=remote or load_reward(name, args), executor=remote)
+    with closing([spec]):
+        return measure_agreement(spec, pairs).result(name)
 
 
 def _chosen(names: list[str], *, everything: bool, single: bool) -> list[str]:

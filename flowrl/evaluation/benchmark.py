@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import UserError
-from flowrl.prompts.records import PromptRecord, load_prompts
+from flowrl.evaluation.published import PUBLISHED, published_rows
+from flowrl.prompts.records import PromptRecord, load_prompts, records_of
 from flowrl.scoring.files import ImageFile, ScoredFiles, labelled_images, score_files
 from flowrl.scoring.spec import RewardSpec, closing
 from flowrl.utils.files import write_text
@@ -26,8 +27,10 @@ Row = dict[str, Any]
 def benchmark_prompts(name: str, source: str | Path | None = None) -> list[PromptRecord]:
     """Return the prompts of a benchmark: of `source`, of a name of NAMES, or of a file.
 
-    Raises UserError for GenEval without a source, naming where the 553 published ones are.
+    Raises UserError for one without a source that needs it, naming where the published ones are.
     """
+    if name in PUBLISHED and (source is not None or name not in NAMES):
+        return records_of(published_rows(name, Path(source) if source else None))
     if name == GENEVAL and source is None:
         raise UserError(
             "give GenEval's prompts with --prompts: evaluation_metadata.jsonl, in the folder "
