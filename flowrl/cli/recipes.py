@@ -10,6 +10,7 @@ from flowrl.cli._console import AsJson, print_table, say
 from flowrl.errors import UserError
 
 NOT_RUN = "NOT RUN HERE"  # what the head of a recipe says until somebody has run it
+METHODS = "method-"  # how the names of recipes begin that show one method each
 CARD = re.compile(r"-(\d+)gb$")  # the end of a recipe's name: GB of the GPU that it was made for
 
 
@@ -36,11 +37,18 @@ def recipes(
       flowrl recipes
 
       flowrl recipes sd3.5 nft
+
+      flowrl recipes methods
     """
     from flowrl.config.load import preset_names
 
-    rows = [_row(name) for name in preset_names()]
-    wanted = [word.casefold() for word in words or []]
+    names, wanted = preset_names(), [word.casefold() for word in words or []]
+    methods = [name for name in names if name.startswith(METHODS)]
+    if wanted[:1] == ["methods"]:
+        names, wanted = methods, wanted[1:]
+    elif not wanted:
+        names = [name for name in names if name not in methods]
+    rows = [_row(name) for name in names]
     rows = [r for r in rows if all(w in " ".join(map(str, r.values())).casefold() for w in wanted)]
     if not rows:
         raise UserError(
@@ -49,6 +57,11 @@ def recipes(
     print_table(rows, as_json=as_json, whole="recipe")
     if not as_json:
         say("GPU: the memory it was planned for. ran: whether it ran from start to end.")
+        if not words:
+            say(
+                f"`flowrl recipes methods`: {len(methods)} more, one for each method, on the "
+                "built-in SANA."
+            )
 
 
 def _row(name: str) -> dict[str, object]:

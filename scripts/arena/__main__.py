@@ -5,6 +5,7 @@
     python -m scripts.arena --world 17 --methods nft --methods dpo --output build/pages
     python -m scripts.arena --gamed --world 2 --seeds 5     methods on rewards with a loophole
     python -m scripts.arena                                 render the page from its data
+    python -m scripts.arena --recipes                       write a recipe for each method
 
 A world that is not there yet is planted, which takes about half an hour of a core. What is finished
 is skipped, and what was stopped resumes. Every method has the same budget of core seconds; recipes
@@ -20,6 +21,7 @@ from flowrl.errors import UserError
 from scripts.arena.gamed import collect_curves, render_gamed
 from scripts.arena.methods import GAMED, METHODS, PAIRS, load_arms
 from scripts.arena.plant import plant, world_folder, write_pairs, write_prompts
+from scripts.arena.recipes import write_recipes
 from scripts.arena.report import render
 from scripts.arena.runs import (
     RUNS,
@@ -37,7 +39,9 @@ from scripts.arena.world import world
 def main() -> None:
     asked = _parser().parse_args()
     arms = load_arms(GAMED if asked.gamed else METHODS)
-    if asked.methods and "all" not in asked.methods:
+    if not asked.methods or "all" in asked.methods:
+        arms = {n: arm for n, arm in arms.items() if arm.ranked}
+    else:
         if unknown := [name for name in asked.methods if name not in arms]:
             raise UserError(f"no method {unknown[0]!r}: expected some of {', '.join(arms)}")
         arms = {n: arm for n, arm in arms.items() if n in asked.methods}
@@ -45,6 +49,10 @@ def main() -> None:
     folder, data = asked.runs / part, asked.output / part
     for number in (TUNED_ON, *asked.world) if asked.tune else asked.world:
         _plant(number, asked.worlds)
+    if asked.recipes:
+        for path in write_recipes(load_arms(METHODS), asked.output / "arena", asked.recipes):
+            print(path)
+        return
     failed = []
     if asked.tune:
         measure_rates(arms, asked.worlds, folder, data, at_once=asked.jobs)
@@ -86,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", action="append", default=[], help="all unless named")
     parser.add_argument("--tune", action="store_true", help="try values on world 1's validation")
     parser.add_argument("--gamed", action="store_true", help="the list of `gamed.yaml` instead")
+    parser.add_argument(
+        "--recipes", type=Path, nargs="?", const=Path("configs"), help="write them to a folder"
+    )
     parser.add_argument("--budget", type=float, default=60.0, help="core seconds of a run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method on a world")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")

@@ -31,6 +31,7 @@ class Arm:
     note: str = ""
     iterations: int | None = None  # None: as many as the budget allows
     pairs: bool = False  # learns from the world's pairs of drawings in place of rollouts
+    ranked: bool = True  # unless it is named
 
     def trials(self) -> list[tuple[str, ...]]:
         """Return the changes of each trial."""
@@ -59,6 +60,7 @@ def load_arms(path: Path = METHODS) -> dict[str, Arm]:
             note=own.get("note", ""),
             iterations=own.get("iterations"),
             pairs=own.get("pairs", False),
+            ranked=own.get("ranked", True),
         )
         if len(arm.trials()) > TRIALS:
             raise UserError(f"{path.name}: {name} has more than {TRIALS} trials")
