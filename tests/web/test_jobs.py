@@ -11,7 +11,8 @@ import pytest
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import LATEST, claim
 from flowrl.web import jobs as module
-from flowrl.web.jobs import Jobs, checked_changes, checked_recipe
+from flowrl.web.form import RunForm, checked_changes, checked_recipe
+from flowrl.web.jobs import Jobs
 from flowrl.web.runs import RunFiles
 
 WORK = """
@@ -79,7 +80,7 @@ def test_a_run_is_asked_to_stop_once_however_often_one_clicks(make_folder, tmp_p
 
 
 def test_a_recipe_is_started_as_it_was_planned_and_only_then(jobs):
-    plan = jobs.plan("quickstart", ["optim.lr=1e-4", "", " run.seed=3 "])
+    plan = jobs.plan(RunForm(recipe="quickstart", changes=("optim.lr=1e-4", "", " run.seed=3 ")))
     words = ["plan", "quickstart", "optim.lr=1e-4", "run.seed=3"]
     assert plan.process.command[1:] == ["-m", "flowrl", *words]
     for code in (None, 1):
@@ -129,7 +130,7 @@ def test_a_run_is_resumed_from_its_checkpoint_unless_it_trains_or_has_none(make_
 
 
 def test_a_job_is_asked_to_stop_once_and_its_last_words_are_kept(jobs):
-    job = jobs.plan("quickstart", [])
+    job = jobs.plan(RunForm(recipe="quickstart"))
     for _ in range(2):
         jobs.end(job.name)
     assert job.process.signals == [signal.SIGTERM]
