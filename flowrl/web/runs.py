@@ -216,10 +216,13 @@ class RunFiles:
         import numpy as np
 
         with suppress(FileNotFoundError), self._evaluation(step) as (file, content):
-            scores = file.get_slice(content["scores"]["__tensor__"])[:MOST_SCORES, :MOST_ROWS]
-            prompt = file.get_slice(content["prompt"]["__tensor__"])[:MOST_SCORES]
+            names = content["names"]
+            tensors = (content[key]["__tensor__"] for key in ("prompt", "scores"))
+            prompt, scores = map(file.get_slice, tensors)
+            rows = min(MOST_SCORES, *prompt.get_shape())
+            prompt, scores = prompt[:rows], scores[:rows, : len(names)]
             margins = {}
-            for name, column in zip(content["names"], scores.T.astype(float), strict=False):
+            for name, column in zip(names, scores.T.astype(float), strict=True):
                 valid = np.isfinite(column)
                 of_row = np.unique(prompt[valid], return_inverse=True)[1]
                 prompts = of_row.max(initial=0) + 1

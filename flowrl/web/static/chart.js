@@ -173,7 +173,7 @@ function linesOf(one, smooth) {
 }
 
 // The axis of y: some room beside the values, and none below 0 where no value is.
-function rangeOf(_, low, high) {
+export function rangeOf(_, low, high) {
   if (low === null) return [0, 1];
   const room = (high - low) * 0.06 || Math.abs(low) * 0.1 || 1;
   return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
