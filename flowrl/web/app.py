@@ -183,8 +183,7 @@ def _add_actions(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
         "resume": lambda order: jobs.resume(folders.run(order.run)).row(),
         "plan": lambda order: jobs.plan(order).row(),
         "rehearse": lambda order: jobs.rehearse(order).row(),
-        "train": lambda order: jobs.train(order).row(),
-        "start": lambda order: jobs.start(order.job, order.folder).row(),
+        "start": lambda order: jobs.start(order).row(),
     }
     for name, act in actions.items():
 

@@ -67,6 +67,10 @@ class RunForm:
     folder: str = ""
     changes: tuple[str, ...] = ()
 
+    @property
+    def title(self) -> str:
+        return self.folder or self.recipe
+
     def words(self, root: Path) -> tuple[str, ...]:
         """Return the words of a command; pasted prompts are in a file below `root` then.
 
@@ -192,16 +196,13 @@ def checked_reward(name: str) -> str:
     return name
 
 
-def checked_folder(root: Path, name: str, *, new: bool) -> Path:
-    """Return the folder of a run. Raises FieldRefusal for a name that leads elsewhere.
-
-    new: whether to refuse a folder that exists.
-    """
+def checked_folder(root: Path, name: str) -> Path:
+    """Return the new folder of a run. Raises FieldRefusal for a name that leads elsewhere."""
     if not FOLDER.fullmatch(name):
         raise FieldRefusal(
             "folder", f"the folder is {name[:60]!r}, expected a name of letters, digits and .+-_"
         )
-    if new and (root / name).exists():
+    if (root / name).exists():
         raise FieldRefusal("folder", f"there is a folder {name} already: enter another name")
     return root / name
 

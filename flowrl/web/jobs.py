@@ -39,8 +39,7 @@ class PageJob:
     words: tuple[str, ...]  # after `flowrl`
     log: Path
     process: subprocess.Popen[bytes]
-    recipe: tuple[str, ...] = ()  # of a plan, and its changes: it may be started once it succeeded
-    folder: Path | None = None  # of the run that it starts
+    folder: Path | None = None  # of the run that it starts or resumes
     began: float = field(default_factory=time.time)
 
     def row(self) -> dict[str, Any]:
@@ -119,34 +118,19 @@ class Jobs:
 
     def plan(self, form: RunForm) -> PageJob:
         """Begin `flowrl plan`. Raises FieldRefusal for a field that cannot be used."""
-        words = form.words(self.root)
-        return self._begin("plan", form.folder or form.recipe, ("plan", *words), recipe=words)
+        return self._begin("plan", form.title, ("plan", *form.words(self.root)))
 
     def rehearse(self, form: RunForm) -> PageJob:
         """Begin `flowrl train --dry-run`. Raises FieldRefusal for a field that cannot be used."""
         words = ("train", *form.words(self.root), "--dry-run")
-        return self._begin("dry run", form.folder or form.recipe, words)
+        return self._begin("dry run", form.title, words)
 
-    def train(self, form: RunForm) -> PageJob:
+    def start(self, form: RunForm) -> PageJob:
         """Begin to train in a new folder. Raises FieldRefusal for a field that cannot be used."""
-        folder = checked_folder(self.root, form.folder, new=True)
-        return self._train(form.words(self.root), folder)
-
-    def start(self, name: str, folder: str) -> PageJob:
-        """Begin to train what a plan was made for, in a folder below RUNS.
-
-        Raises UserError unless that plan has succeeded, and for a folder with another name than
-        one of letters, digits and .+-_.
-        """
-        with self._lock:
-            job = self._jobs.get(name)
-        if job is None or job.kind != "plan" or job.process.poll() != 0:
-            raise UserError("a recipe is started after its plan: plan it first")
-        return self._train(job.recipe, checked_folder(self.root, folder, new=False))
-
-    def _train(self, recipe: tuple[str, ...], folder: Path) -> PageJob:
-        words = ("train", *recipe, f"run.output_dir={json.dumps(str(folder))}")
-        return self._begin("start", folder.name, words, folder=folder)
+        folder = checked_folder(self.root, form.folder)
+        place = f"run.output_dir={json.dumps(str(folder))}"
+        words = ("train", *form.words(self.root), place)
+        return self._begin("start", folder.name, words, folder)
 
     def resume(self, run: RunFiles) -> PageJob:
         """Resume a run from its newest intact checkpoint, with the recipe it has saved.
@@ -163,16 +147,10 @@ class Jobs:
         if any(job.process.poll() is None for job in busy):
             raise UserError(f"{run.name} is being resumed")
         words = ("train", "--resume", str(run.path))
-        return self._begin("resume", run.name, words, folder=run.path)
+        return self._begin("resume", run.name, words, run.path)
 
     def _begin(
-        self,
-        kind: Kind,
-        title: str,
-        words: tuple[str, ...],
-        *,
-        recipe: tuple[str, ...] = (),
-        folder: Path | None = None,
+        self, kind: Kind, title: str, words: tuple[str, ...], folder: Path | None = None
     ) -> PageJob:
         logs = self.root / LOGS
         logs.mkdir(parents=True, exist_ok=True)
@@ -187,7 +165,7 @@ class Jobs:
             )  # fmt: skip
             job = self._jobs[name] = PageJob(
                 name=name, kind=kind, title=title, words=words, log=path, process=process,
-                recipe=recipe, folder=folder,
+                folder=folder,
             )  # fmt: skip
             ended = [n for n, j in self._jobs.items() if j.process.poll() is not None]
             for old in ended[: max(0, len(self._jobs) - MOST_JOBS)]:

@@ -76,10 +76,10 @@ def test_a_file_with_a_column_and_a_folder_are_named_as_they_are(tmp_path):
 
 def test_a_run_gets_a_new_folder_beside_the_others(tmp_path):
     (tmp_path / "old").mkdir()
-    assert checked_folder(tmp_path, "new", new=True) == tmp_path / "new"
+    assert checked_folder(tmp_path, "new") == tmp_path / "new"
     for name in ("old", "../x", "/x", "", ".hidden", "a/b", "-x", "a\n"):
         with pytest.raises(FieldRefusal) as refusal:
-            checked_folder(tmp_path, name, new=True)
+            checked_folder(tmp_path, name)
         assert refusal.value.field == "folder", name
 
 

@@ -264,7 +264,7 @@ def test_the_keyboard_alone_starts_a_run_by_the_form_watches_stops_and_resumes_i
             tabs_to(page, "e.tagName === 'SUMMARY'")
             page.keyboard.press("Enter")
             type_in(page, "Changes", CHANGES)
-            tabs_to(page, "e.value === 'train'")
+            tabs_to(page, "e.value === 'start'")
             page.keyboard.press("Enter")
             page.wait_for_selector("section[aria-label='start mine'] a:not([hidden])")
             tabs_to(page, "e.textContent === 'Open the run'")

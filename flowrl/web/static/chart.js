@@ -138,7 +138,7 @@ export class Chart {
       cursor: { y: false, points: { show: false }, drag: { x: false, y: false } },
       scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high] : [low, high]) }, y: { range: rangeOf } },
       axes: [
-        { ...axis, size: 24, gap: 2, grid: { show: false }, incrs: [1, 2, 5].flatMap((n) => [...Array(9).keys()].map((p) => n * 10 ** p)).sort((a, b) => a - b) },
+        { ...axis, size: 28, gap: 6, grid: { show: false }, incrs: [1, 2, 5].flatMap((n) => [...Array(9).keys()].map((p) => n * 10 ** p)).sort((a, b) => a - b) },
         { ...axis, gap: 4, space: 40, values: (_, marks) => marks.map(format), size: (_, texts) => 12 + 7 * Math.max(2, ...(texts ?? []).map((text) => text.length)) },
       ],
       series: [{}, ...this.lines.map((line) => ({

@@ -36,7 +36,7 @@ class Form {
       el("div", { class: "bar" },
         el("button", { value: "plan", class: "quiet" }, "Plan"),
         el("button", { value: "rehearse", class: "quiet" }, "Dry run"),
-        el("button", { value: "train" }, "Start")),
+        el("button", { value: "start" }, "Start")),
       el("p", { class: "muted" }, "Plan: hours and memory. Dry run: a minute of it on a small random model. ",
         "Start: train on this machine, in one process."), lists);
     this.inputs.recipe.value = "quickstart";
@@ -92,7 +92,7 @@ class Form {
     tell("");
     try {
       await send(`/api/${action}`, order);
-      tell(`${{ plan: "Planning", rehearse: "Dry run", train: "Started" }[action]}: see below.`);
+      tell(`${{ plan: "Planning", rehearse: "Dry run", start: "Started" }[action]}: see below.`);
     } catch (error) {
       this.refuse(error);
     }
@@ -143,16 +143,11 @@ class JobCard {
     this.name = job.job;
     this.state = el("span", { class: "state" });
     this.output = el("pre", { tabindex: 0, "aria-label": `Output of ${job.kind} ${job.title}` });
-    this.folder = el("input", { autocomplete: "off" });
-    this.folder.value = (job.title.split(/[\\/]/).pop() ?? "").replace(/\.ya?ml$/, "");
-    this.form = el("form", { class: "bar", hidden: true, onsubmit: (event) => this.start(event) },
-      el("label", { class: "inline" }, "Folder", this.folder), el("button", {}, "Start as planned"));
     this.end = el("button", { type: "button", class: "quiet", onclick: () => this.stop() }, "Stop");
     this.link = el("a", { class: "button", hidden: true, href: runLink(job.title) }, "Open the run");
-    this.kind = job.kind;
     this.root = el("section", { class: "card", "aria-label": `${job.kind} ${job.title}` },
       el("h3", {}, `${job.kind} ${job.title} `, this.state),
-      el("p", {}, el("code", {}, job.command)), this.output, this.form,
+      el("p", {}, el("code", {}, job.command)), this.output,
       el("div", { class: "bar" }, this.link, this.end));
   }
 
@@ -162,15 +157,8 @@ class JobCard {
     this.state.className = `state ${job.exit === null ? "running" : failed ? "failed" : "finished"}`;
     setText(this.output, job.output);
     this.output.hidden = !job.output;
-    this.form.hidden = !(this.kind === "plan" && job.exit === 0);
     this.link.hidden = !job.run;
     this.end.hidden = job.exit !== null;
-  }
-
-  async start(event) {
-    event.preventDefault();
-    const order = { job: this.name, folder: this.folder.value.trim() };
-    await attempt(() => send("/api/start", order), "Started. It is listed under Runs once the model is loaded.");
   }
 
   async stop() {
