@@ -136,7 +136,7 @@ export class Chart {
     return {
       ...size, legend: { show: false }, padding: [8, 12, 0, 0],
       cursor: { y: false, points: { show: false }, drag: { x: false, y: false } },
-      scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high] : [low, high]) }, y: { range: rangeOf } },
+      scales: { x: { time: false, range: stepsOf }, y: { range: rangeOf } },
       axes: [
         { ...axis, size: 28, gap: 6, grid: { show: false }, incrs: [1, 2, 5].flatMap((n) => [...Array(9).keys()].map((p) => n * 10 ** p)).sort((a, b) => a - b) },
         { ...axis, gap: 4, space: 40, values: (_, marks) => marks.map(format), size: (_, texts) => 12 + 7 * Math.max(2, ...(texts ?? []).map((text) => text.length)) },
@@ -170,6 +170,12 @@ function linesOf(one, smooth) {
     ...(size > 1 ? [line("faint", one.y, "50")] : []),
     line("curve", size > 1 ? averaged(one.y, size) : one.y, "", { dots: one.x.length <= MOST_DOTS }),
   ];
+}
+
+// The axis of x. What uPlot proposes for a single value is 0 to 100.
+function stepsOf({ data: [steps] }) {
+  const [first, last] = [steps[0], steps[steps.length - 1]];
+  return [first === last ? first - 1 : first, last];
 }
 
 // The axis of y: some room beside the values, and none below 0 where no value is.

@@ -5,7 +5,7 @@ import { format } from "/chart.js";
 import { differenceTable } from "/lists.js";
 import { Curves, Picture, Slider, ago, attempt, el, heldOut, setText, stateBadge, table } from "/parts.js";
 
-const FIRST_IMAGES = 8;
+const FIRST_IMAGES = matchMedia("(max-width: 700px)").matches ? 4 : 8;
 
 export function runView(query) {
   const name = query.get("run") ?? "";

@@ -155,8 +155,10 @@ class JobCard {
     const failed = job.exit !== null && job.exit !== 0;
     setText(this.state, job.exit === null ? "running" : failed ? `failed (${job.exit})` : "done");
     this.state.className = `state ${job.exit === null ? "running" : failed ? "failed" : "finished"}`;
+    const { scrollTop, clientHeight, scrollHeight } = this.output;
     setText(this.output, job.output);
     this.output.hidden = !job.output;
+    if (scrollTop + clientHeight > scrollHeight - 9) this.output.scrollTop = this.output.scrollHeight;
     this.link.hidden = !job.run;
     this.end.hidden = job.exit !== null;
   }
