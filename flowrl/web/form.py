@@ -67,10 +67,6 @@ class RunForm:
     folder: str = ""
     changes: tuple[str, ...] = ()
 
-    @property
-    def title(self) -> str:
-        return self.folder or self.recipe
-
     def words(self, root: Path) -> tuple[str, ...]:
         """Return the words of a command; pasted prompts are in a file below `root` then.
 

@@ -118,12 +118,12 @@ class Jobs:
 
     def plan(self, form: RunForm) -> PageJob:
         """Begin `flowrl plan`. Raises FieldRefusal for a field that cannot be used."""
-        return self._begin("plan", form.title, ("plan", *form.words(self.root)))
+        return self._begin("plan", form.folder or form.recipe, ("plan", *form.words(self.root)))
 
     def rehearse(self, form: RunForm) -> PageJob:
         """Begin `flowrl train --dry-run`. Raises FieldRefusal for a field that cannot be used."""
         words = ("train", *form.words(self.root), "--dry-run")
-        return self._begin("dry run", form.title, words)
+        return self._begin("dry run", form.folder or form.recipe, words)
 
     def start(self, form: RunForm) -> PageJob:
         """Begin to train in a new folder. Raises FieldRefusal for a field that cannot be used."""
