@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowrl.config.load import preset_names
 from flowrl.errors import UserError
 from flowrl.utils.digests import digest
 from flowrl.utils.serving import json_body
+from flowrl.web.form import RunForm, choices
 from flowrl.web.jobs import Jobs
 from flowrl.web.metrics_log import chosen_first, held_out_first
 from flowrl.web.page import json_answer, make_page
@@ -89,8 +89,12 @@ def _add_tables(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
 
     @app.get("/api/jobs")
     def list_jobs(request: Request) -> Response:
-        content = {"presets": preset_names(), "jobs": jobs.rows()}
+        content = {"jobs": jobs.rows()}
         return unless_current(request, content, lambda: content)
+
+    @app.get("/api/choices")
+    def list_choices() -> Response:
+        return json_answer(choices())
 
 
 def _add_curves(app: "FastAPI", folders: RunFolders) -> None:
@@ -112,14 +116,20 @@ def _add_curves(app: "FastAPI", folders: RunFolders) -> None:
         def content() -> dict[str, Any]:
             logged = held_out_first({name for log in logs.values() for name in log.names})
             curves = {name: log.points(metrics, most) for name, log in logs.items()}
+            for name in names:
+                margins = folders.run(name).margins()
+                for metric, curve in curves[name].items():
+                    margin = [margins.get(step, {}).get(metric) for step in curve["x"]]
+                    curve |= {"margin": margin} if any(margin) else {}
             return {"names": logged, "chosen": chosen_first(logged), "runs": curves}
 
-        stamp = [(name, log.version) for name, log in logs.items()]
+        stamp = [(name, log.version, folders.run(name).evaluations()) for name, log in logs.items()]
         return unless_current(request, stamp, content)
 
 
 def _add_images(app: "FastAPI", folders: RunFolders) -> None:
-    from starlette.responses import Response
+    from starlette.background import BackgroundTask
+    from starlette.responses import Response, StreamingResponse
 
     @app.get("/api/sample")
     def sample(run: str, step: int) -> Response:
@@ -133,16 +143,24 @@ def _add_images(app: "FastAPI", folders: RunFolders) -> None:
     def held_out_image(run: str, step: int, row: int) -> Response:
         return Response(folders.run(run).held_out_image(step, row), media_type="image/png")
 
+    @app.get("/api/result")
+    def result(run: str, name: str) -> Response:
+        """Send a file to keep: a page of a run never opens as one of this server's."""
+        file = folders.run(run).result(name)
+        headers = {"Content-Disposition": "attachment"}
+        pieces = iter(lambda: file.read(2**20), b"")
+        return StreamingResponse(
+            pieces, media_type="application/octet-stream", headers=headers,
+            background=BackgroundTask(file.close),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Order(RunForm):
     """The body of a request to do something; each action reads its fields."""
 
     run: str = ""
     job: str = ""
-    recipe: str = ""
-    changes: tuple[str, ...] = ()
-    folder: str = ""
 
 
 def _add_actions(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
@@ -163,8 +181,9 @@ def _add_actions(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
     actions: dict[str, Callable[[Order], dict[str, Any]]] = {
         "stop": stop,
         "resume": lambda order: jobs.resume(folders.run(order.run)).row(),
-        "plan": lambda order: jobs.plan(order.recipe, order.changes).row(),
-        "start": lambda order: jobs.start(order.job, order.folder).row(),
+        "plan": lambda order: jobs.plan(order).row(),
+        "rehearse": lambda order: jobs.rehearse(order).row(),
+        "start": lambda order: jobs.start(order).row(),
     }
     for name, act in actions.items():
 

@@ -6,31 +6,27 @@ in sessions of their own, which continue when the page's server ends.
 
 import json
 import os
-import re
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flowrl.config.load import find_recipe, preset_names
 from flowrl.errors import UserError
 from flowrl.training.owner import owner_of
+from flowrl.web.form import RunForm, checked_folder
 from flowrl.web.runs import RunFiles, is_run
 
 LOGS = ".ui-logs"  # beside the runs
 MOST_JOBS = 50  # in memory
-MOST_CHANGES = 100
 SHOWN = 20_000  # bytes of the end of a child's output
-CHANGE = re.compile(r"[A-Za-z_][\w.\[\]-]*=[^\0]*", re.DOTALL)
-FOLDER = re.compile(r"\w[\w.+-]{0,99}")
 
-Kind = Literal["plan", "start", "resume"]
+Kind = Literal["plan", "dry run", "start", "resume"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,8 +39,7 @@ class PageJob:
     words: tuple[str, ...]  # after `flowrl`
     log: Path
     process: subprocess.Popen[bytes]
-    recipe: str = ""  # of a plan, which may be started once it has succeeded
-    changes: tuple[str, ...] = ()
+    folder: Path | None = None  # of the run that it starts or resumes
     began: float = field(default_factory=time.time)
 
     def row(self) -> dict[str, Any]:
@@ -52,7 +47,8 @@ class PageJob:
         return {
             "job": self.name, "kind": self.kind, "title": self.title, "began": self.began,
             "pid": self.process.pid, "exit": self.process.poll(), "output": self.output(),
-            "command": " ".join(("flowrl", *self.words)),
+            "command": shlex.join(("flowrl", *self.words)),
+            "run": self.title if self.folder is not None and is_run(self.folder) else None,
         }  # fmt: skip
 
     def output(self) -> str:
@@ -84,7 +80,7 @@ class Jobs:
     def running(self) -> int:
         """Return how many runs still train that were started or resumed here."""
         with self._lock:
-            jobs = [job for job in self._jobs.values() if job.kind != "plan"]
+            jobs = [job for job in self._jobs.values() if job.kind in ("start", "resume")]
         return sum(job.process.poll() is None for job in jobs)
 
     # --- stop -----------------------------------------------------------------------------------
@@ -120,29 +116,21 @@ class Jobs:
 
     # --- children -------------------------------------------------------------------------------
 
-    def plan(self, recipe: str, changes: Sequence[str]) -> PageJob:
-        """Begin `flowrl plan`. Raises UserError for words that are no recipe and no changes."""
-        source, overrides = checked_recipe(recipe), checked_changes(changes)
-        words = ("plan", source, *overrides)
-        return self._begin("plan", recipe, words, recipe=source, changes=overrides)
+    def plan(self, form: RunForm) -> PageJob:
+        """Begin `flowrl plan`. Raises FieldRefusal for a field that cannot be used."""
+        return self._begin("plan", form.folder or form.recipe, ("plan", *form.words(self.root)))
 
-    def start(self, name: str, folder: str) -> PageJob:
-        """Begin to train what a plan was made for, in a folder below RUNS.
+    def rehearse(self, form: RunForm) -> PageJob:
+        """Begin `flowrl train --dry-run`. Raises FieldRefusal for a field that cannot be used."""
+        words = ("train", *form.words(self.root), "--dry-run")
+        return self._begin("dry run", form.folder or form.recipe, words)
 
-        Raises UserError unless that plan has succeeded, and for a folder with another name than
-        one of letters, digits and .+-_.
-        """
-        with self._lock:
-            job = self._jobs.get(name)
-        if job is None or job.kind != "plan" or job.process.poll() != 0:
-            raise UserError("a recipe is started after its plan: plan it first")
-        if not FOLDER.fullmatch(folder):
-            raise UserError(
-                f"the folder is {folder[:60]!r}, expected a name of letters, digits and .+-_"
-            )
-        place = f"run.output_dir={json.dumps(str(self.root / folder))}"
-        words = ("train", job.recipe, *job.changes, place)
-        return self._begin("start", folder, words)
+    def start(self, form: RunForm) -> PageJob:
+        """Begin to train in a new folder. Raises FieldRefusal for a field that cannot be used."""
+        folder = checked_folder(self.root, form.folder)
+        place = f"run.output_dir={json.dumps(str(folder))}"
+        words = ("train", *form.words(self.root), place)
+        return self._begin("start", folder.name, words, folder)
 
     def resume(self, run: RunFiles) -> PageJob:
         """Resume a run from its newest intact checkpoint, with the recipe it has saved.
@@ -158,21 +146,16 @@ class Jobs:
             busy = [j for j in self._jobs.values() if j.kind == "resume" and j.title == run.name]
         if any(job.process.poll() is None for job in busy):
             raise UserError(f"{run.name} is being resumed")
-        return self._begin("resume", run.name, ("train", "--resume", str(run.path)))
+        words = ("train", "--resume", str(run.path))
+        return self._begin("resume", run.name, words, run.path)
 
     def _begin(
-        self,
-        kind: Kind,
-        title: str,
-        words: tuple[str, ...],
-        *,
-        recipe: str = "",
-        changes: tuple[str, ...] = (),
+        self, kind: Kind, title: str, words: tuple[str, ...], folder: Path | None = None
     ) -> PageJob:
-        folder = self.root / LOGS
-        folder.mkdir(parents=True, exist_ok=True)
+        logs = self.root / LOGS
+        logs.mkdir(parents=True, exist_ok=True)
         name = uuid.uuid4().hex[:12]
-        path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind}-{name}.log"
+        path = logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind.replace(' ', '-')}-{name}.log"
         with open(path, "wb") as log, self._lock:
             # A session of its own, so that Ctrl-C of the server does not reach it; and one process,
             # whatever launched the server.
@@ -182,7 +165,7 @@ class Jobs:
             )  # fmt: skip
             job = self._jobs[name] = PageJob(
                 name=name, kind=kind, title=title, words=words, log=path, process=process,
-                recipe=recipe, changes=changes,
+                folder=folder,
             )  # fmt: skip
             ended = [n for n, j in self._jobs.items() if j.process.poll() is not None]
             for old in ended[: max(0, len(self._jobs) - MOST_JOBS)]:
@@ -194,25 +177,3 @@ def _environment() -> dict[str, str]:
     launcher = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     inherited = {name: value for name, value in os.environ.items() if name not in launcher}
     return inherited | {"PYTHONUNBUFFERED": "1"}
-
-
-def checked_recipe(recipe: str) -> str:
-    """Return a preset's name, or the path of a YAML file. Raises UserError for anything else."""
-    if recipe in preset_names():
-        return recipe
-    if recipe.startswith("-") or not recipe.endswith((".yaml", ".yml")):
-        raise UserError(f"{recipe[:100]!r} is no preset and no YAML file")
-    return str(find_recipe(recipe))
-
-
-def checked_changes(changes: Sequence[str]) -> tuple[str, ...]:
-    """Return changes KEY=VALUE of a recipe. Raises UserError for flags and other words."""
-    texts = tuple(text.strip() for text in changes if text.strip())
-    wrong = next((text for text in texts if not CHANGE.fullmatch(text)), None)
-    if wrong is not None:
-        raise UserError(f"{wrong[:100]!r} is no change of an option, as in optim.lr=1e-4")
-    if len(texts) > MOST_CHANGES:
-        raise UserError(f"got {len(texts)} changes, expected at most {MOST_CHANGES}")
-    if any(text.startswith(("run.output_dir=", "output_dir=")) for text in texts):
-        raise UserError("leave run.output_dir out: enter the folder in its own field")
-    return texts

@@ -31,7 +31,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-MAX_BODY = 64 * 2**10  # bytes
+MAX_BODY = 2**20  # bytes
 
 
 def make_page(
@@ -89,7 +89,9 @@ def _add_errors(app: "FastAPI") -> None:
         async def answer(
             _: "Request", error: Any, status: int = status, sentence: Any = sentence
         ) -> "Response":
-            return json_answer({"error": sentence(error)}, status)
+            field = getattr(error, "field", None)  # of a form
+            content = {"error": sentence(error)} | ({"field": field} if field else {})
+            return json_answer(content, status)
 
         app.add_exception_handler(kind, answer)
 

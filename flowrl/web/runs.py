@@ -13,10 +13,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from flowrl.config.load import differences
 from flowrl.config.yaml12 import load_yaml
@@ -43,7 +43,13 @@ DEPTH = 3  # folders below RUNS
 MOST_RUNS = 500
 MOST_LOGS = 32  # runs whose curves are kept in memory
 MOST_TEXT = 2000  # characters of a prompt or of an option's value
-MOST_ROWS = 200  # events, images
+MOST_ROWS = 200  # events, images, evaluations with intervals
+MOST_SCORES = 100_000  # images of an evaluation
+RESULTS = {  # what a run leaves, by what people call it
+    "LoRA": "pytorch_lora_weights.safetensors",
+    "card": "README.md",
+    "gallery": "gallery/index.html",
+}
 MOST_IMAGE = MOST_LEDGER = 64 * 2**20  # bytes
 SCAN_S = 1.0  # for which a list of folders holds
 STEP = re.compile(r"step-(\d{6,12})")
@@ -69,6 +75,7 @@ class RunFiles:
     path: Path
     glance: MetricsLog = field(init=False)
     _ledger: tuple[Any, list[Event]] = field(init=False, default=(None, []))
+    _margins: dict[Any, dict[str, float]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.glance = MetricsLog(self.path / METRICS, GLANCE)
@@ -76,6 +83,7 @@ class RunFiles:
     def stamp(self) -> tuple[Any, ...]:
         """Return what changes whenever something that people see here changes."""
         names = (METRICS, LEDGER, CONFIG, OWNER, "samples", "evaluations", "checkpoints")
+        names += tuple(RESULTS.values())
         owner = owner_of(self.path)
         alive = owner is not None and owner.process(self.path) is not None
         return (self.name, alive, *(_stamp(self.path / name) for name in names))
@@ -176,7 +184,54 @@ class RunFiles:
             "evaluations": self.evaluations(),
             "checkpoints": self.checkpoints(),
             "events": self.journal(),
+            "path": shlex.quote(str(self.path)),
+            "results": {name: size for name in RESULTS if (size := self.result_size(name))},
         }
+
+    # --- results --------------------------------------------------------------------------------
+
+    def result_size(self, name: str) -> int:
+        """Return the bytes of a result, 0 where there is none to open."""
+        path = self.path / RESULTS[name]
+        return _stamp(path)[1] if is_readable(path, inside=self.path) else 0
+
+    def result(self, name: str) -> BinaryIO:
+        """Open one of RESULTS. Raises FileNotFoundError where there is none to open."""
+        try:
+            return open_regular(self.path / RESULTS[name], inside=self.path)
+        except (OSError, RefusedFile) as error:
+            raise FileNotFoundError from error
+
+    def margins(self) -> dict[int, dict[str, float]]:
+        """Return half of the 95 % interval over prompts of held-out means, by step and metric."""
+        margins = {}
+        for step in self.evaluations()[-MOST_ROWS:]:
+            key = step, _stamp(self.path / f"evaluations/step-{step:06d}.safetensors")
+            if key not in self._margins:
+                self._margins[key] = self._margin(step)
+            margins[step] = self._margins[key]
+        return margins
+
+    def _margin(self, step: int) -> dict[str, float]:
+        import numpy as np
+
+        with suppress(FileNotFoundError), self._evaluation(step) as (file, content):
+            names = content["names"]
+            tensors = (content[key]["__tensor__"] for key in ("prompt", "scores"))
+            prompt, scores = map(file.get_slice, tensors)
+            rows = min(MOST_SCORES, *prompt.get_shape())
+            prompt, scores = prompt[:rows], scores[:rows, : len(names)]
+            margins = {}
+            for name, column in zip(names, scores.T.astype(float), strict=True):
+                valid = np.isfinite(column)
+                of_row = np.unique(prompt[valid], return_inverse=True)[1]
+                prompts = of_row.max(initial=0) + 1
+                if prompts > 1:
+                    sums = np.bincount(of_row, column[valid] - column[valid].mean())
+                    spread = (sums @ sums * prompts / (prompts - 1)) ** 0.5
+                    margins[f"eval/{name}"] = float(1.96 * spread / len(of_row))
+            return margins
+        return {}
 
     # --- images ---------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ import pytest
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import LATEST, claim
 from flowrl.web import jobs as module
-from flowrl.web.jobs import Jobs, checked_changes, checked_recipe
+from flowrl.web.form import RunForm, checked_changes, checked_recipe
+from flowrl.web.jobs import Jobs
 from flowrl.web.runs import RunFiles
 
 WORK = """
@@ -78,24 +79,22 @@ def test_a_run_is_asked_to_stop_once_however_often_one_clicks(make_folder, tmp_p
         jobs.stop(run)
 
 
-def test_a_recipe_is_started_as_it_was_planned_and_only_then(jobs):
-    plan = jobs.plan("quickstart", ["optim.lr=1e-4", "", " run.seed=3 "])
-    words = ["plan", "quickstart", "optim.lr=1e-4", "run.seed=3"]
-    assert plan.process.command[1:] == ["-m", "flowrl", *words]
-    for code in (None, 1):
-        plan.process.ended = code
-        with pytest.raises(UserError, match="after its plan"):
-            jobs.start(plan.name, "new")
-    plan.process.ended = 0
-    for folder in ("../x", "/x", "", ".hidden", "a/b", "-x", "x" * 101, "a\n"):
-        with pytest.raises(UserError, match="expected a name of letters"):
-            jobs.start(plan.name, folder)
-    started = jobs.start(plan.name, "new")
+def test_a_form_is_planned_rehearsed_and_started_by_the_same_words_in_a_new_folder(jobs):
+    form = RunForm(recipe="quickstart", folder="new", changes=("optim.lr=1e-4", "", " run.seed=3 "))
+    words = ["quickstart", "optim.lr=1e-4", "run.seed=3"]
     place = f"run.output_dir={json.dumps(str(jobs.root / 'new'))}"
-    assert started.process.command[3:] == ["train", *words[1:], place]
-    with pytest.raises(UserError, match="after its plan"):
-        jobs.start(started.name, "new")
-    assert [job["kind"] for job in jobs.rows()] == ["start", "plan"] and jobs.running() == 1
+    for begin, command in (
+        (jobs.plan, ["plan", *words]), (jobs.rehearse, ["train", *words, "--dry-run"]),
+        (jobs.start, ["train", *words, place]),
+    ):  # fmt: skip
+        assert begin(form).process.command[1:] == ["-m", "flowrl", *command]
+    assert [job["kind"] for job in jobs.rows()] == ["start", "dry run", "plan"]
+    assert [job["run"] for job in jobs.rows()] == [None] * 3 and jobs.running() == 1
+    (jobs.root / "new").mkdir()
+    (jobs.root / "new" / "config.yaml").touch()
+    assert jobs.rows()[0]["run"] == "new"
+    with pytest.raises(UserError, match="there is a folder new"):
+        jobs.start(form)
 
 
 def test_no_word_becomes_a_flag_or_another_command(jobs, tmp_path):
@@ -129,7 +128,7 @@ def test_a_run_is_resumed_from_its_checkpoint_unless_it_trains_or_has_none(make_
 
 
 def test_a_job_is_asked_to_stop_once_and_its_last_words_are_kept(jobs):
-    job = jobs.plan("quickstart", [])
+    job = jobs.plan(RunForm(recipe="quickstart"))
     for _ in range(2):
         jobs.end(job.name)
     assert job.process.signals == [signal.SIGTERM]

@@ -3,16 +3,20 @@
 import contextlib
 import signal
 import socket
+from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 
+from flowrl.training.evaluate import Evaluation
 from flowrl.training.ledger import Ledger
 from flowrl.training.owner import owner_of
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.journal import seal_line
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+SHAPES = ("circle", "square", "star", "cross", "ring")
 STOPPED = {"reason": "interrupted", "complete": False, "detail": ""}
 
 
@@ -69,14 +73,17 @@ def test_a_value_appears_after_it_is_logged(page, make_folder_in, tmp_path, serv
         page.wait_for_selector('[data-metric="reward/mean"] .value')
         assert reading(page, "reward/mean").inner_text() == "at 4: 0.4"
         names = page.locator("figcaption").all_inner_texts()
-        assert names[0] == "brightness, held-out"  # before those of training
+        assert names.index("brightness, held-out") < names.index("reward/mean")
         with open(folder / "metrics.jsonl", "a") as file:
             file.write(seal_line({"step": 5, "reward/mean": 0.625}).decode() + "\n")
         page.wait_for_selector('[data-metric="reward/mean"] .reading:text("at 5: 0.625")')
-        label = page.locator('[data-metric="reward/mean"] canvas').get_attribute("aria-label")
+        label = page.locator('[data-metric="reward/mean"] [role=img]').get_attribute("aria-label")
         assert "0.1 at 1, 0.625 at 5, lowest 0.1, highest 0.625" in label
         headings = page.locator("h2:visible").all_inner_texts()  # of sections with content
-        assert headings == ["Curves", "Held-out images", "Training samples", "Recipe", "Journal"]
+        assert headings == [
+            "Held-out images", "Training samples", "Held-out scores", "Progress",
+            "Curves of training", "Recipe", "Journal",
+        ]  # fmt: skip
 
 
 def test_metrics_named_as_members_of_every_object_have_curves(
@@ -199,15 +206,21 @@ def test_without_its_token_the_page_shows_nothing_and_asks_for_it(browser, addre
 
 # --- a run that trains --------------------------------------------------------------------------
 
-RECIPE = """
-pipeline: {path: tiny-sd3, device: cpu, max_sequence_length: 12}
-lora: {rank: 4, alpha: 6}
-prompts: {train: "tiny:geneval:train", allow_overlap: true}
-rollout: {prompts_per_iteration: 2, group_size: 4, num_inference_steps: 4, batch_size: 8}
-optim: {lr: 0.01, micro_batch: 8, schedule: constant}
-rewards: [{name: brightness}]
-run: {iterations: 5000, checkpoint_every: 5000, sample_every: 0, trackers: []}
+PROMPTS = "\n".join(f"a {size} red {shape}" for size in ("small", "large") for shape in SHAPES)
+CHANGES = """
+lora.rank=4
+rollout={prompts_per_iteration: 2, group_size: 4, num_inference_steps: 4, batch_size: 8}
+optim.micro_batch=8
+evaluation.num_images=4
+evaluation.num_inference_steps=4
+run={checkpoint_every: 5000, sample_every: 0, trackers: []}
 """
+
+
+def type_in(page, label: str, text: str) -> None:
+    """Move to a field by Tab and type there."""
+    tabs_to(page, f"[...e.labels ?? []].some(l => l.textContent.startsWith({label!r}))")
+    page.keyboard.insert_text(text)
 
 
 def stopped_at(folder, count: int) -> int:
@@ -217,7 +230,7 @@ def stopped_at(folder, count: int) -> int:
     return stops[-1]["step"]
 
 
-def stop_by_the_button(page, metric: str, after: int) -> None:
+def stop_by_the_keyboard(page, metric: str, after: int) -> None:
     page.wait_for_function(
         """([metric, after]) => {
             const place = document.querySelector(`[data-metric="${metric}"] .reading`);
@@ -225,43 +238,100 @@ def stop_by_the_button(page, metric: str, after: int) -> None:
         }""",
         arg=[metric, after],
     )
-    page.get_by_role("button", name="Stop").click()
+    tabs_to(page, "e.textContent === 'Stop'")
+    page.keyboard.press("Enter")
     page.wait_for_selector(".state.stopped")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_recipe_is_planned_started_watched_stopped_and_resumed(page, serve, tmp_path):
-    root, recipe = tmp_path / "runs", tmp_path / "my.yaml"
+def test_the_keyboard_alone_starts_a_run_by_the_form_watches_stops_and_resumes_it(
+    page, serve, tmp_path
+):
+    root = tmp_path / "runs"
     root.mkdir()
-    recipe.write_text(RECIPE)
     folder = root / "mine"
     page.set_default_timeout(200_000)
     try:
         with serve(root) as address:
             opened(page, address, "#/start")
-            page.get_by_label("Recipe: a preset").fill(str(recipe))
-            page.get_by_label("Changes").fill("run.seed=3")
-            page.get_by_role("button", name="Plan").click()
-            page.get_by_label("Folder").fill("mine")
-            page.get_by_role("button", name="Start training").click()
-            page.wait_for_selector("section[aria-label='start mine']")
-            page.evaluate("location.hash = '#/'")
-            page.get_by_role("link", name="mine", exact=True).click()
-            stop_by_the_button(page, "reward/mean", 1)
+            page.wait_for_selector("option[value=brightness]", state="attached")
+            type_in(page, "Prompts", PROMPTS)
+            type_in(page, "Reward", "")
+            page.keyboard.type("brig")  # as selects do: the first choice that begins so
+            type_in(page, "Iterations", "5000")
+            type_in(page, "Name of the run", "mine")
+            tabs_to(page, "e.tagName === 'SUMMARY'")
+            page.keyboard.press("Enter")
+            type_in(page, "Changes", CHANGES)
+            tabs_to(page, "e.value === 'start'")
+            page.keyboard.press("Enter")
+            page.wait_for_selector("section[aria-label='start mine'] a:not([hidden])")
+            tabs_to(page, "e.textContent === 'Open the run'")
+            page.keyboard.press("Enter")
+            stop_by_the_keyboard(page, "reward/mean", 1)
             first = stopped_at(folder, 1)
-            page.get_by_role("button", name="Resume").click()
-            stop_by_the_button(page, "reward/mean", first + 1)
+            tabs_to(page, "e.textContent === 'Resume'")
+            page.keyboard.press("Enter")
+            stop_by_the_keyboard(page, "reward/mean", first + 1)
             last = stopped_at(folder, 2)
     finally:
         if (owner := owner_of(folder)) and (process := owner.process(folder)):
             process.send_signal(signal.SIGKILL)
     assert last > first + 1 >= 3
-    assert [row["step"] for row in read_metrics(folder)] == list(range(1, last + 1))
+    steps = [row["step"] for row in read_metrics(folder) if "reward/mean" in row]
+    assert steps == list(range(1, last + 1))
+    (prompts,) = root.glob("prompts-*.txt")
+    assert prompts.read_text() == f"{PROMPTS}\n"
+
+
+def test_the_form_says_beside_a_field_why_it_is_refused_and_starts_what_it_accepts(
+    page, serve, tmp_path, monkeypatch
+):
+    commands = []
+
+    class Child:
+        pid = 1
+
+        def __init__(self, command, **how):
+            commands.append(command[3:])
+
+        def poll(self):
+            return 0
+
+    monkeypatch.setattr("flowrl.web.jobs.subprocess.Popen", Child)
+    root = tmp_path / "runs"
+    root.mkdir()
+    with serve(root) as address:
+        page.set_viewport_size({"width": 390, "height": 844})
+        opened(page, address, "#/start")
+        page.locator("[name=reward]").select_option("pickscore")
+        page.get_by_text("which of two images people would pick").wait_for()
+        page.get_by_label("Prompts, one").fill("a cat\na dog")
+        page.get_by_role("button", name="Start", exact=True).click()
+        page.wait_for_selector("#folder-fault:text('expected a name of letters')")
+        assert page.evaluate("document.activeElement.name") == "folder"
+        page.keyboard.insert_text("mine")
+        page.get_by_role("button", name="Start", exact=True).click()
+        page.wait_for_selector("#prompts-fault:text('at least 8')")
+        assert page.evaluate("document.activeElement.name") == "prompts"
+        assert page.locator("#folder-fault").inner_text() == "" and too_wide(page) <= 0
+        page.get_by_label("Prompts, one").fill(PROMPTS)
+        page.get_by_label("Iterations").fill("3")
+        for button in ("Plan", "Dry run", "Start"):
+            page.get_by_role("button", name=button, exact=True).click()
+            page.wait_for_selector(f"section[aria-label='{button.lower()} mine']")
+    (prompts,) = root.glob("prompts-*.txt")
+    changes = [f'--prompts="{prompts}"', "--reward=pickscore", "run.iterations=3"]
+    place = f'run.output_dir="{root / "mine"}"'
+    assert commands == [
+        ["plan", "quickstart", *changes], ["train", "quickstart", *changes, "--dry-run"],
+        ["train", "quickstart", *changes, place],
+    ]  # fmt: skip
 
 
 NAMELESS = """() => [...document.querySelectorAll(
-    'main :is(input, select, textarea, button, a, img, canvas, progress, [role])')]
+    'main :is(input, select, textarea, button, a, img, progress, [role])')]
   .filter(e => e.checkVisibility())
   .filter(e => !(e.ariaLabel || e.alt || e.labels?.length || e.textContent.trim()))
   .map(e => e.outerHTML)"""
@@ -311,6 +381,11 @@ def test_the_keyboard_alone_opens_a_run_reads_a_curve_moves_over_time_and_compar
     page.keyboard.press("Enter")
     page.wait_for_selector('[data-metric="reward/mean"] .value')
     assert page.evaluate("document.activeElement.tagName") == "H1"
+    page.wait_for_selector(".pair img:not([hidden])")
+    tabs_to(page, "e.type === 'range' && !e.disabled")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("output:text('the base, before training')")
+    page.wait_for_selector("figcaption:has-text('brightness 0')")
     tabs_to(page, "e.parentElement.dataset.metric === 'reward/mean'")
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
@@ -323,11 +398,69 @@ def test_the_keyboard_alone_opens_a_run_reads_a_curve_moves_over_time_and_compar
     page.keyboard.press("Space")
     page.wait_for_selector('[data-metric="loss"] .value')
     assert page.evaluate("document.activeElement.value") == "loss"
-    page.wait_for_selector(".pair img:not([hidden])")
-    tabs_to(page, "e.type === 'range' && !e.disabled")
-    page.keyboard.press("ArrowLeft")
-    page.wait_for_selector("output:text('the base, before training')")
-    page.wait_for_selector("figcaption:has-text('brightness 0')")
     tabs_to(page, "e.tagName === 'SELECT'")
     page.keyboard.press("ArrowDown")
     page.wait_for_selector("th:has-text('optim.lr')")
+
+
+INK = """metric => {
+    const canvas = document.querySelector(`[data-metric="${metric}"] canvas`);
+    const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    const columns = new Set();
+    let ink = "", last = 0;
+    for (let i = 0; i < data.length; i += 4) {
+        const spread = Math.max(...data.slice(i, i + 3)) - Math.min(...data.slice(i, i + 3));
+        if (spread < 100 || data[i + 3] < 255) continue; // axes are grey
+        columns.add((i / 4) % canvas.width);
+        last = Math.max(last, (i / 4) % canvas.width);
+        ink = data.slice(i, i + 3).join();
+    }
+    return [columns.size, ink, last];
+}"""
+
+
+def test_a_single_value_is_a_dot_an_interval_a_band_and_shares_stay_above_zero(
+    page, make_folder_in, tmp_path, serve
+):
+    prompts = ("a red circle", "a blue square")
+    folder = make_folder_in(tmp_path / "runs", "one", prompts=prompts)
+    path = folder / "evaluations" / "step-000004.safetensors"
+    evaluation = replace(Evaluation.load(path), scores=torch.tensor([[0.5], [1.0]]))
+    evaluation.save(path)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(seal_line({"step": 4, "policy/kl": 0.0}).decode() + "\n")
+    inks = set()
+    with serve(tmp_path / "runs") as address:
+        page.set_viewport_size({"width": 1366, "height": 900})
+        opened(page, address, "#/run?run=one")
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            page.wait_for_selector('[data-metric="policy/kl"] canvas')
+            page.wait_for_timeout(200)
+            dot, ink, last = page.evaluate(INK, "policy/kl")
+            inks.add(ink)
+            assert 3 <= dot <= 8 and last > 300  # the last step is at the right end
+            assert page.evaluate(INK, "reward/mean")[0] > 100
+        assert reading(page, "eval/brightness").inner_text() == "at 4: 0.75 ± 0.49"
+        ranges = page.evaluate(
+            "import('/chart.js').then(m => [[0, 1], [0, 0], [-1, 1], [null, null]]"
+            ".map(([low, high]) => m.rangeOf(null, low, high)))"
+        )
+    assert len(inks) == 2
+    assert ranges[0][0] == ranges[1][0] == 0 and ranges[2][0] < -1 and ranges[3] == [0, 1]
+    assert all(low < high for low, high in ranges)
+
+
+def test_a_run_hands_out_its_results_as_files_to_keep(page, make_folder_in, tmp_path, serve):
+    folder = make_folder_in(tmp_path / "runs", "one")
+    (folder / "README.md").write_text(HOSTILE)
+    (folder / "gallery").mkdir()
+    (folder / "gallery" / "index.html").symlink_to("/etc/passwd")
+    with serve(tmp_path / "runs") as address:
+        opened(page, address, "#/run?run=one")
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Save card").click()
+        assert download.value.suggested_filename == "one-README.md"
+        assert download.value.path().read_text() == HOSTILE
+        assert page.get_by_role("button", name="Save", exact=False).count() == 1
+    assert page.evaluate("window.hacked === undefined")

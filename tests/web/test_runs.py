@@ -5,12 +5,15 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
+import torch
 
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import LATEST, claim
+from flowrl.training.evaluate import Evaluation
 from flowrl.training.owner import FILE as OWNER
 from flowrl.web.jobs import Jobs
 from flowrl.web.metrics_log import MetricsLog
@@ -161,3 +164,17 @@ def test_deep_yaml_and_json_are_left_out(make_folder):
     (folder / OWNER).write_text("[" * 4000)
     run = run_of(folder)
     assert run.recipe() == {} and run.state().name != "running"
+
+
+def test_intervals_of_held_out_means_are_over_prompts_not_images(make_folder):
+    run = run_of(make_folder())
+    path = run.path / "evaluations" / "step-000004.safetensors"
+    evaluation = Evaluation.load(path)
+    scores = torch.tensor([[0.0], [1.0], [4.0], [torch.nan]])
+    alone = replace(evaluation, scores=scores, prompt=torch.arange(4))
+    alone.save(path)
+    error = scores[:3].std().item() / 3**0.5
+    assert run.margins() == {0: {}, 4: {"eval/brightness": pytest.approx(1.96 * error)}}
+    twice = replace(alone, scores=scores.repeat(2, 1), prompt=torch.arange(4).repeat(2))
+    twice.save(path)  # further images of the same prompts, with the same scores, say nothing new
+    assert run.margins()[4] == {"eval/brightness": pytest.approx(1.96 * error)}

@@ -18,7 +18,8 @@ async function show(answer) {
   by("done").max = answer.goal;
   by("done").value = Math.min(answer.votes, answer.goal);
   by("told").textContent = `${answer.votes} of ${answer.goal} votes` +
-    (answer.votes >= answer.goal ? ": enough to train. Stop the program with Ctrl-C, or continue." : "");
+    (answer.votes >= answer.goal ? ": enough to train, or continue. To train, stop the program with Ctrl-C and repeat its command with --train: " +
+      "it makes a LoRA in the folder run beside the votes. Expect images more to your taste, and some prompts drawn less well." : "");
   shown = answer.pair;
   by("prompt").textContent = shown ? shown.prompt : "No pairs are left";
   for (const name of ["first", "second"]) {

@@ -4,9 +4,10 @@ export const TOKEN = "flowrl-token"; // in the storage of this tab
 let answers = new Map(); // by path: {tag, data}, of the view that is shown
 
 export class Refusal extends Error {
-  constructor(status, text) {
+  constructor(status, text, field) {
     super(text);
     this.status = status;
+    this.field = field; // of a form, whose value it refuses
   }
 }
 
@@ -16,9 +17,9 @@ function request(path, options = {}) {
 }
 
 async function refusalOf(answer) {
-  let text = `the server answered ${answer.status}`;
-  try { text = (await answer.json()).error ?? text; } catch { /* no JSON: the status says it */ }
-  return new Refusal(answer.status, text);
+  let content = {};
+  try { content = await answer.json(); } catch { /* no JSON: the status says it */ }
+  return new Refusal(answer.status, content.error ?? `the server answered ${answer.status}`, content.field);
 }
 
 // Returns what the server has now; `changed` is false when it is what was returned before.
@@ -44,7 +45,7 @@ export async function send(path, content) {
   return answer.json();
 }
 
-// Returns the address of an image within this page, null when the server has none to show.
+// Returns the address of a file within this page, null when the server has none to show.
 export async function image(path, signal) {
   const answer = await request(path, { signal });
   if (answer.status === 404) return null;

@@ -1,6 +1,6 @@
-// The list of runs, their comparison, and starting a recipe.
+// The list of runs, and their comparison.
 
-import { get, send } from "/ask.js";
+import { get } from "/ask.js";
 import { format } from "/chart.js";
 import { Curves, ago, attempt, el, heldOut, runLink, setText, stateBadge, table } from "/parts.js";
 
@@ -109,7 +109,7 @@ export function compareView(query) {
     legend.replaceChildren(...runs.map((run, index) => el("li", {},
       el("span", { class: `key c${index % 8} dash${Math.floor(index / 8) % 3}` }),
       el("a", { href: runLink(run.run) }, run.run))));
-    root.append(legend, curves.root, el("h2", {}, "Held-out scores"), values,
+    root.append(legend, curves.held, curves.root, el("h2", {}, "Held-out scores"), values,
       el("h2", {}, "Recipes"),
       el("div", { class: "bar" }, el("label", { class: "inline" }, "Run", one),
         el("label", { class: "inline" }, "against", other)), difference);
@@ -149,87 +149,4 @@ export async function differenceTable(one, other) {
   if (!data.differences.length) return el("p", {}, "Their recipes are the same.");
   return table(`Options in which ${one} and ${other} differ`, ["Option", one, other],
     data.differences.map((line) => [line.option, el("code", {}, line.one), el("code", {}, line.other)]));
-}
-
-// --- start
-
-export function startView() {
-  const presets = el("datalist", { id: "presets" });
-  const recipe = el("input", { list: "presets", required: true, autocomplete: "off", placeholder: "quickstart" });
-  const changes = el("textarea", { rows: 4, spellcheck: "false", placeholder: "optim.lr=5e-4" });
-  const form = el("form", { class: "start", onsubmit: plan },
-    el("label", {}, "Recipe: a preset, or a YAML file on the server's machine", recipe), presets,
-    el("label", {}, "Changes of options, one KEY=VALUE per line", changes),
-    el("button", { type: "submit" }, "Plan"));
-  const list = el("div", { class: "jobs" });
-  const cards = new Map();
-  const root = el("div", {}, el("h1", {}, "Start a recipe"),
-    el("p", {}, "First plan a recipe: time, memory and cost. Then you can start it ",
-      "on this machine, in one process."),
-    form, el("h2", {}, "Commands of this page"), list);
-  const none = el("p", { class: "muted" }, "None yet.");
-  list.append(none);
-
-  async function plan(event) {
-    event.preventDefault();
-    const words = { recipe: recipe.value.trim(), changes: changes.value.split("\n") };
-    await attempt(() => send("/api/plan", words), "Planning: see below.");
-  }
-
-  async function update(signal) {
-    const { data } = await get("/api/jobs", signal);
-    if (!presets.children.length) presets.append(...data.presets.map((name) => el("option", { value: name })));
-    none.hidden = data.jobs.length > 0;
-    const current = new Set(data.jobs.map((job) => job.job));
-    for (const [name, card] of cards) {
-      if (!current.has(name)) { card.root.remove(); cards.delete(name); }
-    }
-    for (const job of [...data.jobs].reverse()) {
-      if (!cards.has(job.job)) {
-        cards.set(job.job, new JobCard(job));
-        list.prepend(cards.get(job.job).root);
-      }
-      cards.get(job.job).show(job);
-    }
-  }
-
-  return { title: "Start", root, update };
-}
-
-class JobCard {
-  constructor(job) {
-    this.name = job.job;
-    this.state = el("span", { class: "state" });
-    this.output = el("pre", { tabindex: 0, "aria-label": `Output of ${job.kind} ${job.title}` });
-    this.folder = el("input", { required: true, autocomplete: "off", pattern: "[A-Za-z0-9_][A-Za-z0-9_.+\\-]{0,99}" });
-    this.folder.value = (job.title.split(/[\\/]/).pop() ?? "").replace(/\.ya?ml$/, "");
-    this.form = el("form", { class: "bar", hidden: true, onsubmit: (event) => this.start(event) },
-      el("label", { class: "inline" }, "Folder", this.folder), el("button", {}, "Start training"));
-    this.end = el("button", { type: "button", class: "quiet", onclick: () => this.stop() }, "Stop");
-    this.kind = job.kind;
-    this.root = el("section", { class: "card", "aria-label": `${job.kind} ${job.title}` },
-      el("h3", {}, `${job.kind} ${job.title} `, this.state),
-      el("p", {}, el("code", {}, job.command)), this.output, this.form,
-      el("div", { class: "bar" }, this.end));
-  }
-
-  show(job) {
-    const failed = job.exit !== null && job.exit !== 0;
-    setText(this.state, job.exit === null ? "running" : failed ? `failed (${job.exit})` : "done");
-    this.state.className = `state ${job.exit === null ? "running" : failed ? "failed" : "finished"}`;
-    setText(this.output, job.output);
-    this.output.hidden = !job.output;
-    this.form.hidden = !(this.kind === "plan" && job.exit === 0);
-    this.end.hidden = job.exit !== null;
-  }
-
-  async start(event) {
-    event.preventDefault();
-    const order = { job: this.name, folder: this.folder.value.trim() };
-    await attempt(() => send("/api/start", order), "Started. It is listed under Runs once the model is loaded.");
-  }
-
-  async stop() {
-    await attempt(() => send("/api/stop", { job: this.name }), "Stopping.");
-  }
 }

@@ -1,9 +1,10 @@
 // Shows the view that the address names, and lets it ask for what is new while it is seen.
 
 import { TOKEN, Refusal, forget } from "/ask.js";
-import { compareView, listView, startView } from "/lists.js";
+import { compareView, listView } from "/lists.js";
 import { tell } from "/parts.js";
 import { runView } from "/run.js";
+import { startView } from "/start.js";
 
 const POLL_MS = 1000;
 const main = document.getElementById("main");

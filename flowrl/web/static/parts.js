@@ -85,7 +85,7 @@ export function heldOut(run, most = 3) {
 // --- curves
 
 export class Curves {
-  // A row of charts, and what to choose their metrics with.
+  // Charts of held-out scores (`held`); those of training, and what to choose metrics with (`root`).
   constructor(runs, onChoice) {
     this.runs = runs;
     this.names = [];
@@ -97,6 +97,7 @@ export class Curves {
     this.filter = el("input", { type: "search", oninput: () => this.listNames(), autocomplete: "off" });
     this.list = el("div", { class: "names", role: "group", "aria-label": "Metrics" });
     this.smooth = el("input", { type: "checkbox", checked: true, onchange: () => this.redraw() });
+    this.held = el("div", { class: "charts" });
     this.place = el("div", { class: "charts" });
     this.summary = el("summary", {}, "Choose metrics");
     this.root = el("div", {},
@@ -141,8 +142,10 @@ export class Curves {
         const held = name.startsWith("eval/");
         const figure = el("figure", { class: held ? "chart held" : "chart", "data-metric": name });
         this.charts.set(name, new Chart(figure, held ? `${name.slice(5)}, held-out` : name));
-        const after = chosen.slice(chosen.indexOf(name) + 1).find((n) => this.charts.has(n));
-        this.place.insertBefore(figure, after ? this.charts.get(after).figure : null);
+        const place = held ? this.held : this.place;
+        const after = chosen.slice(chosen.indexOf(name) + 1)
+          .find((n) => this.charts.get(n)?.figure.parentElement === place);
+        place.insertBefore(figure, after ? this.charts.get(after).figure : null);
       }
       if (!this.last) continue;
       const series = this.runs.map((run, index) => {

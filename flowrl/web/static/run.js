@@ -1,20 +1,20 @@
-// One run: state, curves, images, missing scores, recipe and journal.
+// One run: images, held-out scores, progress, results, curves, missing scores, recipe and journal.
 
-import { get, send } from "/ask.js";
+import { get, image, send } from "/ask.js";
 import { format } from "/chart.js";
 import { differenceTable } from "/lists.js";
 import { Curves, Picture, Slider, ago, attempt, el, heldOut, setText, stateBadge, table } from "/parts.js";
 
-const FIRST_IMAGES = 8;
+const FIRST_IMAGES = matchMedia("(max-width: 700px)").matches ? 4 : 8;
 
 export function runView(query) {
   const name = query.get("run") ?? "";
+  const curves = new CurvesOfRun(name);
   const parts = [
-    new Head(name), new CurvesOfRun(name), new HeldOutImages(name), new Samples(name),
-    new Failures(), new Recipe(name), new Journal(),
+    new Head(name), new HeldOutImages(name), new Samples(name), curves.held, new Progress(),
+    new Results(name), curves, new Failures(), new Recipe(name), new Journal(),
   ];
   const root = el("div", {}, parts.map((part) => part.root));
-  const curves = parts[1];
 
   async function update(signal) {
     const details = await get(`/api/run?${new URLSearchParams({ run: name })}`, signal);
@@ -30,14 +30,11 @@ class Head {
   constructor(name) {
     this.name = name;
     this.state = el("span", {});
-    this.facts = el("p", { class: "muted" });
     this.detail = el("p", { class: "detail" });
-    this.progress = el("progress", { max: 1, value: 0, "aria-label": "Iterations done" });
     this.stop = el("button", { type: "button", hidden: true, onclick: () => this.ask("stop") }, "Stop");
     this.resume = el("button", { type: "button", hidden: true, onclick: () => this.ask("resume") }, "Resume");
-    this.held = el("div", { class: "held-out" });
-    this.root = el("section", {}, el("h1", {}, `${name} `), this.state, this.facts, this.progress,
-      this.detail, this.held, el("div", { class: "bar" }, this.stop, this.resume));
+    this.root = el("section", {}, el("h1", {}, `${name} `), this.state, this.detail,
+      el("div", { class: "bar" }, this.stop, this.resume));
   }
 
   async ask(what) {
@@ -48,16 +45,10 @@ class Head {
   }
 
   show(run, changed) {
-    const of = run.iterations ? ` of ${run.iterations}` : "";
-    const how = [run.objective, run.pipeline].filter(Boolean).join(" on ");
-    setText(this.facts, [`iteration ${run.step}${of}`, how, ago(run.updated)].filter(Boolean).join(", "));
     if (!changed && this.state.childElementCount) return;
     this.state.replaceChildren(stateBadge(run));
-    this.progress.value = run.iterations ? Math.min(1, run.step / run.iterations) : 0;
-    this.progress.hidden = !run.iterations;
     setText(this.detail, run.damaged ? `${run.detail} ${run.damaged} lines of metrics.jsonl are damaged.` : run.detail);
     this.detail.className = `detail ${run.state}`;
-    this.held.replaceChildren(...heldOut(run, 8));
     const running = run.state === "running";
     this.stop.hidden = !running;
     this.stop.disabled = run.stopping;
@@ -71,18 +62,96 @@ class CurvesOfRun {
   constructor(name) {
     this.wake = 0;
     this.curves = new Curves([name], () => { this.wake += 1; });
-    this.root = el("section", {}, el("h2", {}, "Curves"), this.curves.root);
+    this.root = el("section", { hidden: true }, el("h2", {}, "Curves of training"), this.curves.root);
+    this.held = { root: el("section", { hidden: true }, el("h2", {}, "Held-out scores"),
+      el("p", { class: "muted" }, "Means over prompts that are never trained on, with 95 % intervals over the prompts."),
+      this.curves.held) };
   }
 
   async update(signal) {
     const before = this.wake;
     const { data } = await get(this.curves.path(), signal);
     this.root.hidden = !data.names.length;
+    this.held.root.hidden = !data.names.some((name) => name.startsWith("eval/"));
     return this.curves.take(data) && before === this.wake;
   }
 
   leave() { this.curves.leave(); }
 }
+
+class Progress {
+  constructor() {
+    this.facts = el("p", {});
+    this.pace = el("p", {});
+    this.bar = el("progress", { max: 1, value: 0, "aria-label": "Iterations done" });
+    this.scores = el("div", { class: "held-out" });
+    this.root = el("section", {}, el("h2", {}, "Progress"), this.facts, this.bar, this.pace, this.scores);
+  }
+
+  show(run, changed) {
+    const of = run.iterations ? ` of ${run.iterations}` : "";
+    const how = [run.objective, run.pipeline].filter(Boolean).join(" on ");
+    setText(this.facts, [`Iteration ${run.step}${of}`, how, ago(run.updated)].filter(Boolean).join(", "));
+    if (!changed && this.scores.childElementCount) return;
+    this.bar.value = run.iterations ? Math.min(1, run.step / run.iterations) : 0;
+    this.bar.hidden = !run.iterations;
+    setText(this.pace, pace(run));
+    this.scores.replaceChildren(...heldOut(run, 8));
+  }
+}
+
+// What a run does, how fast, and how long it still takes.
+function pace(run) {
+  const means = new Map(run.metrics);
+  const seconds = (...names) => names.reduce((sum, name) => sum + (means.get(`time/${name}`)?.mean ?? 0), 0);
+  const parts = { "drawing images": seconds("explore", "rollout"), scoring: seconds("explore_reward", "reward"), learning: seconds("train") };
+  const total = Object.values(parts).reduce((a, b) => a + b, 0);
+  const running = run.state === "running", left = run.iterations - run.step;
+  if (!total) return running ? "It loads the model, or draws the base's held-out images: no iteration is done yet." : "";
+  const shares = Object.entries(parts).map(([what, its]) => `${duration(its)} ${what}`).join(", ");
+  const phase = !running ? "" : left > 0 ? "It trains: " : "It evaluates and saves what it has trained. ";
+  const rest = running && left > 0 ? ` About ${duration(total * left)} left, evaluations not counted.` : "";
+  return `${phase}${duration(total)} an iteration (${shares}).${rest}`;
+}
+
+function duration(seconds) {
+  if (seconds < 90) return `${seconds < 10 ? Number(seconds.toPrecision(2)) : Math.round(seconds)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  return `${Number((seconds / 3600).toPrecision(2))} h`;
+}
+
+// Files that a run has left, to keep, and the commands for what comes next.
+class Results {
+  constructor(name) {
+    this.name = name;
+    this.files = el("div", { class: "bar" });
+    this.commands = el("pre", { tabindex: 0, "aria-label": "Commands" });
+    this.root = el("section", { hidden: true }, el("h2", {}, "Results"), this.files, this.commands);
+  }
+
+  show(run, changed) {
+    if (!changed && this.files.childElementCount) return;
+    const names = Object.keys(run.results);
+    this.root.hidden = !names.length;
+    this.files.replaceChildren(...names.map((name) => el("button", {
+      type: "button", class: "quiet", onclick: () => this.save(name, RESULTS[name]),
+    }, `Save ${name} (${size(run.results[name])})`)));
+    this.commands.hidden = !run.results.LoRA;
+    setText(this.commands, `flowrl gallery ${run.path}\nflowrl export ${run.path} --to comfyui`);
+  }
+
+  async save(name, file) {
+    await attempt(async () => {
+      const address = await image(`/api/result?${new URLSearchParams({ run: this.name, name })}`);
+      if (!address) throw new Error("the file is missing or cannot be read");
+      el("a", { href: address, download: `${this.name.replaceAll("/", "-")}-${file}` }).click();
+      setTimeout(() => URL.revokeObjectURL(address), 60_000);
+    }, "Saved by the browser.");
+  }
+}
+
+const RESULTS = { LoRA: "lora.safetensors", card: "README.md", gallery: "gallery.html" };
+const size = (bytes) => (bytes < 1e6 ? `${Math.ceil(bytes / 1e3)} kB` : `${format(bytes / 1e6)} MB`);
 
 class HeldOutImages {
   constructor(name) {
