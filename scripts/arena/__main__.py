@@ -13,13 +13,14 @@ and chosen values are frozen by the first ranking.
 """
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from flowrl.errors import UserError
 from scripts.arena.gamed import collect_curves, render_gamed
-from scripts.arena.methods import GAMED, METHODS, PAIRS, load_arms
+from scripts.arena.methods import GAMED, METHODS, PAIRS, Arm, load_arms
 from scripts.arena.plant import plant, world_folder, write_pairs, write_prompts
 from scripts.arena.recipes import write_recipes
 from scripts.arena.report import render
@@ -38,13 +39,7 @@ from scripts.arena.world import world
 
 def main() -> None:
     asked = _parser().parse_args()
-    arms = load_arms(GAMED if asked.gamed else METHODS)
-    if not asked.methods or "all" in asked.methods:
-        arms = {n: arm for n, arm in arms.items() if arm.ranked}
-    else:
-        if unknown := [name for name in asked.methods if name not in arms]:
-            raise UserError(f"no method {unknown[0]!r}: expected some of {', '.join(arms)}")
-        arms = {n: arm for n, arm in arms.items() if n in asked.methods}
+    arms = _chosen(load_arms(GAMED if asked.gamed else METHODS), asked.methods)
     part = "gamed" if asked.gamed else "arena"
     folder, data = asked.runs / part, asked.output / part
     for number in (TUNED_ON, *asked.world) if asked.tune else asked.world:
@@ -72,6 +67,15 @@ def main() -> None:
         print(render_gamed(data) if asked.gamed else render(data))
     if failed:
         raise SystemExit(f"{len(failed)} runs did not finish: {', '.join(failed)}")
+
+
+def _chosen(arms: Mapping[str, Arm], names: Sequence[str]) -> dict[str, Arm]:
+    """Return the arms of these names; without any, or with "all", those that are ranked."""
+    if not names or "all" in names:
+        return {n: arm for n, arm in arms.items() if arm.ranked}
+    if unknown := [name for name in names if name not in arms]:
+        raise UserError(f"no method {unknown[0]!r}: expected some of {', '.join(arms)}")
+    return {n: arm for n, arm in arms.items() if n in names}
 
 
 def _plant(number: int, worlds: Path) -> None:

@@ -4,14 +4,20 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
+from flowrl.config import load_config
+from flowrl.config.load import preset_names
+from flowrl.config.objectives import Objective
 from flowrl.errors import UserError
+from flowrl.trees.presets import Tree
 from scripts.arena.gamed import changes, render_gamed
 from scripts.arena.methods import GAMED, METHODS, TRIALS, load_arms, recipe
 from scripts.arena.plant import write_prompts
+from scripts.arena.recipes import PREFIX, write_recipes
 from scripts.arena.report import crossed, improvement, verdict
 from scripts.arena.runs import FROZEN, RATES, RUNS, TUNING, chosen, collect, frozen_methods, ranking
 from scripts.arena.world import world
@@ -154,3 +160,15 @@ def test_gold_falls_while_a_reward_with_a_loophole_rises(method, proxy):
     assert proxies[proxy].low > 0 and gold.high < 0
     assert changes(data, f"{method} on the default rewards")[1].mean > 0
     assert sum(row["arm"] == f"{method} on {proxy}" for row in read_rows(data / RUNS)) == 5
+
+
+def test_every_tree_and_objective_has_a_recipe_that_is_the_list_s(tmp_path):
+    data = ROOT / "gallery" / "arena"
+    written = {path.name: path.read_text() for path in write_recipes(load_arms(), data, tmp_path)}
+    folder = ROOT / "configs"
+    assert written == {path.name: path.read_text() for path in folder.glob(f"{PREFIX}*.yaml")}
+    recipes = [load_config(name) for name in preset_names()]
+    kinds = {recipe.objective.kind for recipe in recipes} | {"custom"}
+    assert kinds == {kind.model_fields["kind"].default for kind in get_args(get_args(Objective)[0])}
+    trees = {recipe.rollout.tree.kind for recipe in recipes} | {"custom"}
+    assert trees == {tree.model_fields["kind"].default for tree in get_args(get_args(Tree)[0])}
