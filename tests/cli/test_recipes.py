@@ -5,7 +5,10 @@ import json
 import pytest
 
 from flowrl.cli import main
+from flowrl.cli.recipes import METHODS
 from flowrl.config.load import preset_names
+
+NAMES = [name for name in preset_names() if not name.startswith(METHODS)]
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -18,7 +21,7 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
 def test_every_recipe_is_listed_with_what_decides_a_choice(capsys):
     code, out, _ = run(capsys, "recipes", "--json")
     rows = {row["recipe"]: row for row in map(json.loads, out.splitlines())}
-    assert code == 0 and list(rows) == preset_names()
+    assert code == 0 and list(rows) == NAMES
     row = rows["sd3.5-medium-nft-24gb"]
     assert (row["method"], row["GPU"], row["ran"]) == ("DiffusionNFT", "24 GB", "no")
     assert rows["quickstart"]["GPU"] == "none" and rows["quickstart"]["ran"] == "yes"
@@ -31,4 +34,8 @@ def test_every_recipe_is_listed_with_what_decides_a_choice(capsys):
 def test_names_fit_a_screen_of_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out = run(capsys, "recipes")[1]
-    assert "DiffusionNFT " in out and all(name in out for name in preset_names())
+    assert "DiffusionNFT " in out and all(name in out for name in NAMES)
+    assert "flowrl recipes methods" in out
+    methods = [name for name in preset_names() if name not in NAMES]
+    out = run(capsys, "recipes", "methods")[1]
+    assert methods and all(name in out for name in methods)

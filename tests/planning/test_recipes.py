@@ -14,7 +14,7 @@ from flowrl.config.arguments import sort_arguments
 from flowrl.config.load import preset_folder
 from flowrl.planning.model_specs import MODEL_SPECS, spec_name
 
-FILES = sorted(preset_folder().glob("*.yaml"))
+FILES = sorted(preset_folder().glob("[!_]*.yaml"))
 REAL = [path.stem for path in FILES if re.search(r"-\d+gb$", path.stem)]
 UNGUIDED = ("nft", "solrl")
 
