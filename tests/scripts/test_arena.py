@@ -152,6 +152,13 @@ def test_the_page_of_gamed_rewards_is_what_its_data_say(tmp_path):
 
 
 @pytest.mark.parametrize("proxy", ["vivid", "named_color"])
+def test_a_gate_lets_gold_rise_where_the_sum_lets_it_fall(proxy):
+    data = ROOT / "gallery" / "gamed"
+    assert changes(data, f"nft on {proxy} plus geneval")[1].high < 0
+    assert changes(data, f"nft on {proxy} gated by geneval")[1].low > 0
+
+
+@pytest.mark.parametrize("proxy", ["vivid", "named_color"])
 @pytest.mark.parametrize("method", ["nft", "grpo", "sft"])
 def test_gold_falls_while_a_reward_with_a_loophole_rises(method, proxy):
     """Over five runs of each; on the default rewards gold rises at the same rate."""
