@@ -38,7 +38,7 @@ from flowrl.assembly.rollout import (
 )
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config, parse_config
-from flowrl.config.rollout import WorkerOptions
+from flowrl.config.rollout import ReferenceOptions, WorkerOptions
 from flowrl.errors import UserError, as_failure
 from flowrl.quantization.backends import capability_of, resolve
 from flowrl.sampling.rollout import RolloutGenerator
@@ -157,6 +157,7 @@ def _for_worker(config: Config, folder: "tempfile.TemporaryDirectory[str]") -> C
             "rewards": rewards,
             "lora": changed("lora", init_from=None),
             "ema": changed("ema", decay=None),
+            "reference": ReferenceOptions(),
             "rollout": changed("rollout", workers=None),
             "run": changed("run", output_dir=folder.name),  # where precisions are recorded
             "memory": changed("memory", prompt_cache=None, text_encoders="keep"),

@@ -53,6 +53,7 @@ class Policy:
         self.updates = 0
         # Weights of an adapter, by the iteration whose images were sampled with them ahead of time.
         self.sampled_with: dict[int, list[Tensor]] = {}
+        self.starts_at_base = True  # False where it began with a LoRA
         self.whole = True  # False from an iteration's first update to its end: not to be saved
         self.network.requires_grad_(False).eval()
         names = [POLICY] + [EMA] * (ema_decay is not None) + [OLD] * keep_old
@@ -282,6 +283,7 @@ class Policy:
                 f"the LoRA does not fit: {len(wrong)} tensors differ in name or shape, the first "
                 f"is {wrong[0]}; set lora.rank and lora.targets as it was trained"
             )
+        self.starts_at_base = False
         for name, parameter in parameters.items():
             parameter.copy_(state[name])
         for name in self.copies:

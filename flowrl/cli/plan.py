@@ -244,8 +244,8 @@ def _show_time(
     print_table(rows)
     if run.max_minutes is not None:
         say(
-            f"run.max_minutes ends the run after {run.max_minutes / 60:g} hours, with the LoRA of "
-            "that moment; it can be resumed."
+            f"run.max_minutes ends the run after {run.max_minutes / 60:g} hours at the latest, "
+            "with the LoRA of that moment; it can be resumed."
         )
     most, least = SHARES[duration.compiled]
     blocks = "compiled blocks" if duration.compiled else "twice that with pipeline.compile=true"

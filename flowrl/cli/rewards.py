@@ -57,8 +57,8 @@ def reward_check(
     batch. Also measures the time of one image, and images per second. Training does the same,
     without the times, before its first step.
 
-    --pairs measures the share of pairs that it ranks as people did, ties counted half, and its
-    95 % interval. ?? says that it is not better than chance, !! that it is worse.
+    --pairs measures the share of pairs that the reward ranks as people did, ties counted half, and
+    its 95 % interval. ?? says that it is not better than chance, !! that it is worse.
 
     ok works, !! does not, ?? gave all images the same score, -- cannot run here: a package,
     weights or a server is missing. Exits with 1 after a !!, and after a -- of a reward that was

@@ -90,6 +90,8 @@ def sample(  # noqa: PLR0913  # an argument for each option
         raise UserError(f"--rlg {rlg:g} is given without --lora: add --lora runs/quickstart.")
     if (best_of is None) != (reward is None):
         raise UserError("--best-of and --reward belong together, as in --best-of 4 --reward ocr.")
+    if args is not None and reward is None:
+        raise UserError("--args are given without --reward: add --reward and --best-of.")
     with starting():
         from flowrl.api import named_rewards
         from flowrl.api import sample as sample_images

@@ -215,8 +215,8 @@ class OnHackingOptions(Options):
     )
     kl_coef: Positive = option(
         0.1,
-        "With raise_kl: objective.kl_coef from the first time on, four times as much from each "
-        "further one; after the third the run ends as by rollback.",
+        "With raise_kl: objective.kl_coef after the first time; four times as much after the "
+        "second, and again after the third. The fourth time the run ends as by rollback.",
     )
 
 

@@ -212,6 +212,11 @@ def check_reference(reference: ReferenceOptions, objective: Objective, run: RunO
             "reference moves, but no penalty pulls to it: set objective.kl_coef, for an objective "
             "that has it, or leave reference out"
         )
+    if reference != ReferenceOptions() and "anchor_every" in type(objective).model_fields:
+        raise ValueError(
+            f"objective.kind {objective.kind} compares with the reference itself: set "
+            "objective.anchor_every in place of reference"
+        )
 
 
 def check_hacking(run: RunOptions, evaluation: EvaluationOptions, objective: Objective) -> None:
@@ -221,11 +226,18 @@ def check_hacking(run: RunOptions, evaluation: EvaluationOptions, objective: Obj
             "run.on_hacking compares evaluations during training, but evaluation.every is "
             "0: set it to a number of iterations, for example 10, or run.on_hacking to null"
         )
-    raises = run.on_hacking is not None and run.on_hacking.action == "raise_kl"
-    if raises and "kl_coef" not in type(objective).model_fields:
+    if run.on_hacking is None or run.on_hacking.action != "raise_kl":
+        return
+    own = getattr(objective, "kl_coef", None)
+    if own is None:
         raise ValueError(
             f"run.on_hacking.action is raise_kl, and objective.kind {objective.kind} has no "
             "kl_coef: take rollback, or another objective"
+        )
+    if own >= run.on_hacking.kl_coef:
+        raise ValueError(
+            f"run.on_hacking.kl_coef is {run.on_hacking.kl_coef:g}, and objective.kl_coef is "
+            f"{own:g} from the start: set a larger one to raise it"
         )
 
 

@@ -172,7 +172,9 @@ def best_image(
     A reward with a negative weight prefers low scores. Raises UserError if no image has a score.
     """
     texts, metadata = [record.text] * len(images), [record.metadata] * len(images)
-    result = score([spec], to_tensor(images), texts, metadata, group=[0] * len(images))
+    # Held out, so that a failure is a missing score with its reason.
+    asked = [replace(spec, held_out=True)]
+    result = score(asked, to_tensor(images), texts, metadata, group=[0] * len(images))
     scores = result.scores[:, 0].tolist()
     known = [i for i, score in enumerate(scores) if not math.isnan(score)]
     if not known:

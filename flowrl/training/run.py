@@ -1,5 +1,6 @@
 """A training run on disk: restored before the loop, saved, evaluated and stopped during it."""
 
+import json
 import logging
 import math
 import os
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,7 @@ class Run:
     best: tuple[float, int] | None = None  # (score, iteration)
     # (iteration whose weights came back, iteration where they did), by run.on_hacking
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
+    ended_by_rollback: bool = False
     saved: int = -1  # iteration of the last checkpoint
     stopped: str = ""  # a sentence: why the run ended early, by the stop rule or the time limit
     _policy: Policy = field(init=False)
@@ -112,9 +115,8 @@ class Run:
         if self.evaluator is not None and not self._main_finds(self._base_is_evaluated):
             with policy.disabled():
                 self._evaluate(0, whole=True)
-        if self.hacking is not None and self.best is None:  # the base may stay the best
-            score = self.runtime.from_main(lambda: str(self._history[0][1]).encode())
-            self.best = None if math.isnan(float(score)) else (float(score), 0)
+        if self.hacking is not None and self.best is None:
+            self._find_best()
         every = self.evaluate_every
         due = every and self.done and self.done % every == 0
         if due and self.done < self.options.iterations:
@@ -123,6 +125,24 @@ class Run:
         self._apply_hacking_rule()
         self._began = time.monotonic()
         return self.options.iterations if self.runtime.any(bool(self.stopped)) else self.done
+
+    def _find_best(self) -> None:
+        """Take the best of the earlier evaluations whose checkpoint is there.
+
+        The base is one of them, unless the run began with a LoRA, which was not evaluated.
+        """
+
+        def find() -> bytes:
+            scores = [
+                (held_out, step)
+                for step, (_, held_out) in self._current_history().items()
+                if (step or self._policy.starts_at_base) and self.checkpoints.has(step)
+            ]
+            known = [pair for pair in scores if not math.isnan(pair[0])]
+            return json.dumps(max(known, default=None)).encode()
+
+        best = json.loads(self.runtime.from_main(find))
+        self.best = None if best is None else (best[0], best[1])
 
     def _main_finds(self, look: Callable[[], bool]) -> bool:
         """Return what the main process finds in the folder, which others may not see."""
@@ -155,6 +175,7 @@ class Run:
         self.done = self.saved = state["iteration"]
         self.elapsed = state["elapsed"]
         self.rollbacks = [(best, at) for best, at in state["rollbacks"]]
+        self.ended_by_rollback = state["ended_by_rollback"]
         if state["best"] and state.get("best_by") == self._best_by:
             self.best = tuple(state["best"])  # type: ignore[assignment]
 
@@ -270,27 +291,36 @@ class Run:
         """Do what run.on_hacking says. The main process decides, which knows all evaluations."""
         if self.hacking is None or self.done >= self.options.iterations:
             return
+        if self.ended_by_rollback:
+            self.stopped = f"Ended at iteration {self.done} by run.on_hacking."
+            return
         reason = self.hacking.reason(self._current_history()) if self.runtime.is_main else ""
         if not self.runtime.any(bool(reason)):
             return
-        action = self.hacking.options.action
-        if action == "raise_kl" and len(self.rollbacks) == MOST_RAISES:
-            action = "rollback"
+        action, best = self.hacking.options.action, self.best
         if action == "warn":
             self._print(f"Iteration {self.done}, run.on_hacking: {reason}")
             return
-        outcome = ""
-        if self.best is not None:
-            best = self.checkpoints.path(self.best[1]).name
-            outcome = f" The best checkpoint by that reward is {best}."
-            if action != "stop":
-                self._roll_back(self.best[1])
-                outcome = f" The weights are again those of {best}."
-        if action == "raise_kl":
-            text = f"Iteration {self.done}, run.on_hacking: {reason}{outcome}"
-            self._print(f"{text} objective.kl_coef is {self.kl_coef:g} now.")
+        if action == "raise_kl" and len(self.rollbacks) >= MOST_RAISES:
+            action = "rollback"
+        if best is None or not self._main_finds(partial(self.checkpoints.has, best[1])):
+            self._end(reason)  # there is nothing to return to
             return
-        self.stopped = f"Stopped at iteration {self.done} by run.on_hacking: {reason}{outcome}"
+        name = self.checkpoints.path(best[1]).name
+        if action == "stop":
+            self._end(f"{reason} The best checkpoint by that reward is {name}.")
+            return
+        self._roll_back(best[1])
+        reason = f"{reason} The weights are again those of {name}."
+        if action == "rollback":
+            self.ended_by_rollback = True
+            self._end(reason)
+            return
+        text = f"Iteration {self.done}, run.on_hacking: {reason}"
+        self._print(f"{text} objective.kl_coef is {self.kl_coef:g} now.")
+
+    def _end(self, reason: str) -> None:
+        self.stopped = f"Stopped at iteration {self.done} by run.on_hacking: {reason}"
         self._print(self.stopped)
 
     def _current_history(self) -> dict[int, tuple[float, float]]:
@@ -308,6 +338,8 @@ class Run:
         self._policy.load_adapters(state["policy"])
         self._restore_optimizer(state)
         self.rollbacks.append((step, self.done))
+        if self.runtime.is_main:
+            self.ledger.append("rollback", step=self.done, to=step, kl_coef=self.kl_coef)
         self._latest, self.saved = None, -1  # both are of the weights that are gone
 
     @property
@@ -359,6 +391,7 @@ class Run:
             "best": list(self.best) if self.best else None,
             "best_by": self._best_by,
             "rollbacks": [list(rollback) for rollback in self.rollbacks],
+            "ended_by_rollback": self.ended_by_rollback,
         }
         pipeline, adapter = self._policy.backbone.pipeline, self._policy.export_adapter
         folder = self.checkpoints.path(self.done)

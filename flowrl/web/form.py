@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.config import load_config
+from flowrl.config import Config, load_config
 from flowrl.config.arguments import sort_arguments
-from flowrl.config.load import find_recipe, preset_names
+from flowrl.config.load import find_recipe, parse_overrides, preset_names
 from flowrl.errors import UserError
 from flowrl.utils.digests import digest
 
@@ -137,8 +137,11 @@ def checked_changes(changes: Sequence[str]) -> tuple[str, ...]:
         raise UserError(f"{wrong[:100]!r} is no change of an option, as in optim.lr=1e-4")
     if len(texts) > MOST_CHANGES:
         raise UserError(f"got {len(texts)} changes, expected at most {MOST_CHANGES}")
-    if any(text.startswith(("run.output_dir=", "output_dir=")) for text in texts):
+    changed = parse_overrides(texts)
+    if "output_dir" in changed or "output_dir" in (changed.get("run") or {}):
         raise UserError("leave run.output_dir out: enter the folder in its own field")
+    if flag := next((key for key in changed if key not in Config.model_fields), None):
+        raise UserError(f"{flag} is no section of a recipe, as optim is in optim.lr=1e-4")
     return texts
 
 
@@ -188,7 +191,9 @@ def checked_file(name: str) -> str:
 def checked_reward(name: str) -> str:
     """Return a built-in reward or module:Class. Raises FieldRefusal for anything else."""
     if name not in REWARDS and not TARGET.fullmatch(name):
-        raise FieldRefusal("reward", f"{name[:100]!r} is not written module:Class")
+        raise FieldRefusal(
+            "reward", f"{name[:100]!r} is no built-in reward and not written module:Class"
+        )
     return name
 
 
@@ -198,13 +203,16 @@ def checked_folder(root: Path, name: str) -> Path:
         raise FieldRefusal(
             "folder", f"the folder is {name[:60]!r}, expected a name of letters, digits and .+-_"
         )
-    if (root / name).exists():
+    if _exists(str(root / name)):
         raise FieldRefusal("folder", f"there is a folder {name} already: enter another name")
     return root / name
 
 
 def _exists(name: str) -> bool:
-    return name.isprintable() and Path(name).exists()
+    try:
+        return name.isprintable() and Path(name).exists()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _quoted(text: str) -> str:

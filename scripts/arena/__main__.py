@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--world", type=int, action="append", default=[], help="may be repeated")
-    parser.add_argument("--methods", action="append", default=[], help="all unless named")
+    parser.add_argument("--methods", action="append", default=[], help="in place of all ranked")
     parser.add_argument("--tune", action="store_true", help="try values on world 1's validation")
     parser.add_argument("--gamed", action="store_true", help="the list of `gamed.yaml` instead")
     parser.add_argument(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class Arm:
     name: str
     options: tuple[str, ...]  # KEY=VALUE over the base recipe
     tune: Mapping[str, Sequence[Any]]  # values tried, all combinations of them
-    like: str = ""  # the arm whose chosen values it takes; "": it has its own
+    like: str = ""  # the arm whose values it takes; "": it has its own
     note: str = ""
     iterations: int | None = None  # None: as many as the budget allows
     pairs: bool = False  # learns from the world's pairs of drawings in place of rollouts
@@ -65,7 +65,7 @@ def load_arms(path: Path = METHODS) -> dict[str, Arm]:
         if len(arm.trials()) > TRIALS:
             raise UserError(f"{path.name}: {name} has more than {TRIALS} trials")
         arms[name] = arm
-    return arms
+    return {n: replace(a, tune=arms[a.like].tune) if a.like else a for n, a in arms.items()}
 
 
 def recipe(

@@ -55,9 +55,12 @@ class Scores:
             images[world] = [{name: row[name] for name in PLACES} for row in rows]
             base[world] = _column(rows, "base")
             names = [name for name in rows[0] if name not in (*PLACES, "base")]
-            for arm in dict.fromkeys(name.rsplit(" ", 1)[0] for name in names):
-                seeds = sorted(int(n.rsplit(" ", 1)[1]) for n in names if n.startswith(f"{arm} "))
-                runs[arm][world] = np.stack([_column(rows, f"{arm} {seed}") for seed in seeds])
+            seeds = defaultdict(list)
+            for arm, seed in (name.rsplit(" ", 1) for name in names):
+                seeds[arm].append(int(seed))
+            for arm, own in seeds.items():
+                columns = [_column(rows, f"{arm} {seed}") for seed in sorted(own)]
+                runs[arm][world] = np.stack(columns)
         return Scores(images=images, base=base, runs=dict(runs))
 
     def gains(self, arm: str, minus: str | None = None) -> Gains:

@@ -27,6 +27,7 @@ from flowrl.config import Config, config_yaml
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptSampler
 from flowrl.training.evaluate import Evaluation, evaluation_file
+from flowrl.training.ledger import Ledger
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
 from scripts.arena.methods import BASE, Arm, recipe
@@ -65,12 +66,14 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the run's last iteration is there, and evaluated where the recipe says so."""
-        iterations = self.config.run.iterations
-        if self.config.evaluation.prompts is not None:
-            return evaluation_file(self.folder, iterations).is_file()
-        rows = read_metrics(self.folder) if self.folder.is_dir() else []
-        return bool(rows) and rows[-1]["step"] == iterations
+        """Whether the run has ended: after its iterations, or by run.on_hacking."""
+        return self.end is not None
+
+    @property
+    def end(self) -> int | None:
+        """The iteration with which the run ended; None where it has not."""
+        stop = Ledger(self.folder).last("start", "resume", "stop")
+        return stop["step"] if stop and stop.get("complete") else None
 
     def train(self, others: Sequence["Run"]) -> bool:
         """Train what is missing, and append its core seconds to a file beside the run's folder."""
@@ -151,7 +154,7 @@ def measure_rates(
     runs = {
         (name, iterations): _run(
             arm, worlds, TUNED_ON, folder / "rates" / f"{name}-{iterations}", seed=TUNING_SEED,
-            options=(arms[arm.like] if arm.like else arm).trials()[0],
+            options=arm.trials()[0],
             iterations=iterations, prompts="validation", changes=["evaluation.prompts=null"],
         )
         for name, arm in arms.items()
@@ -193,13 +196,14 @@ def tune(
             "arm": run.arm,
             "options": " ".join(run.options),
             "base": f"{_gold(run, 0):.4f}",
-            "score": f"{_gold(run, run.config.run.iterations):.4f}",
+            "score": f"{_gold(run, run.end):.4f}",
         }
         for run in runs
         if run.finished
     ]
+    kept = [row for row in read_rows(data / TUNING) if row["arm"] not in arms]
     if rows:
-        write_rows(data / TUNING, rows)
+        write_rows(data / TUNING, [*kept, *rows])
     return failed
 
 
@@ -282,7 +286,7 @@ def collect(runs: Sequence[Run], data: Path) -> None:
         path = data / f"world-{world}.csv"
         table = read_rows(path) or _images(here[0])
         for run in here:
-            scores = _scores(run, run.config.run.iterations)
+            scores = _scores(run, run.end)
             for row, score in zip(table, scores, strict=True):
                 row[f"{run.arm} {run.seed}"] = score
         write_rows(path, table)
@@ -352,13 +356,13 @@ def _prompts(run: Run) -> list[dict[str, Any]]:
 
 
 def _row(run: Run) -> dict[str, str]:
-    base, end = (run.evaluation(i).measures() for i in (0, run.config.run.iterations))
+    base, end = (run.evaluation(i).measures() for i in (0, run.end))
     return {
         "arm": run.arm,
         "world": str(run.world),
         "seed": str(run.seed),
         "options": " ".join(run.options),
-        "iterations": str(run.config.run.iterations),
+        "iterations": str(run.end),
         "core_seconds": f"{run.core_seconds():.1f}",
         "peak_mib": str(run.peak_memory()),
         "forwards": f"{run.forwards():.0f}",

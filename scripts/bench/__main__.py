@@ -64,11 +64,14 @@ def rollout(
 @app.command()
 def tree(
     model: Model = "tiny-sd3",
-    batch: Batch = 64,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 20,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts sampled together.")] = 8,
+    batch: Batch = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 12,
+    prompts: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Prompts sampled together, may be repeated; default 1, 2, 6."),
+    ] = None,
     threads: Threads = 1,
-    repeats: Repeats = 15,
+    repeats: Repeats = 5,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -82,10 +85,14 @@ def tree(
     """
     from scripts.bench.rollout import bench_tree
 
-    rows = bench_tree(
-        model=model, prompts=prompts, batch=batch, steps=steps, threads=threads, repeats=repeats,
-        device=device,
-    )  # fmt: skip
+    rows = [
+        {"prompts": count} | row
+        for count in prompts or (1, 2, 6)
+        for row in bench_tree(
+            model=model, prompts=count, batch=batch, steps=steps, threads=threads, repeats=repeats,
+            device=device,
+        )
+    ]  # fmt: skip
     print_table(rows, as_json=as_json)
 
 

@@ -18,7 +18,7 @@ from scripts.arena.gamed import changes, render_gamed
 from scripts.arena.methods import GAMED, METHODS, TRIALS, load_arms, recipe
 from scripts.arena.plant import write_prompts
 from scripts.arena.recipes import PREFIX, write_recipes
-from scripts.arena.report import crossed, improvement, verdict
+from scripts.arena.report import Scores, crossed, improvement, verdict
 from scripts.arena.runs import FROZEN, RATES, RUNS, TUNING, chosen, collect, frozen_methods, ranking
 from scripts.arena.world import world
 from scripts.compare.data import read_rows, write_rows
@@ -148,14 +148,20 @@ def test_the_page_of_gamed_rewards_is_what_its_data_say(tmp_path):
     for path in page.glob("*.csv"):
         shutil.copy(path, tmp_path)
     assert render_gamed(tmp_path).read_text() == (page / "README.md").read_text()
-    assert read_rows(page / FROZEN) == list(frozen_methods(load_arms(GAMED), page, 120).values())
+    frozen = {row["arm"]: row for row in read_rows(page / FROZEN)}
+    assert set(frozen) == {row["arm"] for row in read_rows(page / RUNS)}
+    arms = {name: load_arms(GAMED)[name] for name in frozen}
+    assert frozen_methods(arms, page, 120) == frozen
 
 
 @pytest.mark.parametrize("proxy", ["vivid", "named_color"])
 def test_a_gate_lets_gold_rise_where_the_sum_lets_it_fall(proxy):
     data = ROOT / "gallery" / "gamed"
-    assert changes(data, f"nft on {proxy} plus geneval")[1].high < 0
-    assert changes(data, f"nft on {proxy} gated by geneval")[1].low > 0
+    summed, gated = (f"nft on {proxy} {how} geneval" for how in ("plus", "gated by"))
+    assert changes(data, summed)[1].high < 0 < changes(data, gated)[1].mean
+    scores = Scores.read(data)
+    every = {world: np.ones(len(rows), bool) for world, rows in scores.images.items()}
+    assert scores.interval(scores.gains(gated, summed), every).low > 0
 
 
 @pytest.mark.parametrize("proxy", ["vivid", "named_color"])

@@ -239,7 +239,10 @@ def test_a_rollback_ends_with_the_weights_that_the_held_out_reward_rates_highest
     ended, best = lora(run.folder), lora(run.checkpoints.path(2))
     assert ended.keys() == best.keys() and all(torch.equal(ended[k], best[k]) for k in best)
     _, learner, run = scripted(state_of(run.folder), rule=rule_that("rollback"))
-    assert run.rollbacks == [] and trained(learner, run).rollbacks == [(2, 4)]
+    trained(learner, run)
+    assert run.done == 4 and run.stopped and run.rollbacks == [(2, 4)]
+    _, learner, run = scripted(state_of(run.folder), rule=None)
+    assert trained(learner, run).done == 6
 
 
 def test_a_raised_penalty_trains_on_from_the_best_weights_and_survives_a_resume(scripted):
