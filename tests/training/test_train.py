@@ -268,7 +268,7 @@ def test_a_rollout_is_gone_before_evaluation_and_the_next_one(make_learner, monk
         assert held[-1]() is None
         shown.append(len(sheet.images) == len(sheet.captions) > 0)
 
-    run = MagicMock(saved=0, done=1, after=after, interrupted=False)
+    run = MagicMock(saved=0, done=1, after=after, interrupted=False, kl_coef=None)
     run.options.seed = 0
     run.begin.return_value, run.should_stop.return_value = 0, False
     monkeypatch.setattr(Learner, "iterate", iterate)
