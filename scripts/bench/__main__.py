@@ -71,7 +71,7 @@ def tree(
         typer.Option(min=1, help="Prompts sampled together, may be repeated; default 1, 2, 6."),
     ] = None,
     threads: Threads = 1,
-    repeats: Repeats = 5,
+    repeats: Repeats = 2,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
