@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 
 from flowrl.functional.contrasts import Interval
 from flowrl.utils.files import write_bytes, write_text
@@ -11,7 +12,7 @@ from scripts.arena.proxies import NamedColor, Vivid
 from scripts.arena.report import NEW_FAMILIES, NEW_REQUESTS, Scores, interval_text
 from scripts.arena.runs import GOLD, RUNS, Run
 from scripts.compare.data import CURVES, lines_of, read_curves, read_rows, write_curves
-from scripts.compare.intervals import mean_curve, over_seeds
+from scripts.compare.intervals import over_seeds
 
 PROXIES = (Vivid.name, NamedColor.name)
 
@@ -83,11 +84,13 @@ def _chart(data: Path, arms: Sequence[str]) -> bytes:
     style_axes(axes, LIGHT, title="gold, mean over runs", x_label="iteration", y_label="gold")
     for number, arm in enumerate(arms):
         seeds = sorted({line.seed for line in curves if line.method == arm})
-        found = [
-            [(k.iteration, k.scores[GOLD]) for k in curves if (k.method, k.seed) == (arm, seed)]
+        # The last score of an iteration: that of weights that came back. A run that ended keeps it.
+        runs = [
+            {k.iteration: k.scores[GOLD] for k in curves if (k.method, k.seed) == (arm, seed)}
             for seed in seeds
         ]
-        xs, ys = zip(*mean_curve(found), strict=True)
+        xs = sorted(set().union(*runs))
+        ys = [mean(run[max(i for i in run if i <= x)] for run in runs) for x in xs]
         axes.plot(xs, ys, color=LIGHT.lines[number % len(LIGHT.lines)], label=arm)
     axes.legend(frameon=False, fontsize=7)
     return png_bytes(figure)
