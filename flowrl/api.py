@@ -280,7 +280,7 @@ def sample(
         for record in records:
             if reason := reward.misfit(record.text, record.metadata):
                 raise UserError(f"{reward.name} cannot score the prompt {record.text!r}: {reason}")
-    kept = {}
+    scores = {}
     with Steps("drawing", len(records) * count, console=SafeConsole(stderr=True)) as steps:
         for (i, record), k in itertools.product(enumerate(records), range(count)):
             seeds = range(seed + k * best_of, seed + (k + 1) * best_of)
@@ -288,9 +288,9 @@ def sample(
             best, score = best_image(reward, images, record) if reward else (0, math.nan)
             path = unused(output_dir / f"{i:03d}-seed{seeds[best]}.png")
             write_bytes(path, png(images[best]))
-            kept[path] = score
+            scores[path] = score
             steps.advance()
-    return kept
+    return scores
 
 
 # --- flowrl gallery ----------------------------------------------------------------------------

@@ -228,16 +228,16 @@ def check_hacking(run: RunOptions, evaluation: EvaluationOptions, objective: Obj
         )
     if run.on_hacking is None or run.on_hacking.action != "raise_kl":
         return
-    own = getattr(objective, "kl_coef", None)
-    if own is None:
+    kl_coef = getattr(objective, "kl_coef", None)
+    if kl_coef is None:
         raise ValueError(
             f"run.on_hacking.action is raise_kl, and objective.kind {objective.kind} has no "
             "kl_coef: take rollback, or another objective"
         )
-    if own >= run.on_hacking.kl_coef:
+    if kl_coef >= run.on_hacking.kl_coef:
         raise ValueError(
             f"run.on_hacking.kl_coef is {run.on_hacking.kl_coef:g}, and objective.kl_coef is "
-            f"{own:g} from the start: set a larger one to raise it"
+            f"{kl_coef:g} from the start: set a larger one to raise it"
         )
 
 

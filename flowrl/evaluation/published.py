@@ -1,6 +1,7 @@
 """Published benchmarks by name: their prompt files as authors publish them, and their judges."""
 
 import csv
+import functools
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,11 +145,16 @@ def _questions(folder: Path, name: str, entry: str) -> Row:
     path = folder / f"scripts/alignment/Q_D/{name}.json"
     where = f"{path}, entry {entry!r}"
     try:
-        parts = parse_json(read_text(path), str(path))[entry]
+        parts = _question_file(path)[entry]
         return _graph(json.loads(parts["question"]), json.loads(parts["dependency"]), where)
     except (OSError, LookupError, TypeError, ValueError) as error:
         expected = f"expected 'question' and 'dependency' as in {PUBLISHED['oneig'].url}"
         raise UserError(f"{where}: {type(error).__name__}: {error}, {expected}") from error
+
+
+@functools.cache  # a prompt takes one entry of it
+def _question_file(path: Path) -> Any:
+    return parse_json(read_text(path), str(path))
 
 
 def _graph(questions: Mapping, parents: Mapping, where: str) -> Row:

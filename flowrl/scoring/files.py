@@ -173,14 +173,14 @@ def best_image(
     """
     texts, metadata = [record.text] * len(images), [record.metadata] * len(images)
     # Held out, so that a failure is a missing score with its reason.
-    asked = [replace(spec, held_out=True)]
-    result = score(asked, to_tensor(images), texts, metadata, group=[0] * len(images))
+    judge = replace(spec, held_out=True)
+    result = score([judge], to_tensor(images), texts, metadata, group=[0] * len(images))
     scores = result.scores[:, 0].tolist()
-    known = [i for i, score in enumerate(scores) if not math.isnan(score)]
-    if not known:
+    scored = [i for i, score in enumerate(scores) if not math.isnan(score)]
+    if not scored:
         reason = result.errors.get(spec.name, "no image has a score")
         raise UserError(f"{spec.name}, prompt {record.text!r}: {reason}")
-    best = max(known, key=lambda i: scores[i] * spec.weight)
+    best = max(scored, key=lambda i: scores[i] * spec.weight)
     return best, scores[best]
 
 

@@ -57,10 +57,6 @@ class Checkpoints:
         steps = (step_of(path.parent) for path in self.folder.glob(f"step-*/{STATE}"))
         return sorted(step for step in steps if step is not None)
 
-    def has(self, step: int) -> bool:
-        """Return whether a step has a complete checkpoint."""
-        return (self.path(step) / STATE).exists()
-
     def save(self, step: int, state: dict[str, Any], *, best: int | None = None) -> Path:
         """Write a checkpoint, remove all but the newest and the best, return its folder."""
         save_state(self.path(step) / STATE, state)

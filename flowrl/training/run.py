@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +132,14 @@ class Run:
         """
 
         def find() -> bytes:
-            scores = [
+            saved, history = self.checkpoints.steps(), self._current_history()
+            scored = [
                 (held_out, step)
-                for step, (_, held_out) in self._current_history().items()
-                if (step or self._policy.starts_at_base) and self.checkpoints.has(step)
-            ]
-            known = [pair for pair in scores if not math.isnan(pair[0])]
-            return json.dumps(max(known, default=None)).encode()
+                for step, (_, held_out) in history.items()
+                if step in saved and (step or self._policy.starts_at_base)
+                and not math.isnan(held_out)
+            ]  # fmt: skip
+            return json.dumps(max(scored, default=None)).encode()
 
         best = json.loads(self.runtime.from_main(find))
         self.best = None if best is None else (best[0], best[1])
@@ -303,7 +303,7 @@ class Run:
             return
         if action == "raise_kl" and len(self.rollbacks) >= MOST_RAISES:
             action = "rollback"
-        if best is None or not self._main_finds(partial(self.checkpoints.has, best[1])):
+        if best is None or not self._main_finds(lambda: best[1] in self.checkpoints.steps()):
             self._end(reason)  # there is nothing to return to
             return
         name = self.checkpoints.path(best[1]).name
