@@ -55,9 +55,10 @@ def render_gamed(data: Path) -> Path:
         "high. *Plus geneval* adds the strict score of all demands to the proxy; *gated by "
         "geneval* counts the proxy for images that have it, at equal weights. *Rolled back* and "
         "*KL raised* are `run.on_hacking` with the strict score held out and patience 1, evaluated "
-        "every 2 iterations: they return to the weights that it rated highest. Gold is a judge that "
-        "is never trained on. The rates were chosen on other worlds: SFT's is half of what was "
-        "tried first. The weights of the sums were checked in one run on world 1. Made by `python -m scripts.arena "
+        "every 2 iterations: they return to the weights that it rated highest. Gold is a judge "
+        "that is never trained on. The rates were chosen on other worlds: SFT's is half of what "
+        "was tried first. The weights of the sums were checked in one run on world 1. Made by "
+        "`python -m scripts.arena "
         f"--gamed --world {' '.join(sorted({row['world'] for row in rows}))} --seeds "
         f"{max(runs.values())}`.", "",
         "![gold against iterations](gold.png)", "",
