@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from flowrl.errors import UserError
+from scripts.arena.chooser import write_chooser
 from scripts.arena.gamed import collect_curves, render_gamed
 from scripts.arena.methods import GAMED, METHODS, PAIRS, Arm, load_arms
 from scripts.arena.plant import plant, world_folder, write_pairs, write_prompts
@@ -35,6 +36,8 @@ from scripts.arena.runs import (
     tune,
 )
 from scripts.arena.world import world
+
+GALLERY = Path("gallery")
 
 
 def main() -> None:
@@ -65,6 +68,8 @@ def main() -> None:
             score_worlds(asked.worlds, asked.world, data)
     if (data / RUNS).is_file():
         print(render_gamed(data) if asked.gamed else render(data))
+        if data == GALLERY / "arena":
+            print(write_chooser(data, GALLERY / "gamed", Path("docs/objectives.md")))
     if failed:
         raise SystemExit(f"{len(failed)} runs did not finish: {', '.join(failed)}")
 
@@ -106,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
     parser.add_argument("--worlds", type=Path, default=Path("build/arena"), help="planted worlds")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folders of runs")
-    parser.add_argument("--output", type=Path, default=Path("gallery"), help="folder of pages")
+    parser.add_argument("--output", type=Path, default=GALLERY, help="folder of pages")
     return parser
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from flowrl.config.yaml12 import load_yaml
-from flowrl.functional.contrasts import Interval
+from flowrl.functional.contrasts import Interval, holm
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.plots import LIGHT, new_figure, png_bytes, style_axes
 from scripts.arena.methods import load_arms
@@ -33,8 +33,8 @@ CHANGES = {
     "place divergence": "place_divergence",
 }  # fmt: skip
 COSTS = {
-    "iterations": "iterations", "forwards": "forwards", "core seconds": "core_seconds",
-    "peak MiB": "peak_mib",
+    "iterations": "iterations", "scored images": "scored", "forwards": "forwards",
+    "core seconds": "core_seconds", "peak MiB": "peak_mib",
 }  # fmt: skip
 Gains = dict[int, np.ndarray]  # by world: (runs, images)
 
@@ -82,12 +82,18 @@ class Scores:
 
     def interval(self, gains: Gains, chosen: Mapping[int, np.ndarray]) -> Interval:
         """Return the mean of gains over the chosen images, crossed over worlds, runs, requests."""
+        return crossed(self.tables(gains, chosen))
+
+    def tables(
+        self, gains: Gains, chosen: Mapping[int, np.ndarray]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return what `crossed` takes: each world's gains over the chosen images, by request."""
         tables = []
         for world, values in gains.items():
             requests = [row["request"] for row in self.images[world]]
             names = [r for r, one in zip(requests, chosen[world], strict=True) if one]
             tables.append(_by_request(values[:, chosen[world]], names))
-        return crossed(tables)
+        return tables
 
 
 def _column(rows: Sequence[Mapping[str, str]], name: str) -> np.ndarray:
@@ -112,19 +118,35 @@ def crossed(tables: Sequence[tuple[np.ndarray, np.ndarray]], *, seed: int = 0) -
     tables: for each world the sums and counts of its images, (runs, requests) each. A world counts
     as one, however many images it has.
     """
-    generator, means = np.random.default_rng(seed), []
-    for _ in range(RESAMPLES):
-        found = []
-        for world in generator.integers(0, len(tables), len(tables)):
-            sums, counts = tables[world]
-            runs = generator.integers(0, sums.shape[0], sums.shape[0])
-            requests = generator.integers(0, sums.shape[1], sums.shape[1])
-            drawn = np.ix_(runs, requests)
-            found.append(sums[drawn].sum() / counts[drawn].sum())
-        means.append(np.mean(found))
-    low, high = np.quantile(means, [0.025, 0.975])
+    low, high = np.quantile(resampled(tables, seed=seed), [0.025, 0.975])
     mean = np.mean([sums.sum() / counts.sum() for sums, counts in tables])
     return Interval(mean=float(mean), low=float(low), high=float(high))
+
+
+def resampled(
+    tables: Sequence[tuple[np.ndarray, np.ndarray]], *, seed: int = 0
+) -> np.ndarray:  # (RESAMPLES,)
+    """Return means over as many worlds, drawn with their runs and their requests."""
+    generator, worlds = np.random.default_rng(seed), len(tables)
+
+    def weights(count: int) -> np.ndarray:  # how often each is drawn, (RESAMPLES, count)
+        return generator.multinomial(count, np.full(count, 1 / count), RESAMPLES)
+
+    # A world that is drawn twice gets other runs and requests each time.
+    total = np.zeros(RESAMPLES)
+    for _ in range(worlds):
+        drawn = generator.integers(0, worlds, RESAMPLES)
+        for world, (sums, counts) in enumerate(tables):
+            runs, requests = map(weights, sums.shape)
+            means = ((runs @ sums) * requests).sum(1) / ((runs @ counts) * requests).sum(1)
+            total += np.where(drawn == world, means, 0.0)
+    return total / worlds
+
+
+def p_value(means: np.ndarray) -> float:
+    """Return the two-sided p of no difference, by how many resampled means have the other sign."""
+    beyond = min((means <= 0).sum(), (means >= 0).sum())
+    return float(min(1.0, 2 * (1 + beyond) / (1 + len(means))))
 
 
 def improvement(mine: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
@@ -154,26 +176,26 @@ def verdict(difference: Interval) -> str:
 def render(data: Path) -> Path:
     """Write the page and its chart from the data; return the page."""
     scores, arms, rows = Scores.read(data), load_arms(), read_rows(data / RUNS)
-    order = sorted(
-        scores.runs,
-        key=lambda arm: -_mean(scores, arm, NEW_REQUESTS).mean,
-    )
+    order = ranked(scores)
     notes = {name: arm.note for name, arm in arms.items()}
+    different = _different(scores, order)
     lines = [
         "# The arena", "",
         f"{len(order)} methods on worlds {', '.join(map(str, sorted(scores.base)))}, none of which "
         "anybody tuned on. Every run had the same budget of core seconds. Made by `python -m "
         "scripts.arena` from the files beside it.", "",
         *_contradictions(scores), "![gains of each method](gains.png)", "",
-        "| method | new requests | new families | at 28 steps | middle half of runs | beats "
-        + " | beats ".join(REFERENCES) + " |",
-        "|---|---|---|---|---|" + "---|" * len(REFERENCES),
-        *[_method(scores, arm, rows, notes.get(arm, "")) for arm in order], "",
+        "| method | new requests | new families | at 28 steps | middle half of runs | "
+        f"less {REFERENCES[0]} | beats {' | beats '.join(REFERENCES)} |",
+        "|---|---|---|---|---|---|" + "---|" * len(REFERENCES),
+        *[_method(scores, arm, rows, notes.get(arm, ""), different) for arm in order], "",
         "A gain is the gold score after training less before, with the interval crossed over "
         "worlds, runs and requests. *At 28 steps*: the mean over both test splits, of the first "
         "run on each world. *Middle half of runs*: the interquartile mean over runs, on new "
-        "requests. *Beats*: how probable it is that a run of the method ends above one of the "
-        "reference.", "",
+        f"requests. *Less {REFERENCES[0]}*: the paired difference on new requests, in bold where "
+        "it differs from 0 after Holm's correction for all methods. *Beats*: how probable it is "
+        "that a run of the method ends above one of the reference.", "",
+        "![shares of runs above each gain](profiles.png)", "",
         "## What else changed, and what it cost", "",
         f"| method | {' | '.join([*CHANGES, *COSTS])} |",
         "|---|" + "---|" * (len(CHANGES) + len(COSTS)),
@@ -199,34 +221,63 @@ def render(data: Path) -> Path:
         "any more.",
     ]  # fmt: skip
     write_bytes(data / "gains.png", _chart(scores, order))
+    write_bytes(data / "profiles.png", _profiles(scores, order))
     path = data / "README.md"
     write_text(path, "\n".join(lines) + "\n")
     return path
 
 
-def _mean(scores: Scores, arm: str, split: str) -> Interval:
+def ranked(scores: Scores) -> list[str]:
+    """Return the arms by their gain on new requests, the largest first."""
+    return sorted(scores.runs, key=lambda arm: -mean_gain(scores, arm, NEW_REQUESTS).mean)
+
+
+def mean_gain(scores: Scores, arm: str, split: str) -> Interval:
+    """Return an arm's gain on one of the test splits."""
     return scores.interval(scores.gains(arm), scores.where("split", split))
 
 
-def _method(scores: Scores, arm: str, rows: Sequence[Mapping[str, str]], note: str) -> str:
+def _different(scores: Scores, arms: Sequence[str]) -> dict[str, bool]:
+    """Return whether each arm differs from the first reference, with Holm's correction."""
+    new, reference = scores.where("split", NEW_REQUESTS), REFERENCES[0]
+    compared = [arm for arm in arms if arm != reference and reference in scores.runs]
+    tables = [scores.tables(scores.gains(arm, reference), new) for arm in compared]
+    corrected = holm([p_value(resampled(one)) for one in tables if one])
+    compared = [arm for arm, one in zip(compared, tables, strict=True) if one]
+    return {arm: p < 0.05 for arm, p in zip(compared, corrected, strict=True)}
+
+
+def _run_gains(scores: Scores, arm: str) -> list[float]:
+    """Return the gain of each run on new requests."""
+    split = scores.where("split", NEW_REQUESTS)
+    return [
+        float(value)
+        for world, gains in scores.gains(arm).items()
+        for value in np.nanmean(gains[:, split[world]], 1)
+    ]
+
+
+def _method(
+    scores: Scores, arm: str, rows: Sequence[Mapping[str, str]], note: str,
+    different: Mapping[str, bool],
+) -> str:  # fmt: skip
     split = scores.where("split", NEW_REQUESTS)
 
     def ends(name: str) -> list[np.ndarray]:
         return [np.nanmean(v[:, split[world]], 1) for world, v in scores.runs[name].items()]
 
-    gains = [
-        float(value)
-        for world, own in scores.gains(arm).items()
-        for value in np.nanmean(own[:, split[world]], 1)
-    ]
     own = [row for row in rows if row["arm"] == arm]
-    middle = interquartile_mean(gains)
+    middle, less = interquartile_mean(_run_gains(scores, arm)), ""
+    if arm in different:
+        less = interval_text(scores.interval(scores.gains(arm, REFERENCES[0]), split))
+        less = f"**{less}**" if different[arm] else less
     cells = [
         f"`{arm}`" + (f": {note}" if note else ""),
-        interval_text(_mean(scores, arm, NEW_REQUESTS)),
-        interval_text(_mean(scores, arm, NEW_FAMILIES)),
-        f"{_change(own, f'28_steps/{GOLD}'):+.3f}",
+        interval_text(mean_gain(scores, arm, NEW_REQUESTS)),
+        interval_text(mean_gain(scores, arm, NEW_FAMILIES)),
+        f"{change(own, f'28_steps/{GOLD}'):+.3f}",
         interval_text(middle),
+        less,
         *[
             "" if arm == other or other not in scores.runs
             else f"{improvement(ends(arm), ends(other)):.2f}"
@@ -238,8 +289,8 @@ def _method(scores: Scores, arm: str, rows: Sequence[Mapping[str, str]], note: s
 
 def _side_effects(arm: str, rows: Sequence[Mapping[str, str]]) -> str:
     own = [row for row in rows if row["arm"] == arm]
-    cells = [f"`{arm}`", *[f"{_change(own, name):+.3f}" for name in CHANGES.values()]]
-    cells += [f"{_average(own, name):,.0f}" for name in COSTS.values()]
+    cells = [f"`{arm}`", *[f"{change(own, name):+.3f}" for name in CHANGES.values()]]
+    cells += [f"{average(own, name):,.0f}" for name in COSTS.values()]
     return f"| {' | '.join(cells)} |"
 
 
@@ -312,7 +363,7 @@ def _chart(scores: Scores, order: Sequence[str]) -> bytes:
     for shift, split, color in zip(
         (-0.15, 0.15), (NEW_REQUESTS, NEW_FAMILIES), LIGHT.lines, strict=False
     ):
-        found = [_mean(scores, arm, split) for arm in order]
+        found = [mean_gain(scores, arm, split) for arm in order]
         middle = [one.mean for one in found]
         ends = [[m - one.low for m, one in zip(middle, found, strict=True)],
                 [one.high - m for m, one in zip(middle, found, strict=True)]]  # fmt: skip
@@ -325,13 +376,29 @@ def _chart(scores: Scores, order: Sequence[str]) -> bytes:
     return png_bytes(figure)
 
 
-def _average(rows: Sequence[Mapping[str, str]], name: str) -> float:
+def _profiles(scores: Scores, order: Sequence[str]) -> bytes:
+    """Draw the share of runs whose gain is above each value (2108.13264)."""
+    figure = new_figure(8, 4.5)
+    axes = figure.subplots()
+    title = "performance profiles, first ten methods"
+    style_axes(axes, LIGHT, title=title, x_label="gain on new requests", y_label="share of runs")
+    for arm, color in zip(order, LIGHT.lines, strict=False):
+        gains = sorted(_run_gains(scores, arm))
+        shares = 1 - np.arange(len(gains) + 1) / len(gains)
+        axes.step([0.0, *gains], shares, where="post", color=color, label=arm)
+    axes.legend(frameon=False, fontsize=7)
+    return png_bytes(figure)
+
+
+def average(rows: Sequence[Mapping[str, str]], name: str) -> float:
+    """Return the mean of a column of `runs.csv`; NaN where it has no values."""
     values = [float(row[name]) for row in rows if row.get(name)]
     return float(np.mean(values)) if values else float("nan")
 
 
-def _change(rows: Sequence[Mapping[str, str]], name: str) -> float:
-    return _average(rows, name) - _average(rows, f"base {name}")
+def change(rows: Sequence[Mapping[str, str]], name: str) -> float:
+    """Return the mean change of a measure from the base to the end."""
+    return average(rows, name) - average(rows, f"base {name}")
 
 
 def interval_text(found: Interval) -> str:

@@ -98,10 +98,15 @@ class Run:
         lines = self.folder.with_suffix(PEAK).read_text().split()
         return max(map(int, lines))
 
-    def forwards(self) -> float:
-        """Return the rows of the network's calls, of rollouts and of learning."""
-        names = ("forwards/rollout", "forwards/learn")
+    def total(self, *names: str) -> float:
+        """Return the sum of these metrics over all iterations."""
         return sum(row.get(name) or 0.0 for row in read_metrics(self.folder) for name in names)
+
+    def scored_images(self) -> float:
+        """Return how many images got rewards in training, candidates included; none of a store."""
+        if self.config.rollout.store:
+            return 0.0
+        return self.total("explore/candidates", "tree/leaves")
 
     def evaluation(self, iteration: int) -> Evaluation:
         return Evaluation.load(evaluation_file(self.folder, iteration))
@@ -365,7 +370,8 @@ def _row(run: Run) -> dict[str, str]:
         "iterations": str(run.end),
         "core_seconds": f"{run.core_seconds():.1f}",
         "peak_mib": str(run.peak_memory()),
-        "forwards": f"{run.forwards():.0f}",
+        "forwards": f"{run.total('forwards/rollout', 'forwards/learn'):.0f}",
+        "scored": f"{run.scored_images():.0f}",
         **_means(end, run),
         **{f"base {name}": value for name, value in _means(base, run).items()},
     }

@@ -18,7 +18,7 @@ from scripts.arena.gamed import changes, render_gamed
 from scripts.arena.methods import GAMED, METHODS, TRIALS, load_arms, recipe
 from scripts.arena.plant import write_prompts
 from scripts.arena.recipes import PREFIX, write_recipes
-from scripts.arena.report import Scores, crossed, improvement, verdict
+from scripts.arena.report import Scores, crossed, improvement, p_value, resampled, verdict
 from scripts.arena.runs import FROZEN, RATES, RUNS, TUNING, chosen, collect, frozen_methods, ranking
 from scripts.arena.world import world
 from scripts.compare.data import read_rows, write_rows
@@ -125,6 +125,15 @@ def test_an_interval_is_as_wide_as_the_level_that_varies():
     assert crossed(requests).high - crossed(requests).low == pytest.approx(
         2 * 1.96 / (3 * 400) ** 0.5, rel=0.1
     )
+
+
+def test_p_is_small_where_an_interval_is_far_from_zero():
+    counts, rng = np.ones((3, 60)), np.random.default_rng(0)
+
+    def p(shift: float) -> float:
+        return p_value(resampled([(rng.normal(shift, 1, (3, 60)), counts) for _ in range(3)]))
+
+    assert p(0.5) == pytest.approx(2 / 4001) and p(0.0) > 0.1
 
 
 def test_the_probability_of_improvement_counts_ties_half():
