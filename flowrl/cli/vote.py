@@ -78,9 +78,11 @@ def vote(  # noqa: PLR0913  # an argument for each option
         return
     if train:
         with starting():
-            from flowrl.voting.learn import train_on_votes
+            from flowrl.voting.learn import learn_from_votes, train_on_votes
 
         config = _config(words)
+        learned = learn_from_votes(folder)
+        say(f"{learned.file} predicts {learned.accuracy:.0%} of votes that it did not see.")
         trained = train_on_votes(config, folder, lora=lora)
         print_what_next(config, trained)
         return

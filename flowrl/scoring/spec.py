@@ -40,6 +40,7 @@ BUILT_IN = {
     "pairwise": "flowrl_rewards.pairwise:PairwiseWinRate",
     "diversity": "flowrl_rewards.diversity:SetDiversity",
     "preference": "flowrl_rewards.preference:Preference",
+    "taste": "flowrl_rewards.taste:Taste",
     "tiny_colors": "flowrl_rewards.tiny_colors:TinyColors",
     "tiny_judge": "flowrl_rewards.tiny_judge:TinyJudge",
     "tiny_proxy": "flowrl_rewards.tiny_proxy:TinyProxy",

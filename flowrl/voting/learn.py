@@ -1,53 +1,43 @@
 """Draw candidates for a recipe, and train a LoRA on votes."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
+from flowrl_rewards.taste import save_taste
 from torch import Tensor
 
 from flowrl.api import align, collect_pairs
-from flowrl.assembly.learner import ProvidedObjects, build_backbone, training_prompts
-from flowrl.backbones.loading import load_pipeline
+from flowrl.assembly.learner import ProvidedObjects, training_prompts
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.evaluation.drawing import SETTINGS, Drawing, draw_prompts
 from flowrl.export.summary import TrainedRun
 from flowrl.prompts.records import PromptSampler
-from flowrl.utils.distributed import Runtime
+from flowrl.scoring.files import labelled_images, score_files
+from flowrl.scoring.spec import closing
 from flowrl.utils.untrusted import read_json
 from flowrl.voting.ballot import ANSWERS, Ballot, Vote, write_pairs
 from flowrl.voting.candidates import Candidates, read_candidates
-from flowrl.voting.taste import image_features, learn_taste
+from flowrl.voting.taste import (
+    Taste,
+    describe_files,
+    feature_space,
+    held_out_accuracy,
+    learn_taste,
+)
 
 SURE = 0.7  # least probability of a predicted vote that is trained on
 DPO = {  # with a KL penalty: with few pairs DPO alone moves away from both images
     "kind": "dpo",
     "implicit_beta": 40.0,
-    "kl_coef": 0.2,
+    "kl_coef": 1.0,
     "noising": {"times": {"kind": "schedule", "fraction": 0.6}},
 }
 PAIRS, STORE, RUN = "pairs.jsonl", "store", "run"
-
-
-def features_of(config: Config, candidates: Candidates) -> Tensor:
-    """Return features (N, D) of candidates, by the autoencoder of a recipe's pipeline."""
-    p = config.pipeline
-    device = Runtime(device=p.device).device
-    pipeline = load_pipeline(p.path, dtype=p.dtype, device=device, revision=p.revision)
-    backbone = build_backbone(p, pipeline, guidance=1.0)
-
-    @torch.no_grad()
-    def encode(images: Tensor) -> Tensor:
-        latents = backbone.encode_images(images)
-        if latents.ndim == 4:
-            return latents
-        side = round(latents.shape[1] ** 0.5)  # packed: (B, h * w, C)
-        return latents.transpose(1, 2).unflatten(2, (side, -1))
-
-    paths = [candidates.folder / file for file in candidates.files]
-    return image_features(paths, encode, backbone.image_size())
 
 
 def draw_candidates(
@@ -82,7 +72,9 @@ def draw_candidates(
 def train_on_votes(config: Config, folder: Path, *, lora: str | None = None) -> TrainedRun:
     """Train a LoRA with DPO or KTO on the votes of a folder of candidates, and on predicted votes.
 
-    A call after further votes builds a new data set of pairs and starts a new run.
+    No image is preferred to one that shows its prompt better, by the recipe's rewards: taste alone
+    teaches to leave the prompt. A call after further votes builds a new data set of pairs and
+    starts a new run.
 
     Args:
         lora: with which the candidates were drawn; training starts from it.
@@ -96,42 +88,100 @@ def train_on_votes(config: Config, folder: Path, *, lora: str | None = None) -> 
             f"The images in {folder} were drawn with a LoRA: name it with --lora, as before, so "
             "that training starts from it."
         )
-    votes = Ballot(folder).votes
-    write_pairs(votes, folder, folder / PAIRS)  # refuses votes that prefer no image
-    candidates = read_candidates(folder)
-    predicted = expected_votes(candidates, features_of(config, candidates), votes)
-    write_pairs([*votes, *predicted], folder, folder / PAIRS)
+    learned = learn_from_votes(folder)
+    candidates = learned.candidates
+    scores = prompt_scores(config, candidates)
+    predicted = expected_votes(candidates, learned.features, learned.taste, scores)
+    shown = dict(zip(candidates.files, scores.tolist(), strict=True))
+    faithful = [vote for vote in learned.votes if keeps_prompt(vote, shown)]
+    write_pairs([*faithful, *predicted], folder, folder / PAIRS)
     digest = blake2b((folder / PAIRS).read_bytes(), digest_size=4).hexdigest()
     store = folder / f"{STORE}-{digest}"
     collect_pairs(config, folder / PAIRS, store)
     return align(training_config(config, folder, store, lora))
 
 
-def expected_votes(candidates: Candidates, features: Tensor, votes: Sequence[Vote]) -> list[Vote]:
-    """Predict votes that nobody cast: each prompt's best image against its worst.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedTaste:
+    """What the votes of a folder say."""
 
-    Only those with a probability of at least SURE; none where all cast votes are ties.
+    candidates: Candidates
+    votes: Sequence[Vote]
+    features: Tensor  # (N, D) of the candidates
+    taste: Taste
+    file: Path  # that the reward `taste` reads
+    accuracy: float  # on held-out votes without ties, see `held_out_accuracy`
+
+
+def learn_from_votes(folder: Path) -> LearnedTaste:
+    """Learn the taste of a folder's votes, and write it for the reward `taste`.
+
+    Raises UserError when no vote prefers an image.
+    """
+    candidates, votes = read_candidates(folder), Ballot(folder).votes
+    rows = {name: row for row, name in enumerate(candidates.files)}
+    cast = [v for v in votes if v.first in rows and v.second in rows and v.choice in ANSWERS]
+    if not any(vote.preferred for vote in cast):
+        raise UserError(f"no vote in {folder} prefers an image: there is nothing to train on")
+    described = describe_files([folder / file for file in candidates.files])
+    space = feature_space(described)
+    features = space(described)
+    first, second = ([rows[getattr(v, side)] for v in cast] for side in ("first", "second"))
+    differences = features[first] - features[second]
+    answers = torch.tensor([ANSWERS[vote.choice] for vote in cast])
+    taste = learn_taste(differences, answers)
+    return LearnedTaste(
+        candidates=candidates, votes=votes, features=features, taste=taste,
+        file=save_taste(folder, space.centre, space.basis @ taste.mean),
+        accuracy=held_out_accuracy(differences, answers),
+    )  # fmt: skip
+
+
+def prompt_scores(config: Config, candidates: Candidates) -> Tensor:
+    """Return (N,) how well candidates show their prompts by a recipe's rewards; NaN if unknown."""
+    specs = [reward.build() for reward in config.rewards if not reward.held_out]
+    with closing(specs):
+        rows = score_files(specs, labelled_images(candidates.folder) or []).rows
+    return torch.tensor([sum(spec.weight * row[spec.name] for spec in specs) for row in rows])
+
+
+def keeps_prompt(vote: Vote, scores: Mapping[str, float]) -> bool:
+    """Return whether the preferred image shows its prompt as well as the other, or none does."""
+    if vote.preferred is None:
+        return True
+    better, worse = (scores.get(name, math.nan) for name in vote.preferred)
+    return not better < worse
+
+
+def expected_votes(
+    candidates: Candidates, features: Tensor, taste: Taste, scores: Tensor
+) -> list[Vote]:
+    """Predict votes that nobody cast: of each prompt, the best image that shows it and the worst.
+
+    Only those with a probability of at least SURE. Beside them the best image that shows the prompt
+    is preferred to one that does not.
 
     Args:
         features: (N, D) of the candidates.
+        scores: (N,) of `prompt_scores`; the best image has its prompt's highest score.
     """
-    rows = {name: row for row, name in enumerate(candidates.files)}
-    votes = [v for v in votes if v.first in rows and v.second in rows and v.choice in ANSWERS]
-    if not any(vote.preferred for vote in votes):
-        return []
-    first, second = ([rows[getattr(v, side)] for v in votes] for side in ("first", "second"))
-    answers = torch.tensor([ANSWERS[vote.choice] for vote in votes])
-    taste = learn_taste(features[first] - features[second], answers)
     liking = taste.scores(features).tolist()
-    predicted = []
+    pairs = []
     for members in candidates.by_prompt().values():
-        best, worst = (end(members, key=liking.__getitem__) for end in (max, min))
+        highest = max((s for s in scores[members].tolist() if not math.isnan(s)), default=math.nan)
+        faithful = [row for row in members if not scores[row].item() < highest]
+        best = max(faithful, key=liking.__getitem__)
+        worst = min(members, key=liking.__getitem__)
         if taste.probability(features[best] - features[worst]) >= SURE:
-            names, prompt = candidates.files, candidates.texts[best]
-            predicted.append(
-                Vote(prompt=prompt, first=names[best], second=names[worst], choice="first")
-            )
-    return predicted
+            pairs.append((best, worst))
+        # The prompt comes before the taste: the most liked of those that do not show it.
+        if unfaithful := [row for row in members if row not in faithful and row != worst]:
+            pairs.append((best, max(unfaithful, key=liking.__getitem__)))
+    names, texts = candidates.files, candidates.texts
+    return [
+        Vote(prompt=texts[first], first=names[first], second=names[second], choice="first")
+        for first, second in pairs
+    ]
 
 
 def training_config(config: Config, folder: Path, store: Path, lora: str | None) -> Config:

@@ -5,12 +5,12 @@ Gaussian posterior by Laplace's approximation.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from flowrl_rewards.taste import WIDTHS, describe
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
@@ -18,10 +18,9 @@ from flowrl.errors import UserError
 from flowrl.utils.images import read_image, to_tensor
 from flowrl.utils.progress import Steps
 
-GRID = 4  # cells of the autoencoder's latents, each way
-LEVELS = 3  # of each of red, green and blue in the palette
 MOST = 64  # features
 BATCH = 16
+FOLDS = 5  # of the accuracy
 PRIOR = 3.0  # standard deviation of a weight before any vote
 STEPS = 25  # of Newton's method
 
@@ -50,6 +49,21 @@ class Taste:
         return 1 / (1 + math.exp(-(x @ self.mean).item() / math.sqrt(1 + math.pi * variance / 8)))
 
 
+def held_out_accuracy(differences: Tensor, answers: Tensor) -> float:
+    """Return the share of votes without ties that models learned from the others predict.
+
+    Args: as of `learn_taste`; vote i is predicted by the model without the votes i modulo FOLDS.
+    """
+    fold = torch.arange(len(answers)) % FOLDS
+    right = []
+    for number in range(min(FOLDS, len(answers))):
+        left = fold != number
+        liking = learn_taste(differences[left], answers[left]).scores(differences[~left])
+        wanted = answers[~left]
+        right.append(((liking > 0) == (wanted > 0.5))[wanted != 0.5])
+    return torch.cat(right).double().mean().item()
+
+
 def learn_taste(differences: Tensor, answers: Tensor) -> Taste:
     """Fit the model to votes.
 
@@ -73,73 +87,46 @@ def learn_taste(differences: Tensor, answers: Tensor) -> Taste:
 # --- features ------------------------------------------------------------------------------------
 
 
-def image_features(
-    paths: Sequence[Path], encode: Callable[[Tensor], Tensor], size: tuple[int, int]
-) -> Tensor:
-    """Return features (N, D) float32 of images, of mean 0 and a spread of at most 1.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureSpace:
+    """The widest directions of a set of images in the features that the reward `taste` reads."""
 
-    Args:
-        encode: images (B, 3, H, W) in [0, 1] -> latents (B, C, h, w).
-        size: height and width of the images that `encode` takes, in pixels.
+    centre: Tensor  # (P,) float64
+    basis: Tensor  # (P, D); images have the spread 1 along the widest direction
+
+    def __call__(self, described: Tensor) -> Tensor:
+        """Return coordinates (N, D) of descriptions (N, P)."""
+        return (described.double() - self.centre) @ self.basis
+
+
+def feature_space(described: Tensor) -> FeatureSpace:
+    """Return the space of at most MOST principal components of descriptions (N, P).
+
+    The parts of a description get equal spread.
     """
-    latents, palettes = [], []
-    with Steps("encoding", -(-len(paths) // BATCH)) as steps:
+    centre = described.double().mean(0)
+    parts = (described.double() - centre).split(WIDTHS, 1)
+    spread = [part.square().sum(1).mean().sqrt().clamp(min=1e-12) for part in parts]
+    scale = torch.cat([1 / s.expand(width) for s, width in zip(spread, WIDTHS, strict=True)])
+    x = (described.double() - centre) * scale
+    _, s, v = torch.linalg.svd(x, full_matrices=False)
+    wide = s[:MOST] > 1e-6 * s[:1].clamp(min=1e-12)
+    longest = s[0].clamp(min=1e-12) / max(len(x) - 1, 1) ** 0.5
+    return FeatureSpace(centre=centre, basis=scale[:, None] * v[:MOST][wide].T / longest)
+
+
+def describe_files(paths: Sequence[Path]) -> Tensor:
+    """Return `flowrl_rewards.taste.describe` of image files. (N, P)"""
+    parts = []
+    with Steps("reading", -(-len(paths) // BATCH)) as steps:
         for start in range(0, len(paths), BATCH):
-            batch = torch.cat([_image(path, size) for path in paths[start:][:BATCH]])
-            latents.append(encode(batch).float().cpu())
-            palettes.append(palette(batch))
+            parts += [describe(_image(path)) for path in paths[start:][:BATCH]]
             steps.advance()
-    return principal_components(describe(torch.cat(latents), torch.cat(palettes)))
+    return torch.cat(parts)
 
 
-def _image(path: Path, size: tuple[int, int]) -> Tensor:
+def _image(path: Path) -> Tensor:
     try:
-        pixels = to_tensor([read_image(path)])
+        return to_tensor([read_image(path)])
     except (OSError, UnidentifiedImageError) as error:
         raise UserError(f"{path} cannot be read as an image: {error}") from error
-    if pixels.shape[-2:] != size:
-        pixels = F.interpolate(pixels, size, mode="bilinear", antialias=True)
-    return pixels
-
-
-def palette(images: Tensor) -> Tensor:
-    """Return the square roots of the shares of LEVELS^3 colours in images (N, 3, H, W). (N, D)
-
-    images: in [0, 1]. Distances of roots are Hellinger's distances of colours.
-    """
-    levels = (images * LEVELS).long().clamp(max=LEVELS - 1).flatten(2)  # (N, 3, H * W)
-    colours = levels[:, 0] * LEVELS**2 + levels[:, 1] * LEVELS + levels[:, 2]
-    shares = torch.zeros(len(images), LEVELS**3, dtype=torch.float64)
-    each = torch.ones_like(colours, dtype=torch.float64) / colours.shape[1]
-    return shares.scatter_add_(1, colours, each).sqrt()
-
-
-def describe(latents: Tensor, palettes: Tensor) -> Tensor:
-    """Return three parts of equal spread: layout, amounts and styles, colours. (N, D)
-
-    Args:
-        latents: (N, C, h, w); means over a grid's cells are the layout, each channel's mean, spread
-            and extremes the amounts and styles, which few votes would not find in cells.
-        palettes: (N, D').
-    """
-    cells = latents.flatten(2)  # (N, C, h * w)
-    parts = [
-        F.adaptive_avg_pool2d(latents, GRID).flatten(1),
-        cells.mean(2),
-        cells.std(2),
-        cells.quantile(0.1, 2),
-        cells.quantile(0.9, 2),
-        palettes,
-    ]
-    centred = [part.double() - part.double().mean(0) for part in parts]
-    return torch.cat([x / x.square().sum(1).mean().sqrt().clamp(min=1e-12) for x in centred], 1)
-
-
-def principal_components(x: Tensor) -> Tensor:
-    """Return at most MOST principal components of rows (N, D); the widest has the spread 1."""
-    centred = x.double() - x.double().mean(0)
-    u, s, _ = torch.linalg.svd(centred, full_matrices=False)
-    wide = s[:MOST] > 1e-6 * s[:1].clamp(min=1e-12)
-    parts = (u * s)[:, :MOST][:, wide]
-    spread = parts.std(0).max().clamp(min=1e-12) if parts.numel() else 1.0
-    return (parts / spread).float()

@@ -14,9 +14,11 @@ from flowrl.voting.candidates import Candidates
 from flowrl.voting.learn import (
     draw_candidates,
     expected_votes,
+    keeps_prompt,
     train_on_votes,
     training_config,
 )
+from flowrl.voting.taste import Taste
 
 
 def test_dpo_and_kto_keep_the_options_of_the_recipe(tmp_path):
@@ -38,28 +40,41 @@ def test_training_starts_from_the_lora_that_drew_the_images(tmp_path):
         train_on_votes(recipe, tmp_path)
 
 
-def test_images_are_expected_to_be_liked_as_the_votes_say_and_only_where_these_are_clear(tmp_path):
-    features = torch.randn(80, 3, generator=torch.Generator().manual_seed(0))
-    features[:, 2] = 0.01 * features[:, 1]  # of a direction that no vote tells about
+def test_images_are_expected_to_be_liked_as_the_taste_says_and_only_where_it_is_sure(tmp_path):
+    features = torch.randn(80, 3, generator=torch.Generator().manual_seed(0)).double()
     names = tuple(f"{row // 4:05d}/samples/{row % 4:04d}.png" for row in range(80))
     candidates = Candidates(
         folder=tmp_path, files=names, texts=tuple(f"prompt {row // 4}" for row in range(80)),
     )  # fmt: skip
-    liking = features[:, 0]
+    sure = Taste(mean=torch.tensor([3.0, 0.0, 0.0]).double(), covariance=torch.eye(3).double())
+    unsure = Taste(mean=sure.mean / 50, covariance=sure.covariance)
 
-    def vote(a, b, choice=None):
-        choice = choice or ("first" if liking[a] > liking[b] else "second")
-        return Vote(prompt="", first=names[a], second=names[b], choice=choice)
+    def rows(taste, scores):
+        votes = expected_votes(candidates, features, taste, scores)
+        pairs = [(names.index(v.first), names.index(v.second)) for v in votes]
+        assert all(v.prompt == f"prompt {a // 4}" for v, (a, _) in zip(votes, pairs, strict=True))
+        return pairs
 
-    pairs = [(4 * k, 4 * k + 1) for k in range(20)]
-    predicted = expected_votes(candidates, features, [vote(*pair) for pair in pairs])
-    rows = [(names.index(v.first), names.index(v.second)) for v in predicted]
-    assert len(rows) >= 15 and len({a // 4 for a, _ in rows}) == len(rows)
-    assert sum(bool(liking[a] > liking[b]) for a, b in rows) >= len(rows) - 1
-    assert all(v.prompt == f"prompt {a // 4}" for v, (a, _) in zip(predicted, rows, strict=True))
-    few = expected_votes(candidates, features, [vote(*pairs[0])])
-    assert len(few) < len(predicted)
-    assert expected_votes(candidates, features, [vote(*pair, "tie") for pair in pairs]) == []
+    unknown = torch.full((80,), torch.nan)
+    pairs = rows(sure, unknown)
+    assert len(pairs) >= 15 and len({a // 4 for a, _ in pairs}) == len(pairs)
+    assert all(features[a, 0] > features[b, 0] for a, b in pairs)
+    assert rows(unsure, unknown) == []
+    shows = (torch.arange(80) % 4 > 0).double()  # all but the first image of each prompt
+    pairs = rows(sure, shows)
+    assert all(shows[a] == 1 for a, _ in pairs)
+    assert {b // 4 for _, b in pairs if shows[b] == 0} == set(range(20))  # each, however liked
+
+
+def test_a_vote_for_an_image_that_leaves_its_prompt_does_not_count():
+    scores = {"right": 2.0, "wrong": 1.0}
+
+    def kept(first, second, choice="first"):
+        return keeps_prompt(Vote(prompt="", first=first, second=second, choice=choice), scores)
+
+    assert not kept("wrong", "right") and kept("wrong", "right", "second")
+    assert kept("right", "wrong") and kept("wrong", "wrong") and kept("wrong", "right", "tie")
+    assert kept("wrong", "of no score")
 
 
 @pytest.mark.slow

@@ -4,12 +4,15 @@ import math
 
 import pytest
 import torch
+from flowrl_rewards.taste import WIDTHS, describe, save_taste
 
+from flowrl.errors import UserError
+from flowrl.scoring.spec import load_reward
 from flowrl.voting.taste import (
-    GRID,
     PRIOR,
     Taste,
-    describe,
+    feature_space,
+    held_out_accuracy,
     learn_taste,
 )
 
@@ -35,12 +38,40 @@ def test_a_probability_averages_over_what_the_model_does_not_know():
     assert taste.probability(torch.zeros(4)) == 0.5
 
 
-def test_features_have_a_part_for_layout_and_one_that_ignores_places():
-    latents = torch.zeros(3, 1, 8, 8)
-    latents[0, 0, 0, 0] = latents[1, 0, 7, 7] = latents[2, 0, 7, 6] = 1.0
-    none = torch.zeros(3, 1)
-    places, amounts, _ = describe(latents, none).split((GRID**2, 4, 1), dim=1)
-    assert torch.equal(amounts[0], amounts[1]) and torch.equal(amounts[1], amounts[2])
-    assert not torch.equal(places[0], places[1]) and torch.equal(places[1], places[2])
-    latents[0] *= 2
-    assert not torch.equal(*describe(latents, none)[:2, GRID**2 :])
+def test_the_reward_ranks_images_as_the_model_of_the_votes_does(tmp_path):
+    images = torch.rand(12, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    space = feature_space(describe(images))
+    features = space(describe(images))
+    assert features[:, 0].std().item() == pytest.approx(1)
+    taste = learn_taste(features[:4] - features[4:8], torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    save_taste(tmp_path, space.centre, space.basis @ taste.mean)
+    reward = load_reward("taste", {"path": str(tmp_path)})
+    scores = reward(images, [""] * 12, [{}] * 12)
+    assert torch.allclose(scores.double(), taste.scores(features).sigmoid(), atol=1e-5)
+    with pytest.raises(UserError, match="none is not there"):
+        load_reward("taste", {"path": str(tmp_path / "none")})
+
+
+def test_held_out_votes_are_predicted_where_a_rule_made_them():
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
+    assert held_out_accuracy(x, (x[:, 0] > 0).double()) > 0.9
+    noise = torch.rand(60, generator=torch.Generator().manual_seed(2)) > 0.5
+    assert 0.3 < held_out_accuracy(x, noise.double()) < 0.7
+
+
+def test_a_description_tells_colours_places_and_edges():
+    left = torch.ones(1, 3, 64, 64)
+    left[..., :32] = 0.0
+    right, parts = left.flip(3), {}
+    for name, image in (
+        ("left", left),
+        ("right", right),
+        ("red", left * torch.tensor([1.0, 0, 0])[:, None, None]),
+    ):
+        parts[name] = describe(image).split(WIDTHS, 1)
+    cells, edges, means, spreads, palettes = zip(parts["left"], parts["right"], strict=True)
+    assert not torch.allclose(*cells) and all(
+        torch.allclose(*x) for x in (means, spreads, palettes)
+    )
+    assert (edges[0].view(8, 8).sum(0) > 0.01).nonzero().flatten().tolist() in ([3], [4], [3, 4])
+    assert not torch.allclose(parts["left"][4], parts["red"][4])

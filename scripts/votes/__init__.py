@@ -1,0 +1,1 @@
+"""What votes teach: scripted voters with hidden rules, over seeds."""
