@@ -43,7 +43,7 @@ def main() -> None:
     data = options.output / "votes"
     rows = read_rows(data / "runs.csv")
     done = {(row["rule"], row["seed"]) for row in rows}
-    for seed in range(options.seeds):
+    for seed in range(1, options.seeds + 1):  # with 0 the recipe's values were chosen
         for rule in rules:
             if (rule, str(seed)) not in done:
                 rows.append(measure(rule, seed, options.runs / f"{rule}-{seed}", options.changes))
