@@ -28,27 +28,27 @@ from flowrl.voting.candidates import Candidates, read_candidates
 from flowrl.voting.learn import draw_candidates, train_on_votes
 from flowrl.voting.taste import describe_files, feature_space, learn_taste
 from scripts.compare.data import read_rows, write_rows
+from scripts.votes.report import BUILT_IN, RUNS, render
 from scripts.votes.rules import RULES, answers
 
 JUDGE = "tiny_judge"
 CAST, PREDICTED = 200, 100  # votes that the taste learns from, and those it predicts
 TRAINED = 50  # votes that a LoRA learns from
-# Rewards that need no download, which might predict votes as well.
-BUILT_IN = ("geneval", "tiny_judge", "tiny_quality", "tiny_proxy", "brightness", "compressibility")
 
 
 def main() -> None:
     options = _parser().parse_args()
     rules = options.rule or list(RULES)
     data = options.output / "votes"
-    rows = read_rows(data / "runs.csv")
+    rows = read_rows(data / RUNS)
     done = {(row["rule"], row["seed"]) for row in rows}
     for seed in range(1, options.seeds + 1):  # with 0 the recipe's values were chosen
         for rule in rules:
             if (rule, str(seed)) not in done:
                 rows.append(measure(rule, seed, options.runs / f"{rule}-{seed}", options.changes))
-                write_rows(data / "runs.csv", rows)
+                write_rows(data / RUNS, rows)
                 print(rows[-1], flush=True)
+    print(render(data))
 
 
 def measure(rule: str, seed: int, folder: Path, changes: Sequence[str]) -> dict[str, str]:
