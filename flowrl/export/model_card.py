@@ -59,7 +59,6 @@ class Card:
     legend: str = ""  # what the summary's rows are, where a reward's name does not say it
     curves: Mapping[str, Points] = field(default_factory=dict)
     rows: Sequence[GalleryRow] = ()
-    pictures: str = ""  # how the rows were chosen
 
 
 def write_card(folder: Path | str, card: Card) -> Path:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from flowrl.backbones.families import family_of
-from flowrl.backbones.loading import check_pipeline, diffusers_class, pipeline_path
+from flowrl.backbones.loading import check_pipeline, diffusers_class
 from flowrl.backbones.small import small_folder
 from flowrl.config import Config, parse_config
 from flowrl.config.rewards import HTTPOptions, RewardOptions
@@ -146,8 +145,7 @@ def _shrink_training(draft: _Draft, config: Config, folder: Path) -> None:
     draft.lower("lora.rank", RANK)
     draft.put("lora.alpha", lora.alpha / lora.rank * draft.data["lora"]["rank"])
     draft.put("lora.init_from", None)
-    if lora.targets and not _has_layers(draft.data["pipeline"]["path"], lora.targets):
-        draft.put("lora.targets", None, "null: no layer of the tiny network has such a name")
+    draft.put("lora.targets", None, "null: those of the pipeline's class")
     draft.lower("optim.micro_batch", ROWS)
     draft.lower("evaluation.num_images", IMAGES)
     draft.lower("evaluation.every", 1)
@@ -167,15 +165,6 @@ def _shrink_training(draft: _Draft, config: Config, folder: Path) -> None:
 def _few_steps(counts: Sequence[int]) -> int | list[int]:
     """Return as many numbers of steps as the recipe evaluates at, each once and small."""
     return min(counts[0], 4) if len(counts) == 1 else [2 + i for i in range(len(counts))]
-
-
-def _has_layers(tiny: str, targets: Sequence[str]) -> bool:
-    """Return whether a layer of a tiny network has one of these endings, as PEFT compares them."""
-    layers: set[str] = set()
-    for path in (Path(pipeline_path(tiny)) / "transformer").glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            layers |= {key.removesuffix(".weight") for key in file.keys()}
-    return any(f".{name}".endswith(f".{target}") for name in layers for target in targets)
 
 
 def _smallest(draft: _Draft, config: Config) -> Config:

@@ -10,7 +10,6 @@ from flowrl.planning.memory import (
     CONTEXT,
     MemoryPlan,
     adapter_parameters,
-    encoded_prompts,
     few_bits_bytes,
     full_network,
 )
@@ -156,29 +155,6 @@ def test_a_lora_of_sd35_large_has_its_closed_form():
     layers = 38 * 8 - 1
     targets = FAMILIES["StableDiffusion3Pipeline"].lora_targets
     assert adapter_parameters(network, 32, targets) == 32 * layers * 2 * 2432
-
-
-def test_a_machine_holds_every_process_s_pipeline_but_one_sharded_network():
-    sections = {"rollout": {"prompts_per_iteration": 8}}
-    one, many = (plan(n, **sections).host_bytes() for n in (1, 8))
-    shared = plan(8, **sections, runtime={"shard": "node"})
-    assert many["loading"] == 8 * one["loading"]
-    difference = many["loading"] - shared.host_bytes()["loading"]
-    assert difference == 7 * shared.transformer_bytes()
-    free = plan(8, **sections, memory={"text_encoders": "free"}).host_bytes()
-    assert many["loading"] - free["loading"] == 8 * shared.encoders
-
-
-def test_encoded_prompts_are_those_of_the_file(tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("a cat\na dog\na cat\n")
-    rollout = {"prompts_per_iteration": 2}
-    free = {"text_encoders": "free"}
-    few, missing = (
-        plan(prompts={"train": str(path)}, rollout=rollout, memory=free).config
-        for path in (file, tmp_path / "none.txt")
-    )
-    assert (encoded_prompts(few), encoded_prompts(missing)) == (2, 6)
 
 
 def test_latents_are_those_of_the_rollout():
