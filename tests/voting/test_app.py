@@ -53,20 +53,6 @@ def test_a_body_that_is_not_a_vote_is_refused_and_writes_nothing(client, folder)
     assert not (folder / FILE).exists()
 
 
-def test_a_stranger_sees_nothing(client):
-    for headers, status in (
-        ({"Authorization": "Bearer other"}, 401), ({"Host": "example.org"}, 421),
-        ({"Origin": "http://example.org"}, 403),
-    ):  # fmt: skip
-        refused = client.post("/api/undo", json={}, headers=headers)
-        assert refused.status_code == status and set(refused.json()) == {"error"}
-    page = client.get("/", headers={"Authorization": ""})
-    assert page.status_code == 200
-    assert "default-src 'none'" in page.headers["content-security-policy"]
-    for name in ("vote.js", "vote.css", "ask.js", "page.css", "icon.svg"):
-        assert client.get(f"/{name}").status_code == 200
-
-
 def test_images_are_answered_and_a_missing_one_is_a_404(client, folder):
     assert client.get("/api/image?row=0").headers["content-type"] == "image/png"
     assert client.get("/api/image?row=99").status_code == 404

@@ -11,7 +11,7 @@ import pytest
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import LATEST, claim
 from flowrl.web import jobs as module
-from flowrl.web.form import RunForm, checked_changes, checked_recipe
+from flowrl.web.form import RunForm
 from flowrl.web.jobs import Jobs
 from flowrl.web.runs import RunFiles
 
@@ -95,22 +95,6 @@ def test_a_form_is_planned_rehearsed_and_started_by_the_same_words_in_a_new_fold
     assert jobs.rows()[0]["run"] == "new"
     with pytest.raises(UserError, match="there is a folder new"):
         jobs.start(form)
-
-
-def test_no_word_becomes_a_flag_or_another_command(jobs, tmp_path):
-    for change in ("--resume=x", "-x", "quickstart", "--accept-changes", "=", "a b=1", "; ls=1"):
-        with pytest.raises(UserError, match="change of an option"):
-            checked_changes([change])
-    with pytest.raises(UserError, match="run.output_dir"):
-        checked_changes(["run.output_dir=/"])
-    assert checked_changes(["rewards.0.weight=2", "rollout.tree={kind: ode}", ""]) == (
-        "rewards.0.weight=2", "rollout.tree={kind: ode}",
-    )  # fmt: skip
-    for recipe in ("--help", "-x.yaml", "none", "../../secret", str(tmp_path / "none.yaml"), ""):
-        with pytest.raises(UserError):
-            checked_recipe(recipe)
-    (tmp_path / "my.yaml").write_text("")
-    assert checked_recipe(str(tmp_path / "my.yaml")) == str(tmp_path / "my.yaml")
 
 
 def test_a_run_is_resumed_from_its_checkpoint_unless_it_trains_or_has_none(make_folder, jobs):
