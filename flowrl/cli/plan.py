@@ -180,14 +180,6 @@ def _show_verdict(planned: "Plan") -> None:
     say(f"Changes that lower {planned.peak.phase}, from what costs least:\n")
     for line in planned.advice:
         say(f"  {line}")
-    rest = [phase.total for phase in planned.phases if phase.phase != "encode"]
-    if planned.peak.phase == "encode" and rest and max(rest) <= (planned.memory or 0):
-        say(
-            f"\nEverything but encoding fits, with {_gb(max(rest))} GB: encode on the CPU or on "
-            "another machine, with\nflowrl train RECIPE --encode-only memory.prompt_cache=PATH "
-            "pipeline.device=cpu, and train with\nmemory.text_encoders=free "
-            "memory.prompt_cache=prompts/encoded."
-        )
 
 
 def _show_time(

@@ -1,13 +1,11 @@
 """The end of a run: compare the trained model with the base, write gallery and model card."""
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowrl.assembly.backbone import FILE as TRAINING
 from flowrl.assembly.backbone import call_settings
 from flowrl.backbones.families import family_of
 from flowrl.backbones.loading import TINY
@@ -19,8 +17,6 @@ from flowrl.errors import DamagedFile, phase
 from flowrl.export.gallery import GalleryRow, write_gallery
 from flowrl.export.hub import Licence, is_hub_name, licence_of, public, public_config
 from flowrl.export.model_card import Card, loader_of, write_card
-from flowrl.quantization.rollout_model import read_precision
-from flowrl.sampling.rank_audit import read_audits
 from flowrl.tiny.world import planted
 from flowrl.training.evaluate import Evaluation, EvaluationComparison, compare
 from flowrl.training.loop import Learner
@@ -104,31 +100,6 @@ def write_summary(
     return summary
 
 
-def precisions(config: Config, folder: Path, done: int) -> str:
-    """Return in which precision the run computed, by its files; "" if only in its dtype."""
-    p, base, texts = config.pipeline.precision, config.memory, []
-    if p is not None:
-        texts.append(f"Rollouts and training: {read_precision(folder, TRAINING) or p}.")
-    if base.base_bits is not None:
-        texts.append(f"Frozen weights: {base.base_bits} bits, by {base.base_library}.")
-    if config.rollout.explore is not None:
-        texts.append(_candidate_precisions(config, folder, done))
-    return " ".join(texts)
-
-
-def _candidate_precisions(config: Config, folder: Path, done: int) -> str:
-    """Return steps and precision of candidates, and their last audit."""
-    explore = config.rollout.explore
-    assert explore is not None
-    steps = explore.num_inference_steps or config.rollout.num_inference_steps
-    text = f"Candidates: {steps} steps, {read_precision(folder) or explore.precision}"
-    audits = [audit for audit in read_audits(folder) if audit["iteration"] < done]
-    if audits and audits[-1]["rho"] is not None:
-        text += f"; last audit before iteration {audits[-1]['iteration'] + 1}, rho "
-        text += f"{audits[-1]['rho']:.2f}"
-    return f"{text}."
-
-
 def gallery_rows(base: Evaluation, aligned: Evaluation) -> list[GalleryRow]:
     """Return the saved images of both evaluations side by side, with their scores.
 
@@ -156,13 +127,6 @@ def gallery_rows(base: Evaluation, aligned: Evaluation) -> list[GalleryRow]:
         )
         for row, prompt in enumerate(base.prompts)
     ]
-
-
-def legend(rows: list[EvaluationComparison]) -> str:
-    """Return an explanation of the rows that are not a reward's plain score."""
-    matches = (re.match(r"(\d+)_steps/", row.name) for row in rows)
-    counts = dict.fromkeys(match[1] for match in matches if match)
-    return " ".join(f"{n}_steps/R is R at {n} denoising steps." for n in counts)
 
 
 def card(
@@ -199,13 +163,11 @@ def card(
         weights="EMA" if learner.policy.export_adapter == EMA else "policy",
         step=run.done,
         stopped=run.stopped,
-        training=precisions(config, run.folder, run.done),
         command="flowrl train config.yaml run.output_dir=runs/again",
         config=public_config(config_yaml(config)),
         evaluation=measured,
         planted=planted() if built_in else "",
         summary=summary,
-        legend=legend(summary),
         curves=reward_curves(read_metrics(run.folder)),
         rows=rows,
     )

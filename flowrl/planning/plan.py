@@ -146,6 +146,9 @@ def _advice(config: Config, phase: str) -> list[str]:
          "memory.vae_tiling=true (slightly different images, above 512 pixels a side)"),
         (m.text_encoders == "keep",
          "memory.text_encoders=offload (all prompts are encoded first)"),
+        (phase == "encode",
+         "flowrl train RECIPE --encode-only memory.prompt_cache=PATH pipeline.device=cpu, then "
+         "memory.text_encoders=free memory.prompt_cache=PATH (texts are encoded on the CPU)"),
         (m.vae == "keep", "memory.vae=offload (the autoencoder is moved for every decoding)"),
         (p.dtype == "fp32", "pipeline.dtype=bf16 (half the bytes, rounded)"),
         (m.base_bits is None and p.precision is None,
@@ -177,25 +180,22 @@ def _notes(config: Config, needs: Needs) -> Iterator[str]:
 
 # --- sizes of memory, and the head of a recipe --------------------------------------------------
 
-UNITS = {"M": 10**6, "G": 10**9, "T": 10**12, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
 
 def parse_memory(text: str) -> int:
     """Return the bytes of "24GB", "24" (10^9 bytes each) or "24GiB" (2^30).
 
     GPUs sold with 24 GB have some more than 24 * 10^9 bytes, of which their driver keeps a part.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = (match[2].upper().removesuffix("B") or "G") if match else ""
-    if match is None or unit not in UNITS or not float(match[1]):
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(G?B?|GiB?)\s*", text, re.IGNORECASE)
+    if match is None or not float(match[1]):
         raise UserError(f"--memory is {text!r}, expected a size such as 24GB, 80G or 24GiB")
-    return int(float(match[1]) * UNITS[unit])
+    return int(float(match[1]) * (2**30 if "i" in match[2].lower() else 10**9))
 
 
 def memory_class(name: str) -> int | None:
     """Return the bytes of a GPU that a recipe's name ends in, as in "-24gb"; None without one."""
     match = re.search(r"-([0-9]+)gb$", name.removesuffix(".yaml").lower())
-    return int(match[1]) * UNITS["G"] if match else None
+    return int(match[1]) * 10**9 if match else None
 
 
 def gpus_of(recipe: str) -> int:

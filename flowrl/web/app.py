@@ -30,7 +30,6 @@ def make_app(root: Path, *, token: str, host: str) -> "FastAPI":
     folders, jobs = RunFolders(root), Jobs(root)
 
     def routes(app: "FastAPI") -> None:
-        app.state.jobs = jobs
         _add_tables(app, folders, jobs)
         _add_curves(app, folders)
         _add_images(app, folders)
@@ -153,9 +152,9 @@ def _add_actions(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
     actions: dict[str, Callable[[Order], dict[str, Any]]] = {
         "stop": stop,
         "resume": lambda order: jobs.resume(folders.run(order.run)).row(),
-        "plan": lambda order: jobs.plan(order).row(),
-        "rehearse": lambda order: jobs.rehearse(order).row(),
-        "start": lambda order: jobs.start(order).row(),
+        "plan": lambda order: jobs.order("plan", order).row(),
+        "rehearse": lambda order: jobs.order("dry run", order).row(),
+        "start": lambda order: jobs.order("start", order).row(),
     }
     for name, act in actions.items():
 

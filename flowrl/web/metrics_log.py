@@ -15,7 +15,6 @@ from flowrl.utils.journal import open_line
 from flowrl.utils.untrusted import RefusedFile, open_regular
 
 LIMIT = 1000  # iterations of a run in memory
-MOST_NAMES = 1000  # metrics of a run; further ones are left out
 HEAD = 2**16  # bytes at the beginning, where the base's evaluation is
 TAIL = 2**22  # bytes at the end
 MAX_STEP = 2**53
@@ -74,9 +73,8 @@ class MetricsLog:
         for name, value in row.items():
             if value is not None and type(value) not in (int, float):
                 continue
-            if name in self._names or len(self._names) < MOST_NAMES:
-                self._names[name] = None
-                values[name] = float(value) if value is not None and abs(value) < 1e300 else None
+            self._names[name] = None
+            values[name] = float(value) if value is not None and abs(value) < 1e300 else None
 
     def _thin_out(self) -> None:
         evaluated = {step for step, values in self._rows.items() if any(map(_held_out, values))}

@@ -35,5 +35,5 @@ def test_votes_are_exported_without_a_recipe_and_trained_on_with_one(tmp_path, m
     )
     code, shown = run("votes", "--train")
     assert code == 1 and "No recipe given" in shown.err
-    code, shown = run("quickstart", "--images", "votes", "--train", "run.output_dir=runs/mine")
+    code, shown = run("quickstart", "-o", "votes", "--train", "run.output_dir=runs/mine")
     assert code == 1 and "run.output_dir" in shown.err

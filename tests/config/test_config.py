@@ -79,16 +79,6 @@ def test_several_mistakes_are_shown_at_once_but_not_thousands():
     assert len(str(caught.value).splitlines()) == 8
 
 
-def test_data_from_python_is_checked_alike():
-    for data, named in (
-        ({"optim": {"lr": 10**400}}, "optim.lr"),
-        ({"optim.lr": 1e-4}, "optim.lr"),
-        ({"rewards": [{"name": "a:b"}] * 101}, "rewards"),
-    ):
-        with pytest.raises(UserError, match=named):
-            parse_config(SMALLEST | data)
-
-
 @settings(max_examples=15)
 @given(
     lr=st.floats(1e-12, 1e3),

@@ -184,21 +184,6 @@ def test_rewards_of_unversioned_code_are_scored_again_when_the_code_changes(
     assert means[0] == means[1] > means[2] == 0
 
 
-def test_an_image_without_a_score_has_no_part_in_the_overall_score(
-    tiny_config, tmp_path, monkeypatch
-):
-    code = "def reward(images, *_):\n    return [float('nan'), *[1.0] * (len(images) - 1)]\n"
-    (tmp_path / "patchy_reward.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    config = tiny_config(
-        evaluation=EVALUATION | {"num_images": 4},
-        rewards=[{"name": "patchy_reward:reward"}],
-        failures={"max_invalid_fraction": 0.5},
-    )
-    (base,) = compare_loras(config, [], tmp_path / "out").entries
-    assert base.mean(OVERALL) == 1
-
-
 def test_the_one_that_is_significantly_better_ranks_first():
     pair = SimpleNamespace(
         measure=OVERALL, first="a", second="b", differs=True, contrast=SimpleNamespace(mean=0.1)

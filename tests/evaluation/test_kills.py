@@ -60,18 +60,11 @@ def work(tiny_config, monkeypatch):
     return {"evaluate": evaluate, "benchmark": benchmark, "encode": encode}
 
 
-COMMANDS = ["evaluate", "benchmark", "encode"]
-QUICK = [("evaluate", 1), ("evaluate", 17), ("benchmark", 1)]
+CASES = [("evaluate", 1), ("evaluate", 17), ("benchmark", 1)]
+CASES += [pytest.param("encode", 5, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(
-    ("command", "number"),
-    [
-        pytest.param(command, number, marks=() if (command, number) in QUICK else pytest.mark.slow)
-        for command in COMMANDS
-        for number in (1, 2, 5, 17)
-    ],
-)
+@pytest.mark.parametrize(("command", "number"), CASES)
 def test_a_killed_command_is_resumed_and_ends_equal(work, tmp_path, command, number):
     """geneval, benchmark and vote that were killed at their first write could never resume."""
     run = work[command]

@@ -4,14 +4,11 @@ import pytest
 import torch
 
 from flowrl.assembly.work_split import split_work
-from flowrl.backbones.families import FAMILIES
 from flowrl.config import parse_config
 from flowrl.planning.memory import (
     CONTEXT,
     MemoryPlan,
-    adapter_parameters,
     few_bits_bytes,
-    full_network,
 )
 from flowrl.planning.model_specs import MODEL_SPECS, spec_for
 from flowrl.planning.rewards import CLIP_L
@@ -147,14 +144,6 @@ def test_few_bits_have_codes_and_scales_in_linear_layers_alone():
     saved = exact.transformer_bytes() - few.transformer_bytes()
     linear = sum(layer.weight.numel() for layer in layers)
     assert saved == pytest.approx(2 * linear - linear / 2 - linear / 16, rel=0.01)
-
-
-def test_a_lora_of_sd35_large_has_its_closed_form():
-    """38 blocks of width 2432 with 8 square layers each, but for the last block's last."""
-    network = full_network(MODEL_SPECS["sd3.5-large"], torch.bfloat16)
-    layers = 38 * 8 - 1
-    targets = FAMILIES["StableDiffusion3Pipeline"].lora_targets
-    assert adapter_parameters(network, 32, targets) == 32 * layers * 2 * 2432
 
 
 def test_latents_are_those_of_the_rollout():

@@ -83,18 +83,18 @@ def test_a_form_is_planned_rehearsed_and_started_by_the_same_words_in_a_new_fold
     form = RunForm(recipe="quickstart", folder="new", changes=("optim.lr=1e-4", "", " run.seed=3 "))
     words = ["quickstart", "optim.lr=1e-4", "run.seed=3"]
     place = f"run.output_dir={json.dumps(str(jobs.root / 'new'))}"
-    for begin, command in (
-        (jobs.plan, ["plan", *words]), (jobs.rehearse, ["train", *words, "--dry-run"]),
-        (jobs.start, ["train", *words, place]),
+    for kind, command in (
+        ("plan", ["plan", *words]), ("dry run", ["train", *words, "--dry-run"]),
+        ("start", ["train", *words, place]),
     ):  # fmt: skip
-        assert begin(form).process.command[1:] == ["-m", "flowrl", *command]
+        assert jobs.order(kind, form).process.command[1:] == ["-m", "flowrl", *command]
     assert [job["kind"] for job in jobs.rows()] == ["start", "dry run", "plan"]
-    assert [job["run"] for job in jobs.rows()] == [None] * 3 and jobs.running() == 1
+    assert [job["run"] for job in jobs.rows()] == [None] * 3
     (jobs.root / "new").mkdir()
     (jobs.root / "new" / "config.yaml").touch()
     assert jobs.rows()[0]["run"] == "new"
     with pytest.raises(UserError, match="there is a folder new"):
-        jobs.start(form)
+        jobs.order("start", form)
 
 
 def test_a_run_is_resumed_from_its_checkpoint_unless_it_trains_or_has_none(make_folder, jobs):
@@ -112,7 +112,7 @@ def test_a_run_is_resumed_from_its_checkpoint_unless_it_trains_or_has_none(make_
 
 
 def test_a_job_is_asked_to_stop_once_and_its_last_words_are_kept(jobs):
-    job = jobs.plan(RunForm(recipe="quickstart"))
+    job = jobs.order("plan", RunForm(recipe="quickstart"))
     for _ in range(2):
         jobs.end(job.name)
     assert job.process.signals == [signal.SIGTERM]

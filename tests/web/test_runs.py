@@ -11,9 +11,11 @@ import psutil
 import pytest
 import torch
 
+from flowrl.errors import UserError
 from flowrl.training.checkpoint import LATEST, claim
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.owner import FILE as OWNER
+from flowrl.web.jobs import Jobs
 from flowrl.web.runs import RunFiles, RunFolders
 
 
@@ -129,6 +131,22 @@ def test_pipes_and_links_out_of_a_run_stop_nothing_and_show_nothing(make_folder,
         run = run_of(folder)
         assert not run.details()["metrics"]
         assert "secret" not in json.dumps([run.details(), run.recipe_text()])
+
+
+def test_a_forged_owner_names_no_process_that_has_not_the_runs_lock(make_folder):
+    folder = make_folder()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        try:
+            began = psutil.Process(child.pid).create_time()
+            owner = {"pid": child.pid, "began": began, "host": socket.gethostname()}
+            (folder / OWNER).write_text(json.dumps(owner))
+            (folder / ".lock").touch()
+            assert run_of(folder).state().name != "running"
+            with pytest.raises(UserError, match=folder.name):
+                Jobs(folder.parent).stop(run_of(folder))
+            assert child.poll() is None
+        finally:
+            child.kill()
 
 
 def test_intervals_of_held_out_means_are_over_prompts_not_images(make_folder):
