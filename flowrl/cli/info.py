@@ -99,14 +99,11 @@ def _packages() -> Iterator[CheckResult]:
             continue
         if version and requirement.specifier.contains(version, prereleases=True):
             fine.append(f"{name} {version}")
-        elif version is None and optional:
-            yield _check(
-                name, f"optional: {OPTIONAL[name]}", "missing",
-                f'From a clone of the project: pip install ".[{name}]"',
-            )  # fmt: skip
-        else:
-            detail = f"{version or 'not installed'}, expected {requirement.specifier}"
-            yield _check(name, detail, "problem", f'pip install "{requirement}"')
+            continue
+        use = f": {OPTIONAL[name]}" if optional else ""
+        detail = f"{version or 'not installed'}, expected {requirement.specifier}{use}"
+        remedy = f'pip install "{name}{requirement.specifier}"'
+        yield _check(name, detail, "missing" if optional else "problem", remedy)
     yield _check("packages", ", ".join(fine))
 
 
@@ -137,15 +134,12 @@ def _device() -> Iterator[CheckResult]:
 
 
 def _data() -> Iterator[CheckResult]:
-    from flowrl.config.load import preset_names
-
     pipelines = sorted(Path(flowrl.__file__).parent.rglob("model_index.json"))
     if pipelines:
         yield _check("tiny pipelines", ", ".join(path.parent.name for path in pipelines))
     else:
         remedy = "From a clone: pip install --force-reinstall --no-deps ."
         yield _check("tiny pipelines", "none in the package", "problem", remedy)
-    yield _check("presets", ", ".join(preset_names()))
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
     yield _check(
         "hub", "offline (HF_HUB_OFFLINE is set)" if offline else "used when a model is named"

@@ -52,7 +52,8 @@ def _add_tables(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
     @app.get("/api/run")
     def run(request: Request, run: str) -> Response:
         chosen = folders.run(run)
-        return json_answer(summary(chosen) | chosen.details(), request=request)
+        content = chosen.details() | {"stopping": jobs.stopping(chosen)}
+        return json_answer(content, request=request)
 
     @app.get("/api/recipe")
     def recipe(run: str, other: str | None = None) -> Response:

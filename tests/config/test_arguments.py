@@ -25,7 +25,6 @@ def test_every_alias_leads_to_an_option():
         ("learning_rate=1e-4", "optim.lr", 1e-4),
         ("--optim.lr 1e-4", "optim.lr", 1e-4),
         ("--mixed_precision no", "pipeline.dtype", "fp32"),
-        ("--mixed_precision bf16", "pipeline.dtype", "bf16"),
         ("--resolution 128", "pipeline.width", 128),
         ("--report_to wandb", "run.trackers", ["wandb"]),
         ("--report_to none", "run.trackers", []),

@@ -34,7 +34,6 @@ def parse(*overrides):
         ("rollout.tree={kind: branch_grp}", "rollout.tree.kind branch_grpo?"),
         (FAST % "{kind: random, size: 2, sise: 2}", "window.sise rollout.tree.window.size?"),
         ("qqqq=1", "qqqq pipeline runtime."),
-        ("a" * 5000 + "=1", "Unknown"),
         # Options of one kind beside another kind.
         ("objective.noising.count=2", "objective.noising nft"),
         ("rollout.tree={splits: [0]}", "rollout.tree.kind"),
