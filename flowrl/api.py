@@ -57,11 +57,9 @@ from flowrl.export.gallery import write_gallery
 from flowrl.export.hub import open_repository, publish
 from flowrl.export.summary import (
     TrainedRun,
-    evaluate_strengths,
     finish_run,
     gallery_rows,
     saved_comparisons,
-    write_sweep,
 )
 from flowrl.offline.format import (
     PAIRS,
@@ -305,7 +303,6 @@ def gallery(
     count: int,
     seed: int | None,
     output_dir: Path | None,
-    rlg: Sequence[float] = (),
     revision: str | None = None,
     lora_alpha: float | None = None,
 ) -> Path:
@@ -316,7 +313,6 @@ def gallery(
     Args:
         run: a run's folder, which brings pipeline, LoRA, rewards and evaluation settings; or None
             with `base`, a pipeline, and `lora`.
-        rlg: show the base and the LoRA at each of these strengths instead.
     """
     config, runtime = recipe_to_show(run, base, lora, prompts)
     added = lora_of_main(lora or str(run), runtime, alpha=lora_alpha)  # before anything is loaded
@@ -340,14 +336,8 @@ def gallery(
     with closing(rewards):
         velocity = evaluator.backbone.velocity
         first = replace(evaluator, title="evaluating the base")
-        before = first(velocity, runtime, whole=not rlg)
+        before = first(velocity, runtime)
         load_lora(evaluator.backbone.pipeline, added)
-        if rlg:
-            title = f"{config.pipeline.path}: base and strengths of the LoRA"
-            at_each = evaluate_strengths(evaluator, runtime, rlg)
-            if not runtime.is_main:
-                return folder
-            return write_sweep(folder, before, at_each, title=title, caption=caption)
         after = replace(evaluator, title="evaluating the LoRA")(velocity, runtime)
     if not runtime.is_main:
         return folder

@@ -18,8 +18,6 @@ ends the run, with a checkpoint, when the reward is trained. Optional attributes
     check              (prompt, metadata), raises ValueError for a prompt that it applies to and
                        cannot score; called for every prompt before sampling begins
     scope              "sample", or "group" when all images of a prompt are scored together
-    requests_per_image requests to the model of a server, for `flowrl plan`; None when they depend
-                       on the prompt, `requests_per_group(count)` for whole groups
     version            one string for everything that changes the scores
     deterministic      False when the same images may get other scores
     fixtures           () -> images of known order (`flowrl_rewards.fixtures.fixture`), on which

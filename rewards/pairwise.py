@@ -131,10 +131,6 @@ class PairwiseWinRate:
             reasons[row] = f"no comparison with another image came about: {why}"
         return rates, reasons
 
-    def requests_per_group(self, count: int) -> int:
-        """Return the questions about `count` images of a prompt."""
-        return len(chosen_pairs(count, self.rivals)) * (1 + self.both_orders)
-
     def outcomes(
         self, replies: Mapping[Pair, Reply], pairs: list[Pair]
     ) -> tuple[dict[Pair, float], dict[Pair, str]]:

@@ -53,7 +53,6 @@ class VLMJudge:
         self.chat, self.longest, self.min_mass = connected(server), longest, min_mass
         self.max_tokens = max_tokens or self.rubric.max_tokens
         self.name = "vlm_judge" if name == "expectation" else f"vlm_judge_{name}"
-        self.requests_per_image = len(self.rubric.questions)
         self.bounds = (self.rubric.normalise(self.rubric.lowest), 1.0)
         settings = digest(replace(self.rubric, combine=mean), self.max_tokens, min_mass)
         self.version = f"vlm_judge-2/{name}/{settings}/{longest}px/{self.chat.version}"

@@ -51,7 +51,6 @@ class VLMQuestions:
 
     required_metadata = ("vqa_list",)
     bounds = (0.0, 1.0)
-    requests_per_image = None  # as many as it has questions
     differentiable = False
     deterministic = False
 

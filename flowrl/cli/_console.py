@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Annotated
 
@@ -142,16 +142,6 @@ def print_checks(results: Iterable[CheckResult], width: int) -> None:
         if result.remedy:
             grid.add_row("", "", Text(result.remedy, style="dim"))
         console.print(grid)
-
-
-def stop_unless_fine(
-    states: Mapping[str, Collection[str]], *, wrong: str, absent: str | None
-) -> None:
-    """Raise UserError `wrong` if a state has a "problem", else `absent`, if any, for "missing"."""
-    for state, sentence in (("problem", wrong), ("missing", absent)):
-        names = [name for name, values in states.items() if state in values]
-        if names and sentence is not None:
-            raise UserError(f"{sentence}: {', '.join(names)}.")
 
 
 def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[dict | None]:

@@ -1,6 +1,5 @@
 """`flowrl audit`: compare the ranking of cheap candidates with that of exact images."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -8,6 +7,11 @@ import typer
 
 from flowrl.cli._console import AsJson, Lora, print_table, say, starting
 from flowrl.cli.train import Words, recipe_request
+
+COLUMNS = {  # titles and names of what is shown
+    "steps": "steps", "precision": "precision", "low-bit": "quantised", "rho": "rho",
+    "contrast": "contrast", "seconds": "seconds_per_image", "ratio": "ratio_to_exact",
+}  # fmt: skip
 
 
 def audit(
@@ -66,19 +70,4 @@ def audit(
 
 def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the numbers in columns that fit a terminal of 80."""
-
-    def text(value: float, format: str) -> str:
-        return f"{value:{format}}" if math.isfinite(value) else "n/a"
-
-    return [
-        {
-            "steps": row["steps"],
-            "precision": row["precision"],
-            "low-bit": text(row["quantised"], ".0%"),
-            "rho": text(row["rho"], ".3f"),
-            "contrast": text(row["contrast"], ".3f"),
-            "seconds": text(row["seconds_per_image"], ".3g"),
-            "ratio": text(row["ratio_to_exact"], ".2f"),
-        }
-        for row in rows
-    ]
+    return [{title: row[key] for title, key in COLUMNS.items()} for row in rows]

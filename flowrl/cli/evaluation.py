@@ -42,13 +42,6 @@ def evaluate(
         Path | None,
         typer.Option("--output-dir", "-o", help="Folder for the leaderboard and its scores."),
     ] = None,
-    as_deployed: Annotated[
-        bool,
-        typer.Option(
-            "--as-deployed",
-            help="Generate with pipe(prompt, ...): the pipeline's own scheduler and dtype.",
-        ),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Score a pipeline, with or without LoRAs, on a recipe's held-out prompts.
@@ -65,15 +58,14 @@ def evaluate(
 
       flowrl evaluate quickstart --lora runs/quickstart evaluation.num_inference_steps=[8,28]
 
-      flowrl evaluate quickstart-sana --lora runs/quickstart-sana --as-deployed
+      flowrl evaluate quickstart-sana --lora runs/quickstart-sana evaluation.as_deployed=true
 
       flowrl evaluate quickstart --lora runs/a --lora runs/b -o leaderboard
     """
     from flowrl.config import load_config
 
     request = recipe_request(words, "flowrl evaluate quickstart")
-    deployed = ["evaluation.as_deployed=true"] if as_deployed else []
-    config, loras = load_config(request.recipe, [*request.overrides, *deployed]), lora or []
+    config, loras = load_config(request.recipe, request.overrides), lora or []
     if output_dir is None and len(loras) > 1:
         raise UserError("Several LoRAs need a folder for their scores: add -o leaderboard.")
     if output_dir is not None:

@@ -8,13 +8,6 @@ import typer
 from flowrl.cli._console import LoraAlpha, starting
 from flowrl.errors import UserError
 
-# The formats that an option is for.
-FILES = ("diffusers", "comfyui", "kohya", "merged")
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "-o": FILES, "--base": FILES, "--revision": FILES, "--dtype": ("merged",),
-    "--repo-id": ("hub",), "--private": ("hub",),
-}  # fmt: skip
-
 
 def export(
     source: Annotated[
@@ -68,16 +61,6 @@ def export(
 
       flowrl export runs/quickstart --to hub --repo-id me/quickstart
     """
-    values = {
-        "-o": output, "--base": base, "--revision": revision, "--dtype": dtype,
-        "--repo-id": repo_id, "--private": private,
-    }  # fmt: skip
-    for name, value in values.items():
-        if value and to not in OPTIONS[name]:
-            raise UserError(
-                f"{name} is for --to {' or '.join(OPTIONS[name])}, and the format is {to}: leave "
-                f"{name} out."
-            )
     if output is None and to != "hub":
         raise UserError(f"{to} needs a place, as in flowrl export {source} --to {to} -o lora.")
     with starting():

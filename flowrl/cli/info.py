@@ -5,16 +5,13 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 import flowrl
 from flowrl.cli._console import print_checks, say
 from flowrl.errors import CheckResult, UserError
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 
 def explain(
@@ -45,32 +42,14 @@ def doctor() -> None:
 
 
 DISTRIBUTION = "flowrl-diffusion"
-NEEDED = {
-    "torch": "the networks",
-    "diffusers": "pipelines, and loading the LoRA",
-    "transformers": "text encoders",
-    "accelerate": "devices and processes",
-    "peft": "LoRA adapters",
-    "safetensors": "files without pickle",
-    "pydantic": "checked configuration",
-    "open-clip-torch": "CLIP rewards",
-    "rapidocr": "the ocr reward",
-    "onnxruntime": "the ocr reward",
-    "opencv-python-headless": "the ocr reward and the tiny world's detector",
-    "tensorboard": "training curves",
-    "httpx": "rewards on servers, and judges",
-    "fastapi": "flowrl ui and vote",
-    "starlette": "flowrl reward-serve",
-    "uvicorn": "flowrl ui, vote and reward-serve",
-    "scikit-image": "the photograph that detectors are tried on",
-}
-OPTIONAL = {  # package: its extra, and what it is for
-    "datasets": ("datasets", "prompts from Hugging Face data sets"),
-    "xformers": ("xformers", "memory-efficient attention on CUDA"),
-    "bitsandbytes": ("bitsandbytes", "memory.base_bits 8 or 4 on GPUs"),
-    "torchao": ("torchao", "memory.base_bits 8 with memory.base_library torchao"),
-    "wandb": ("wandb", "run.trackers=[wandb]"),
-    "trackio": ("trackio", "run.trackers=[trackio]"),
+OPTIONAL = {  # extras, called as their packages, and what they are for
+    "datasets": "prompts from Hugging Face data sets",
+    "ray": "rollout.workers",
+    "xformers": "memory-efficient attention on CUDA",
+    "bitsandbytes": "memory.base_bits 8 or 4 on GPUs",
+    "torchao": "memory.base_bits 8 with memory.base_library torchao",
+    "wandb": "run.trackers=[wandb]",
+    "trackio": "run.trackers=[trackio]",
 }
 
 
@@ -101,7 +80,8 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _ranges() -> "dict[str, Requirement]":
+def _packages() -> Iterator[CheckResult]:
+    """Compare what is installed with the requirements of flowrl and of its extras."""
     from importlib.metadata import PackageNotFoundError, requires
 
     from packaging.requirements import Requirement
@@ -109,34 +89,22 @@ def _ranges() -> "dict[str, Requirement]":
     try:
         wanted = [Requirement(text) for text in requires(DISTRIBUTION) or []]
     except PackageNotFoundError:  # a checkout on PYTHONPATH has no metadata
-        return {}
-    return {r.name: r for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})}
-
-
-def _packages() -> Iterator[CheckResult]:
-    ranges = _ranges()
-    for package, use in NEEDED.items():
-        version, wanted = _installed(package), ranges.get(package)
-        remedy = f'pip install "{wanted or package}"'
-        if version is None:
-            yield _check(package, f"not installed: {use}", "problem", remedy)
-        elif wanted and not wanted.specifier.contains(version, prereleases=True):
-            yield _check(package, f"{version}, expected {wanted.specifier}", "problem", remedy)
-        else:
-            yield _check(package, version)
-    for package, (extra, use) in OPTIONAL.items():
-        if version := _installed(package):
-            yield _check(package, version)
-        else:
-            remedy = f'From a clone of the project: pip install ".[{extra}]"'
-            yield _check(package, f"optional: {use}", "missing", remedy)
-    builds = [p for p in ("opencv-python", "opencv-contrib-python") if _installed(p)]
-    if builds and _installed("opencv-python-headless"):  # they overwrite each other
-        yield _check(
-            "opencv", f"{builds[0]} and opencv-python-headless share the folder cv2", "problem",
-            f"pip uninstall {builds[0]}, then pip install --force-reinstall --no-deps "
-            "opencv-python-headless",
-        )  # fmt: skip
+        yield _check("packages", "flowrl is not installed", "missing", "pip install -e .")
+        return
+    fine = []
+    for requirement in wanted:
+        name, marker = requirement.name, requirement.marker
+        version, optional = _installed(name), name in OPTIONAL
+        if marker and not marker.evaluate({"extra": name if optional else ""}):
+            continue
+        if version and requirement.specifier.contains(version, prereleases=True):
+            fine.append(f"{name} {version}")
+            continue
+        use = f": {OPTIONAL[name]}" if optional else ""
+        detail = f"{version or 'not installed'}, expected {requirement.specifier}{use}"
+        remedy = f'pip install "{name}{requirement.specifier}"'
+        yield _check(name, detail, "missing" if optional else "problem", remedy)
+    yield _check("packages", ", ".join(fine))
 
 
 def _device() -> Iterator[CheckResult]:
@@ -166,15 +134,12 @@ def _device() -> Iterator[CheckResult]:
 
 
 def _data() -> Iterator[CheckResult]:
-    from flowrl.config.load import preset_names
-
     pipelines = sorted(Path(flowrl.__file__).parent.rglob("model_index.json"))
     if pipelines:
         yield _check("tiny pipelines", ", ".join(path.parent.name for path in pipelines))
     else:
         remedy = "From a clone: pip install --force-reinstall --no-deps ."
         yield _check("tiny pipelines", "none in the package", "problem", remedy)
-    yield _check("presets", ", ".join(preset_names()))
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
     yield _check(
         "hub", "offline (HF_HUB_OFFLINE is set)" if offline else "used when a model is named"

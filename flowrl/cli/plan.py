@@ -1,7 +1,6 @@
 """`flowrl plan`: how a recipe's work is split over GPUs, how much it is, and whether it fits."""
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,20 +36,16 @@ def plan(
             help="Memory per GPU; by default what the recipe's name says, as in -24gb.",
         ),
     ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(metavar="64GB", help="The machine's own memory; by default this machine's."),
-    ] = None,
     price: Annotated[
         float | None, typer.Option(min=0, metavar="2.5", help="Price per GPU-hour.")
     ] = None,
 ) -> None:
     """Show the work, the memory and the hours of a recipe, before any download.
 
-    Needs no GPU and no weights: networks are built from their shapes alone. Where the GPU's or the
-    machine's memory does not suffice, it says what to change, and the exit code is 1. A GPU of 24
-    GB has 24 * 10^9 bytes here, a little less than it has. Hours are estimates from the published
-    peaks of cards; docs/memory.md explains the parts of memory.
+    Needs no GPU and no weights: networks are built from their shapes alone. Where the GPU's
+    memory does not suffice, it says what to change, and the exit code is 1. A GPU of 24 GB has
+    24 * 10^9 bytes here, a little less than it has. Hours are estimates from the published peaks of
+    cards; docs/memory.md explains the parts of memory.
 
     Examples:
 
@@ -66,25 +61,22 @@ def plan(
 
     with starting(), without_garbage_collection():
         from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
-        from flowrl.planning.rewards import judge_requests
 
     with without_garbage_collection():
         request = recipe_request(words, "flowrl plan quickstart")
         config = load_config(request.recipe, request.overrides)
         size = memory_class(Path(request.recipe).name) if memory is None else parse_memory(memory)
-        host = None if host_memory is None else parse_memory(host_memory, "--host-memory")
         count = gpus or gpus_of(request.recipe)
-        planned = make_plan(config, gpus=count, memory=size, host_memory=host)
+        planned = make_plan(config, gpus=count, memory=size)
         _show_shares(planned)
         print_table(_work_rows(config, planned))
         say("\nForwards of one image; those of training are the most there can be.\n")
-        _show_judges(judge_requests(config, planned.work))
         _show_memory(planned)
         if planned.duration is not None:
             _show_time(planned, planned.duration, price, config.run)
         for note in planned.notes:
             say(note)
-    if planned.fits is False or not planned.host_fits:
+    if planned.fits is False:
         raise typer.Exit(1)
 
 
@@ -162,16 +154,6 @@ def _work_rows(config: "Config", planned: "Plan") -> list[dict[str, Any]]:
     ]
 
 
-def _show_judges(requests: Mapping[str, int | None]) -> None:
-    """Print the most requests of the run to each judge, where there is one."""
-    if requests:
-        counts = ", ".join(
-            f"{name} one a question" if count is None else f"{name} {count:,}"
-            for name, count in requests.items()
-        )
-        say(f"Requests to judges, at most: {counts}. Answers in a cache cost nothing.\n")
-
-
 def _show_memory(planned: "Plan") -> None:
     if planned.peak is None:
         say(f"Memory: {planned.unknown}.")
@@ -187,15 +169,6 @@ def _show_memory(planned: "Plan") -> None:
     say(f"\nThe peak is {_gb(planned.peak.total)} GB, in {planned.peak.phase}.")
     if planned.memory is not None:
         _show_verdict(planned)
-    parts = ", ".join(f"{_gb(size)} for {name}" for name, size in planned.host.items() if size)
-    whole = _gb(sum(planned.host.values()))
-    say(f"The machine's own memory, for all GPUs: at most {whole} GB: {parts}.")
-    if not planned.host_fits:
-        say(
-            f"It does not fit the machine's {_gb(planned.host_memory)} GB: set "
-            "memory.prompt_cache=PATH (encoded prompts stay in files), use fewer --gpus, or name "
-            "another machine's memory with --host-memory."
-        )
 
 
 def _show_verdict(planned: "Plan") -> None:
@@ -207,14 +180,6 @@ def _show_verdict(planned: "Plan") -> None:
     say(f"Changes that lower {planned.peak.phase}, from what costs least:\n")
     for line in planned.advice:
         say(f"  {line}")
-    rest = [phase.total for phase in planned.phases if phase.phase != "encode"]
-    if planned.peak.phase == "encode" and rest and max(rest) <= (planned.memory or 0):
-        say(
-            f"\nEverything but encoding fits, with {_gb(max(rest))} GB: encode on the CPU or on "
-            "another machine, with\nflowrl train RECIPE --encode-only memory.prompt_cache=PATH "
-            "pipeline.device=cpu, and train with\nmemory.text_encoders=free "
-            "memory.prompt_cache=prompts/encoded."
-        )
 
 
 def _show_time(

@@ -12,7 +12,6 @@ from flowrl.cli._console import (
     print_table,
     say,
     starting,
-    stop_unless_fine,
 )
 from flowrl.errors import CheckResult, UserError
 
@@ -114,12 +113,11 @@ def reward_check(
         else:
             first, *more = checked.results
             print_checks([_with_times(checked, first), *more], max(map(len, chosen)))
-    absent = "These rewards could not be tried, the lines marked -- say why"
-    stop_unless_fine(
-        states,
-        wrong="These rewards do not work, the lines marked !! say why",
-        absent=None if everything else absent,
-    )
+    if wrong := [name for name, its in states.items() if "problem" in its]:
+        raise UserError(f"These rewards do not work, lines marked !! say why: {', '.join(wrong)}.")
+    missing = [name for name, its in states.items() if "missing" in its]
+    if missing and not everything:
+        raise UserError(f"Could not be tried, lines marked -- say why: {', '.join(missing)}.")
 
 
 def _agreement(

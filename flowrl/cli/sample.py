@@ -184,26 +184,16 @@ def gallery(
             "--output-dir", "-o", help="Folder for page and grid; default RUN/comparison."
         ),
     ] = None,
-    rlg: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="Show the LoRA at this strength (RLG; 1 is as trained); may be repeated."
-        ),
-    ] = None,
     revision: Revision = None,
     lora_alpha: LoraAlpha = None,
 ) -> None:
     """Compare base and aligned images of the same prompts and seeds on one page.
 
-    Writes a self-contained index.html and grid.png. A strength other than 0 and 1 (RLG) takes two
-    forward passes per step and is a heuristic: exact only if the LoRA shifts the distribution of
-    images without changing its shape.
+    Writes a self-contained index.html and grid.png.
 
     Examples:
 
       flowrl gallery runs/quickstart
-
-      flowrl gallery runs/quickstart --rlg 0.5 --rlg 1 --rlg 1.5 --rlg 2 -o strengths
 
       flowrl gallery --base tiny-sd3 --lora runs/quickstart --prompts tiny:ocr:test -o compare
     """
@@ -216,6 +206,6 @@ def gallery(
 
     page = write_gallery(
         run, base=base, lora=lora, prompts=prompts, count=count, seed=seed, output_dir=output_dir,
-        rlg=rlg or (), revision=revision, lora_alpha=lora_alpha,
+        revision=revision, lora_alpha=lora_alpha,
     )  # fmt: skip
     typer.echo(page)

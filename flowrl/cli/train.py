@@ -210,13 +210,17 @@ def _rehearse(config: "Config", resume: str | None) -> None:
 
     with starting():
         from flowrl.api import align
+        from flowrl.config.yaml12 import flow_yaml
         from flowrl.planning.dry_run import rehearse
 
     if resume is not None:
         raise UserError("--dry-run rehearses a recipe from its start: leave --resume out.")
     with tempfile.TemporaryDirectory() as folder:
         small = rehearse(config, folder)
-        rows = [{"option": o, "recipe": real, "here": here} for o, real, here in small.replaced]
+        rows = [
+            {"option": name, "recipe": flow_yaml(real), "here": flow_yaml(here)}
+            for name, (real, here) in small.replaced.items()
+        ]
         print_table(rows)
         say("\nAll other options are those of the recipe.")
         align(small.config)

@@ -56,28 +56,13 @@ def tree(
     if not preset:
         print_table([{"tree": name, "what": kind.__doc__} for name, kind in PRESETS.items()])
         return
-    options = _options(preset, changes or [])
     try:
-        section: Any = _section(preset, options)
+        section: Any = _section(preset, changes or [])
         plan = _plan(section, leaves, iteration=iteration, steps=steps, seed=seed)
     except PlanError as error:
         raise UserError(f"{error}.") from error
     _show(plan, prompts)
     _show_recipe(section, plan)
-
-
-def _options(preset: str, changes: list[str]) -> dict[str, Any]:
-    """Return the options given. Raises UserError for an unknown preset and unreadable words."""
-    import difflib
-
-    from flowrl.config.load import parse_overrides
-    from flowrl.trees.presets import PRESETS
-
-    if preset not in PRESETS:
-        near = difflib.get_close_matches(preset, PRESETS, 1, 0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(PRESETS)}."
-        raise UserError(f"There is no tree {preset!r}: {hint}")
-    return parse_overrides(changes)
 
 
 def _plan(section: Any, leaves: int | None, **when: int) -> "TreePlan":
@@ -92,16 +77,19 @@ def _plan(section: Any, leaves: int | None, **when: int) -> "TreePlan":
         return section.plan(leaves=error.leaves, **when)
 
 
-def _section(preset: str, options: dict[str, Any]) -> Any:
+def _section(preset: str, changes: list[str]) -> Any:
     """Return the preset's options; nested ones change its defaults, as in window.size=2."""
     from pydantic import ValidationError
 
-    from flowrl.config.load import merge
+    from flowrl.config.load import merge, parse_overrides
     from flowrl.config.messages import format_errors
     from flowrl.trees.presets import PRESETS
     from flowrl.utils.fields import Options
 
-    kind = PRESETS[preset]
+    kind = PRESETS.get(preset)
+    if kind is None:
+        raise UserError(f"There is no tree {preset!r}: expected one of {', '.join(PRESETS)}.")
+    options = parse_overrides(changes)
     inner = {
         name: field.default.model_dump()
         for name, field in kind.model_fields.items()

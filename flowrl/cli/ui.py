@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowrl.cli._console import say
 from flowrl.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
@@ -51,8 +50,6 @@ def ui(
     app = make_app(runs, token=token, host=host)
     missing = "" if runs.exists() else " (there is no such folder yet)"
     serve_page(app, f"Runs of the folder {os.fspath(runs)}{missing}", host, port, token)
-    if left := app.state.jobs.running():
-        say(f"{left} runs that were started here continue.")
 
 
 def page_token(host: str, variable: str | None) -> str:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flowrl.cli._console import Lora, say, starting
-from flowrl.cli.recipes import complete_recipe
-from flowrl.cli.train import print_what_next, recipe_request
+from flowrl.cli.train import Words, print_what_next, recipe_request
 from flowrl.cli.ui import Host, Port, TokenVariable, page_token, serve_page
 from flowrl.errors import UserError
 
@@ -16,27 +15,11 @@ if TYPE_CHECKING:
     from flowrl.config import Config
 
 
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="RECIPE|RUN|FOLDER|KEY=VALUE",
-        help="A recipe, a run (to draw with its LoRA) or a folder of images; then changes to the "
-        "recipe.",
-        show_default=False,
-        autocompletion=complete_recipe,
-    ),
-]
-
-
 def vote(  # noqa: PLR0913  # an argument for each option
     words: Words = None,
     output_dir: Annotated[
         Path, typer.Option("--output-dir", "-o", help="Folder of images and votes.")
     ] = Path("votes"),
-    images: Annotated[
-        Path | None,
-        typer.Option(help="Vote on the images of this folder, which also has their prompts."),
-    ] = None,
     lora: Lora = None,
     prompts: Annotated[int, typer.Option(min=1, help="Number of prompts to draw images of.")] = 60,
     per_prompt: Annotated[int, typer.Option(min=2, help="Images of each prompt.")] = 8,
@@ -56,7 +39,8 @@ def vote(  # noqa: PLR0913  # an argument for each option
     """Choose between two images, again and again, in the browser; then train a LoRA on your votes.
 
     Keys: 1, 2, t (tie), s (skip), u (undo). Each vote is saved at once: stop with Ctrl-C, and
-    continue with the same command. --train runs DPO on the votes, or KTO with objective.kind=kto.
+    continue with the same command. A run in place of the recipe draws with its LoRA; a folder of
+    images shows these. --train runs DPO on the votes, or KTO with objective.kind=kto.
 
     Examples:
 
@@ -68,7 +52,7 @@ def vote(  # noqa: PLR0913  # an argument for each option
 
       flowrl vote votes --export votes.jsonl
     """
-    words, images, lora = _target(words or [], images, lora)
+    words, images, lora = _target(words or [], lora)
     folder = images or output_dir
     if export is not None:
         from flowrl.voting.ballot import Ballot, write_pairs
@@ -104,9 +88,7 @@ def vote(  # noqa: PLR0913  # an argument for each option
         serve_page(app, f"Images of the folder {os.fspath(folder)}", host, port, token)
 
 
-def _target(
-    words: list[str], images: Path | None, lora: str | None
-) -> tuple[list[str], Path | None, str | None]:
+def _target(words: list[str], lora: str | None) -> tuple[list[str], Path | None, str | None]:
     """Return words, images and LoRA, from a first word that names a folder.
 
     A run stands for its recipe and its LoRA; another folder has images, or images and votes. The
@@ -116,10 +98,10 @@ def _target(
 
     folder = Path(words[0]) if words else None
     if folder is None or words[0] in preset_names() or not folder.is_dir():
-        return words, images, lora
+        return words, None, lora
     recipe = folder / "config.yaml"
     if recipe.is_file():
-        return [str(recipe), *words[1:]], images, lora or str(folder)
+        return [str(recipe), *words[1:]], None, lora or str(folder)
     return words[1:], folder, lora
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from flowrl.config import validate
 from flowrl.config.load import load_recipe
-from flowrl.config.messages import format_errors, name_of
+from flowrl.config.messages import format_errors
 from flowrl.config.objectives import GRPOOptions, Objective
 from flowrl.config.rewards import FailureOptions, RewardOptions, check_rewards
 from flowrl.config.rollout import (
@@ -26,10 +26,10 @@ from flowrl.config.sections import (
     RunOptions,
     RuntimeOptions,
 )
-from flowrl.config.yaml12 import check_size, dump_yaml, texts_in
+from flowrl.config.yaml12 import dump_yaml
 from flowrl.errors import UserError
 from flowrl.trees.plan import TreePlan
-from flowrl.utils.fields import Options, check_unicode, option
+from flowrl.utils.fields import Options, option
 
 CHECKED_MOVES = 150_000  # of the trees checked before a run, which takes about a second
 
@@ -111,12 +111,6 @@ class Config(Options):
 
 def parse_config(data: Mapping[str, Any]) -> Config:
     """Validate a plain mapping. Raises UserError naming key, value and what was expected."""
-    check_size(data, "the recipe")
-    for path, text in texts_in(data):
-        try:
-            check_unicode(text)
-        except ValueError as error:
-            raise UserError(f"Option {name_of(path)}: {error}.") from error
     try:
         return Config.model_validate(dict(data))
     except ValidationError as error:

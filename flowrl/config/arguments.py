@@ -116,11 +116,6 @@ def _next_value(word: str, plain: str, rest: list[str]) -> str:
 def _translate(name: str, value: str) -> list[str]:
     key = name.removeprefix("--")
     plain = key.replace("-", "_")
-    if plain == "hub_token":
-        raise UserError(
-            "--hub_token would leave a secret in the shell's history and the list of processes: "
-            "set HF_TOKEN in the environment, or log in once with hf auth login."
-        )
     if plain not in ALIASES or (key == name and plain in _SECTION_NAMES):
         if key != name and "." not in key and plain not in Config.model_fields:
             near = difflib.get_close_matches(plain[:100], [*ALIASES, *TRAIN_OPTIONS], 1, 0.5)

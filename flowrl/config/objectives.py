@@ -29,13 +29,14 @@ class ObjectiveOptions(Options):
     states: ClassVar[str] = "endpoints"  # what the objective learns from, see `Needs.states`
     group_images: ClassVar[int | None] = None  # of a group that are learned from; None is all
     recomputes: ClassVar[bool] = False  # runs the network once more in the backward pass
+    passes: ClassVar[int] = 1  # forwards with a gradient, where no option decides
 
     def forwards(self, steps: int) -> int:
         """Return the forwards with a gradient of one image, chain or step of a loss, at most.
 
         steps: of a chain.
         """
-        return 1
+        return self.passes
 
     def build(self, kernel: str = "flow_sde") -> Any:
         """Return the objective; kernel: rollout.kernel, for objectives on denoising steps."""
@@ -435,11 +436,9 @@ class DRaFTOptions(RewardBackpropOptions):
 class DRaFTLVOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.refl:DRaFTLV"
     title: ClassVar[str] = "DRaFT-LV"
+    passes: ClassVar[int] = 2
     recomputes: ClassVar[bool] = True
     kind: Literal["draft_lv"] = option("draft_lv", "The last step, from two noises.", DRAFT)
-
-    def forwards(self, steps: int) -> int:
-        return 2
 
 
 class AlignPropOptions(RewardBackpropOptions):
@@ -454,6 +453,7 @@ class AlignPropOptions(RewardBackpropOptions):
 class SRPOOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.srpo:SRPO"
     title: ClassVar[str] = "SRPO"
+    passes: ClassVar[int] = 2
     recomputes: ClassVar[bool] = True
     kind: Literal["srpo"] = option("srpo", "One step with known noise, a relative reward.", SRPO)
     positive_words: str = option(
@@ -465,17 +465,12 @@ class SRPOOptions(RewardBackpropOptions):
     )
     negative_words: str = option("", "Prefix of the prompt for a worse image, such as CG render.")
 
-    def forwards(self, steps: int) -> int:
-        return 2
-
 
 class LeapAlignOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.leap_align:LeapAlign"
     title: ClassVar[str] = "LeapAlign"
+    passes: ClassVar[int] = 2
     kind: Literal["leap_align"] = option("leap_align", "Two leaps between states.", FLOWBP)
-
-    def forwards(self, steps: int) -> int:
-        return 2
 
 
 class FlowBPSparseOptions(RewardBackpropOptions):

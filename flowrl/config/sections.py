@@ -186,16 +186,7 @@ class EvaluationOptions(Options):
     def step_counts(self) -> tuple[int, ...]:
         """The numbers of denoising steps, at least one, the first of most weight."""
         steps = self.num_inference_steps
-        return tuple(steps) if isinstance(steps, list) else (steps,)
-
-    @model_validator(mode="after")
-    def _check(self) -> "EvaluationOptions":
-        if len(set(self.step_counts)) < len(self.step_counts):
-            raise ValueError(
-                f"evaluation.num_inference_steps is {list(self.step_counts)}, expected each number "
-                "of steps once"
-            )
-        return self
+        return tuple(dict.fromkeys(steps)) if isinstance(steps, list) else (steps,)
 
 
 class OnHackingOptions(Options):

@@ -74,13 +74,6 @@ def check_states(states: str, plans: Plans, rollout: RolloutOptions, seed: int) 
                     f"in iteration {iteration} rollout.depth_pruning leaves no step to learn from: "
                     "make it smaller, or null"
                 )
-        if rollout.depth_pruning and all(
-            plan == rollout.whole(iteration, seed) for plan, iteration in plans.items()
-        ):
-            raise ValueError(
-                "rollout.depth_pruning covers no step that rollout.tree trains in any iteration: "
-                "move its start there, or set it to null"
-            )
     if states == "path":
         for plan in plans:
             if plan.fans or any(move.noise or move.branch > 1 for move in plan.moves):
@@ -135,13 +128,7 @@ def check_explore(plans: Plans, rollout: RolloutOptions) -> None:
 
 def check_precision(pipeline: PipelineOptions, rollout: RolloutOptions) -> None:
     """Check that rollouts can be sampled in the precision of training."""
-    if pipeline.precision is None:
-        if pipeline.min_dim is not None:
-            raise ValueError(
-                "pipeline.min_dim chooses layers for pipeline.precision, which is null: set "
-                "precision, or min_dim to null"
-            )
-    elif rollout.merge_lora is True:
+    if pipeline.precision is not None and rollout.merge_lora is True:
         raise ValueError(
             f"rollout.merge_lora is true, but with pipeline.precision {pipeline.precision} the "
             "adapter stays beside the packed weights in training, and rollouts that fold it in "
@@ -189,19 +176,15 @@ def check_objective(objective: Objective, rollout: RolloutOptions, *, gates: boo
             "objective.advantage.rewards is gdpo, which adds z-scores, and a reward has a gate, "
             "which counts scores: set it to sum, or remove the gate"
         )
-    if isinstance(objective, GRPOOptions):
-        _check_grpo(objective, rollout)
-    noising = getattr(objective, "noising", None)
-    if noising is not None and rollout.store is None:
-        check_noising(noising, rollout.num_inference_steps)
-
-
-def _check_grpo(objective: GRPOOptions, rollout: RolloutOptions) -> None:
-    if objective.kl_form == "latent_no_dt" and rollout.kernel == "cps":
+    no_dt = isinstance(objective, GRPOOptions) and objective.kl_form == "latent_no_dt"
+    if no_dt and rollout.kernel == "cps":
         raise ValueError(
             "objective.kl_form is latent_no_dt, which leaves out the step length of an SDE, and "
             "rollout.kernel cps has none: use latent_dt, the published form for it"
         )
+    noising = getattr(objective, "noising", None)
+    if noising is not None and rollout.store is None:
+        check_noising(noising, rollout.num_inference_steps)
 
 
 def check_reference(reference: ReferenceOptions, objective: Objective, run: RunOptions) -> None:

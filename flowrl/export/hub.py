@@ -12,7 +12,7 @@ import tempfile
 from ast import literal_eval
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from flowrl.backbones.families import LICENCES
@@ -32,8 +32,6 @@ LOADING = re.compile(
 )
 SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
 VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")  # where a secret is, which is none
-URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.IGNORECASE | re.DOTALL)
-READER = re.compile(r"(json|csv|parquet|arrow|text|hf):(?=[/~.])", re.IGNORECASE)
 HOST = re.compile(r"(\w[\w.-]*[.a-z][\w.-]*|[\d.]{7,}|\[[\da-f:]+\]):\d{2,5}(/.*)?", re.IGNORECASE)
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of a repository
 HINT = "After an upload to the Hub, the name of the repository takes the folder's place.\n\n"
@@ -154,26 +152,15 @@ def _is_secret(key: Any, value: Any) -> bool:
 
 
 def _public_text(text: str) -> str:
-    if url := URL.fullmatch(text):
-        scheme, rest = url["scheme"].lower(), url["rest"]
-        if scheme in ("http", "https"):
-            hub = scheme == "https" and rest.startswith("huggingface.co/")
-            return text if hub else "http://HOST:PORT"
-        if scheme == "file":
-            return PurePosixPath(rest).name
-        server = rest.split("/")[0]
-        hidden = "@" in server or HOST.fullmatch(server)
-        return f"{scheme}://HOST/{PurePosixPath(rest).name}" if hidden else text
+    if "://" in text:
+        return text if text.startswith("https://huggingface.co/") else "http://HOST:PORT"
     if HOST.fullmatch(text):
         return "HOST:PORT"
-    reader = READER.match(text)
-    start, path = (reader[0], text[reader.end() :]) if reader else ("", text)
-    windows = PureWindowsPath(path)
-    if windows.drive and windows.is_absolute():
-        return start + windows.name
-    # Of FILE.py:NAME too, as rewards are named; `~` alone says nothing of whose it is.
-    private = path.startswith("/") or re.match(r"~[^/]", path) or ".." in re.split(r"[\\/]", path)
-    return start + PureWindowsPath(path).name if private else text
+    # Of FILE.py:NAME too, as rewards are named.
+    climbs = ".." in re.split(r"[\\/]", text)
+    if climbs or text.startswith(("/", "~")) or PureWindowsPath(text).is_absolute():
+        return PureWindowsPath(text).name
+    return text
 
 
 def _first_line(error: BaseException) -> str:

@@ -50,16 +50,13 @@ class Card:
     weights: str  # which weights the root holds: "EMA" or "policy"
     step: int  # after how many iterations
     stopped: str = ""  # a sentence that says why no more, when something ended the run early
-    training: str = ""  # sentences on how it learned, beside the configuration
     command: str  # what makes the run again
     config: str  # the resolved configuration, YAML
     evaluation: str = ""  # what the summary was measured on, no full stop
     planted: str = ""  # what is wrong with the base on purpose, of a built-in pipeline
     summary: Sequence[EvaluationComparison] = ()
-    legend: str = ""  # what the summary's rows are, where a reward's name does not say it
     curves: Mapping[str, Points] = field(default_factory=dict)
     rows: Sequence[GalleryRow] = ()
-    pictures: str = ""  # how the rows were chosen
 
 
 def write_card(folder: Path | str, card: Card) -> Path:

@@ -1,40 +1,33 @@
 """The end of a run: compare the trained model with the base, write gallery and model card."""
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowrl.assembly.backbone import FILE as TRAINING
 from flowrl.assembly.backbone import call_settings
 from flowrl.backbones.families import family_of
-from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import TINY
 from flowrl.backbones.lora_files import FILE as LORA
 from flowrl.backbones.policy import EMA
 from flowrl.config import Config, config_yaml
 from flowrl.config.methods import method_name
 from flowrl.errors import DamagedFile, phase
-from flowrl.export.gallery import GalleryRow, fair_sample, write_gallery
+from flowrl.export.gallery import GalleryRow, write_gallery
 from flowrl.export.hub import Licence, is_hub_name, licence_of, public, public_config
-from flowrl.export.model_card import GRID, Card, loader_of, write_card
-from flowrl.quantization.rollout_model import read_precision
-from flowrl.sampling.rank_audit import read_audits
+from flowrl.export.model_card import Card, loader_of, write_card
 from flowrl.tiny.world import planted
-from flowrl.training.evaluate import Evaluation, EvaluationComparison, Evaluator, compare
+from flowrl.training.evaluate import Evaluation, EvaluationComparison, compare
 from flowrl.training.loop import Learner
 from flowrl.training.run import Run
 from flowrl.training.tracking import read_metrics
-from flowrl.utils.distributed import Runtime
 from flowrl.utils.images import to_pil
 from flowrl.utils.templates import finite_or_none
 
 LOG = logging.getLogger(__name__)
 NOT_REWARDS = ("reward/std_in_group", "reward/invalid", "reward/missing/")
 TINY_LOADING = "from flowrl import pipeline_path"
-SWEEP_NOTE = "RLG 0 is the base, 1 the LoRA as trained; other strengths are a heuristic."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,62 +96,24 @@ def write_summary(
             run.folder / "gallery", rows, title=f"{name}: base and aligned", summary=summary,
             caption=f"{name}, {how}" + (f". {run.stopped}" if run.stopped else ""),
         )  # fmt: skip
-    pictures = ""
-    if before and after and rows and run.evaluator:
-        held_out = (spec.name for spec in run.evaluator.specs if spec.held_out)
-        deciding = next(held_out, before.names[0])
-        shown, text = fair_sample(before, after, deciding, GRID)
-        each = len(rows) // len(before.prompts)  # an image has a row for each number of steps
-        if shown:  # none where the reward knows none of the images
-            pictures = text
-            rows = [row for image in shown for row in rows[image * each : (image + 1) * each]]
-    write_card(run.folder, card(config, learner, run, summary, rows, pictures))
+    write_card(run.folder, card(config, learner, run, summary, rows))
     return summary
 
 
-def precisions(config: Config, folder: Path, done: int) -> str:
-    """Return in which precision the run computed, by its files; "" if only in its dtype."""
-    p, base, texts = config.pipeline.precision, config.memory, []
-    if p is not None:
-        texts.append(f"Rollouts and training: {read_precision(folder, TRAINING) or p}.")
-    if base.base_bits is not None:
-        texts.append(f"Frozen weights: {base.base_bits} bits, by {base.base_library}.")
-    if config.rollout.explore is not None:
-        texts.append(_candidate_precisions(config, folder, done))
-    return " ".join(texts)
-
-
-def _candidate_precisions(config: Config, folder: Path, done: int) -> str:
-    """Return steps and precision of candidates, and their last audit."""
-    explore = config.rollout.explore
-    assert explore is not None
-    steps = explore.num_inference_steps or config.rollout.num_inference_steps
-    text = f"Candidates: {steps} steps, {read_precision(folder) or explore.precision}"
-    audits = [audit for audit in read_audits(folder) if audit["iteration"] < done]
-    if audits and audits[-1]["rho"] is not None:
-        text += f"; last audit before iteration {audits[-1]['iteration'] + 1}, rho "
-        text += f"{audits[-1]['rho']:.2f}"
-    return f"{text}."
-
-
-def gallery_rows(base: Evaluation, *aligned: Evaluation) -> list[GalleryRow]:
-    """Return the saved images of all evaluations side by side, with their scores.
+def gallery_rows(base: Evaluation, aligned: Evaluation) -> list[GalleryRow]:
+    """Return the saved images of both evaluations side by side, with their scores.
 
     With several numbers of steps, each image's rows at all of them follow each other.
     """
-    columns = (base, *aligned)
-    counts = min(len(column.at_steps) for column in columns)
-    if counts:
-        at_each = (
-            [replace(column, at_steps=()) for column in columns],
-            *([column.at_steps[i] for column in columns] for i in range(counts)),
-        )
+    if base.at_steps and aligned.at_steps:
+        at_each = [(replace(base, at_steps=()), replace(aligned, at_steps=()))]
+        at_each += zip(base.at_steps, aligned.at_steps, strict=True)
         rows = [
-            [replace(row, note=f"{at[0].steps} steps") for row in gallery_rows(*at)]
-            for at in at_each
+            [replace(row, note=f"{before.steps} steps") for row in gallery_rows(before, after)]
+            for before, after in at_each
         ]
         return [row for same_image in zip(*rows, strict=True) for row in same_image]
-    images = [to_pil(evaluation.images.float() / 255) for evaluation in columns]
+    before, after = (to_pil(e.images.float() / 255) for e in (base, aligned))
 
     def score(evaluation: Evaluation, row: int, name: str) -> float | None:
         return finite_or_none(float(evaluation.scores[row, evaluation.names.index(name)]))
@@ -167,18 +122,11 @@ def gallery_rows(base: Evaluation, *aligned: Evaluation) -> list[GalleryRow]:
         GalleryRow(
             prompt=prompt,
             number=base.draws[row],
-            images=tuple(column[row] for column in images),
-            scores={name: tuple(score(e, row, name) for e in columns) for name in base.names},
+            images=(before[row], after[row]),
+            scores={n: (score(base, row, n), score(aligned, row, n)) for n in base.names},
         )
         for row, prompt in enumerate(base.prompts)
     ]
-
-
-def legend(rows: list[EvaluationComparison]) -> str:
-    """Return an explanation of the rows that are not a reward's plain score."""
-    matches = (re.match(r"(\d+)_steps/", row.name) for row in rows)
-    counts = dict.fromkeys(match[1] for match in matches if match)
-    return " ".join(f"{n}_steps/R is R at {n} denoising steps." for n in counts)
 
 
 def card(
@@ -187,7 +135,6 @@ def card(
     run: Run,
     summary: list[EvaluationComparison],
     rows: list[GalleryRow],
-    pictures: str = "",
 ) -> Card:
     """Return what the model card of a run says."""
     p, e = config.pipeline, config.evaluation
@@ -216,16 +163,13 @@ def card(
         weights="EMA" if learner.policy.export_adapter == EMA else "policy",
         step=run.done,
         stopped=run.stopped,
-        training=precisions(config, run.folder, run.done),
         command="flowrl train config.yaml run.output_dir=runs/again",
         config=public_config(config_yaml(config)),
         evaluation=measured,
         planted=planted() if built_in else "",
         summary=summary,
-        legend=legend(summary),
         curves=reward_curves(read_metrics(run.folder)),
         rows=rows,
-        pictures=pictures,
     )
 
 
@@ -238,48 +182,3 @@ def reward_curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[
         name: [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
         for name in sorted(wanted, key=lambda name: name != "reward/mean")
     }
-
-
-# --- one LoRA at several strengths ---------------------------------------------------------------
-
-
-def evaluate_strengths(
-    evaluator: Evaluator, runtime: Runtime, strengths: Sequence[float]
-) -> dict[float, Evaluation]:
-    """Evaluate the evaluator's pipeline, with its LoRA loaded, at each strength of RLG."""
-    evaluations = {}
-    for strength in dict.fromkeys(strengths):
-        with RLG(evaluator.backbone.pipeline, strength):
-            titled = replace(evaluator, title=f"evaluating strength {strength:g}")
-            evaluations[strength] = titled(evaluator.backbone.velocity, runtime, whole=False)
-    return evaluations
-
-
-def write_sweep(
-    folder: Path, base: Evaluation, at_each: dict[float, Evaluation], *, title: str, caption: str
-) -> Path:
-    """Write the gallery with a column for the base and each strength; return its page."""
-    columns = {f"RLG {strength:g}": evaluation for strength, evaluation in at_each.items()}
-    page, _ = write_gallery(
-        folder,
-        gallery_rows(base, *columns.values()),
-        title=title,
-        summary=sweep_summary(base, columns),
-        caption=f"{caption}. {SWEEP_NOTE}",
-        columns=("base", *columns),
-    )
-    return page
-
-
-def sweep_summary(
-    base: Evaluation, at_each: Mapping[str, Evaluation]
-) -> list[EvaluationComparison]:
-    """Return every reward in every column, by reward. at_each: by the name of the column."""
-    comparisons = {column: compare(base, after) for column, after in at_each.items()}
-    return [
-        replace(row, name=f"{reward}, {column}")
-        for reward in base.names
-        for column, rows in comparisons.items()
-        for row in rows
-        if row.name == reward
-    ]

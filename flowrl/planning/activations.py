@@ -308,7 +308,7 @@ def _captured_call(small: Any, f: Forward) -> tuple[tuple[Any, ...], dict[str, A
     small.set_progress_bar_config(disable=True)
     small.check_inputs = lambda *_, **__: None  # sides of a small autoencoder may be odd
     try:
-        with quiet_libraries(), torch.no_grad():
+        with torch.no_grad():
             prompts = ["x" * 2 * f.text_tokens] * texts
             small(prompt=prompts, **{k: v for k, v in wanted.items() if k in parameters})
     except _Stop:
@@ -318,23 +318,6 @@ def _captured_call(small: Any, f: Forward) -> tuple[tuple[Any, ...], dict[str, A
     finally:
         hook.remove()
     raise Uncountable(f"{f.spec.pipeline} does not call its transformer")
-
-
-@contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Switch off the warnings of diffusers and transformers, such as on texts that are cut."""
-    import diffusers
-    import transformers
-
-    logs = diffusers.utils.logging, transformers.utils.logging
-    levels = [log.get_verbosity() for log in logs]
-    for log in logs:
-        log.set_verbosity_error()
-    try:
-        yield
-    finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.set_verbosity(level)
 
 
 # --- fake tensors -------------------------------------------------------------------------------

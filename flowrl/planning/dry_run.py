@@ -6,20 +6,20 @@ those of the recipe, and so are prompts where they can be read. Every replacemen
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import reduce
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from flowrl.backbones.families import family_of
-from flowrl.backbones.loading import check_pipeline, diffusers_class, pipeline_path
+from flowrl.backbones.loading import check_pipeline, diffusers_class
 from flowrl.backbones.small import small_folder
 from flowrl.config import Config, parse_config
+from flowrl.config.load import differences, merge
 from flowrl.config.rewards import HTTPOptions, RewardOptions
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import pipeline_class
@@ -41,7 +41,7 @@ class Rehearsal:
     """A small recipe, and what differs from the real one."""
 
     config: Config
-    replaced: tuple[tuple[str, str, str], ...]  # (option, value of the real recipe, value here)
+    replaced: Mapping[str, tuple[Any, Any]]  # values of the real recipe and here, by option
 
 
 def rehearse(config: Config, folder: str | Path) -> Rehearsal:
@@ -54,149 +54,97 @@ def rehearse(config: Config, folder: str | Path) -> Rehearsal:
     folder = Path(folder)
     config.objective.build(config.rollout.kernel)
     rewards = [inspect_reward(entry) for entry in config.rewards]
-    draft = _Draft(config.model_dump(mode="json"))
-    _shrink_pipeline(draft, config, folder)
-    _shrink_rollout(draft, config)
-    _shrink_training(draft, config, folder)
-    _replace_prompts(draft, config, rewards, folder)
-    draft.data["rewards"] = [reward.stand_in() for reward in rewards]
+    real = config.model_dump(mode="json")
+    changes = [
+        _small_pipeline(config, folder),
+        _small_rollout(config),
+        _small_training(config, folder),
+        _few_prompts(config, rewards, folder),
+        {"rewards": [reward.stand_in() for reward in rewards]},
+    ]
+    small = _smallest(reduce(merge, changes, real), config)
+    replaced = differences(real, small.model_dump(mode="json"))
+    replaced = {name: values for name, values in replaced.items() if "rewards" not in name}
     names = ", ".join(reward.name for reward in rewards)
-    draft.replaced.append(("rewards", names, "stand-ins of the same names and bounds"))
-    return Rehearsal(config=_smallest(draft, config), replaced=tuple(draft.replaced))
+    replaced["rewards"] = names, "stand-ins of the same names and bounds"
+    return Rehearsal(config=small, replaced=replaced)
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A recipe that becomes small, and the list of its changes."""
-
-    data: dict[str, Any]
-    replaced: list[tuple[str, str, str]] = field(default_factory=list)
-
-    def put(self, key: str, value: Any, text: str | None = None) -> None:
-        """Set an option; text: what the list of changes says, by default the value."""
-        section, last = self._find(key)
-        if section[last] != value:
-            self.replaced.append((key, _as_text(section[last]), text or _as_text(value)))
-            section[last] = value
-
-    def lower(self, key: str, most: int) -> None:
-        """Set an option to `most`, unless it is lower."""
-        section, last = self._find(key)
-        self.put(key, min(section[last], most))
-
-    def _find(self, key: str) -> tuple[dict[str, Any], str]:
-        *path, last = key.split(".")
-        section = self.data
-        for name in path:
-            section = section[name]
-        return section, last
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _shrink_pipeline(draft: _Draft, config: Config, folder: Path) -> None:
-    precision = config.pipeline.precision
-    check_pipeline(config.pipeline.path, config.pipeline.revision)
-    kind = pipeline_class(config.pipeline.path, config.pipeline.revision)
+def _small_pipeline(config: Config, folder: Path) -> dict[str, Any]:
+    p = config.pipeline
+    check_pipeline(p.path, p.revision)
+    kind = pipeline_class(p.path, p.revision)
     tiny = family_of(kind).built_in
-    if not tiny:
-        made = small_folder(diffusers_class(kind), folder / "pipeline")
-        draft.put("pipeline.path", str(made), f"a small random {kind}")
-    else:
-        draft.put("pipeline.path", tiny)
-    for name in ("revision", "attention"):
-        draft.put(f"pipeline.{name}", None)
-    for name in ("height", "width"):
-        draft.put(f"pipeline.{name}", None if tiny else SIDE)
-    draft.put("pipeline.device", "cpu")
-    draft.put("pipeline.dtype", "fp32")
-    draft.lower("pipeline.max_sequence_length", TOKENS)
-    draft.lower("pipeline.decode_batch", ROWS)
-    if precision not in (None, "bf16"):
-        draft.put("pipeline.precision", "nvfp4-emulated")
-    if precision is not None:
-        draft.put("pipeline.min_dim", 0)  # the layers of a tiny network are all small
-    draft.put("memory.base_bits", None)
+    side = None if tiny else SIDE
+    small: dict[str, Any] = {
+        "path": tiny or str(small_folder(diffusers_class(kind), folder / "pipeline")),
+        "revision": None, "attention": None, "compile": False, "height": side, "width": side,
+        "device": "cpu", "dtype": "fp32", "decode_batch": min(p.decode_batch, ROWS),
+        "max_sequence_length": min(p.max_sequence_length, TOKENS),
+    }  # fmt: skip
+    if p.precision is not None:
+        small["precision"] = "bf16" if p.precision == "bf16" else "nvfp4-emulated"
+        small["min_dim"] = 0  # the layers of a tiny network are all small
+    memory: dict[str, Any] = {"base_bits": None}
     if config.memory.prompt_cache is not None:
-        draft.put("memory.prompt_cache", str(folder / "prompt-cache"), "a temporary folder")
+        memory["prompt_cache"] = str(folder / "prompt-cache")
+    return {"pipeline": small, "memory": memory}
 
 
-def _shrink_rollout(draft: _Draft, config: Config) -> None:
+def _small_rollout(config: Config) -> dict[str, Any]:
     r = config.rollout
-    draft.lower("optim.updates_per_rollout", PROMPTS)
-    draft.put("rollout.prompts_per_iteration", PROMPTS)
-    draft.lower("rollout.batch_size", ROWS)
-    draft.put("pipeline.compile", False)
-    draft.put("rollout.workers", None, "null: this process samples")
-    if r.store is not None:
-        draft.put("rollout.store", None, "null: the groups are generated")
+    small: dict[str, Any] = {
+        "prompts_per_iteration": PROMPTS, "batch_size": min(r.batch_size, ROWS), "workers": None,
+        "store": None,
+    }  # fmt: skip
     if r.explore is not None:
-        if r.explore.precision != "bf16":
-            draft.put("rollout.explore.precision", "nvfp4-emulated")
-        draft.put("rollout.explore.min_dim", 0)
-        draft.lower("rollout.explore.audit.prompts", 1)
+        prompts = min(r.explore.audit.prompts, 1)
+        precision = "bf16" if r.explore.precision == "bf16" else "nvfp4-emulated"
+        small["explore"] = {
+            "precision": precision, "min_dim": 0, "audit": {"prompts": prompts},
+        }  # fmt: skip
+    return {"rollout": small}
 
 
-def _shrink_training(draft: _Draft, config: Config, folder: Path) -> None:
-    lora = config.lora
-    draft.lower("lora.rank", RANK)
-    draft.put("lora.alpha", lora.alpha / lora.rank * draft.data["lora"]["rank"])
-    draft.put("lora.init_from", None)
-    if lora.targets and not _has_layers(draft.data["pipeline"]["path"], lora.targets):
-        draft.put("lora.targets", None, "null: no layer of the tiny network has such a name")
-    draft.lower("optim.micro_batch", ROWS)
-    draft.lower("evaluation.num_images", IMAGES)
-    draft.lower("evaluation.every", 1)
-    draft.put("evaluation.num_inference_steps", _few_steps(config.evaluation.step_counts))
-    for side in ("height", "width"):
-        draft.put(f"evaluation.{side}", None, "null: the tiny pipeline's own")
-    draft.lower("evaluation.batch_size", ROWS)
-    draft.put("run.output_dir", str(folder / "run"), "a temporary folder")
-    draft.lower("run.iterations", ITERATIONS)
-    draft.lower("run.checkpoint_every", 1)
-    draft.lower("run.sample_every", 1)
-    draft.put("run.max_minutes", None)
-    draft.put("run.trackers", [])
-    draft.put("run.push_to_hub", False)
+def _small_training(config: Config, folder: Path) -> dict[str, Any]:
+    lora, optim, e, run = config.lora, config.optim, config.evaluation, config.run
+    rank, counts = min(lora.rank, RANK), e.step_counts
+    # As many numbers of steps as the recipe evaluates at, each once and small.
+    steps = min(counts[0], 4) if len(counts) == 1 else [2 + i for i in range(len(counts))]
+    return {
+        "lora": {
+            "rank": rank, "alpha": lora.alpha / lora.rank * rank, "init_from": None,
+            "targets": None,
+        },
+        "optim": {
+            "updates_per_rollout": min(optim.updates_per_rollout, PROMPTS),
+            "micro_batch": min(optim.micro_batch, ROWS),
+        },
+        "evaluation": {
+            "num_images": min(e.num_images, IMAGES), "every": min(e.every, 1), "height": None,
+            "width": None, "num_inference_steps": steps, "batch_size": min(e.batch_size, ROWS),
+        },
+        "run": {
+            "output_dir": str(folder / "run"), "iterations": min(run.iterations, ITERATIONS),
+            "checkpoint_every": 1, "sample_every": min(run.sample_every, 1), "max_minutes": None,
+            "trackers": [], "push_to_hub": False,
+        },
+    }  # fmt: skip
 
 
-def _few_steps(counts: Sequence[int]) -> int | list[int]:
-    """Return as many numbers of steps as the recipe evaluates at, each once and small."""
-    return min(counts[0], 4) if len(counts) == 1 else [2 + i for i in range(len(counts))]
-
-
-def _has_layers(tiny: str, targets: Sequence[str]) -> bool:
-    """Return whether a layer of a tiny network has one of these endings, as PEFT compares them."""
-    layers: set[str] = set()
-    for path in (Path(pipeline_path(tiny)) / "transformer").glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            layers |= {key.removesuffix(".weight") for key in file.keys()}
-    return any(f".{name}".endswith(f".{target}") for name in layers for target in targets)
-
-
-def _smallest(draft: _Draft, config: Config) -> Config:
+def _smallest(data: dict[str, Any], config: Config) -> Config:
     """Take the fewest steps, group and candidates that everything else allows."""
     error: UserError | None = None
     for steps, size in _sizes(config):
-        attempt = _Draft(deepcopy(draft.data))
-        attempt.put("rollout.num_inference_steps", steps)
-        attempt.put("rollout.group_size", size)
+        rollout: dict[str, Any] = {"num_inference_steps": steps, "group_size": size}
         try:
-            if config.rollout.explore is not None:  # twice as many candidates as are kept
-                plain = deepcopy(attempt.data)
-                plain["rollout"]["explore"] = None
-                roots = max(plan.roots for plan in parse_config(plain).plans())
-                attempt.lower("rollout.explore.candidates", 2 * roots)
-            parsed = parse_config(attempt.data)
+            if (explore := config.rollout.explore) is not None:  # twice as many as are kept
+                plain = parse_config(merge(data, {"rollout": rollout | {"explore": None}}))
+                roots = max(plan.roots for plan in plain.plans())
+                rollout["explore"] = {"candidates": min(explore.candidates, 2 * roots)}
+            return parse_config(merge(data, {"rollout": rollout}))
         except UserError as refused:
             error = error or refused
-            continue
-        draft.replaced += attempt.replaced
-        return parsed
     assert error is not None  # the recipe's own numbers are the last that are tried
     raise error
 
@@ -331,22 +279,22 @@ COUNT = 12  # enough to hold some out
 FALLBACK = "tiny:geneval:train"
 
 
-def _replace_prompts(
-    draft: _Draft, config: Config, rewards: Sequence[InspectedReward], folder: Path
-) -> None:
+def _few_prompts(
+    config: Config, rewards: Sequence[InspectedReward], folder: Path
+) -> dict[str, Any]:
     p, e = config.prompts, config.evaluation
     if e.prompts is not None and not (_is_missing(p.train) or _is_missing(e.prompts)):
         held_out = load_prompts(e.prompts, split="test")
         check_overlap(load_prompts(p.train), held_out, allowed=p.allow_overlap)
-    draft.put("prompts.allow_overlap", True, "true: those that stand in may ask for the same")
-    train = folder / "train.jsonl"
-    note = choose_prompts(train, p.train, rewards, p.balance, weights=p.weights)
-    draft.put("prompts.train", str(train), note)
-    draft.put("prompts.weights", None, "null: a few prompts need not have every kind")
+    train, test = folder / "train.jsonl", folder / "test.jsonl"
+    choose_prompts(train, p.train, rewards, p.balance, weights=p.weights)
     if e.prompts is not None:
-        test = folder / "test.jsonl"
-        note = choose_prompts(test, e.prompts, rewards, e.balance, held_out=True)
-        draft.put("evaluation.prompts", str(test), note)
+        choose_prompts(test, e.prompts, rewards, e.balance, held_out=True)
+    return {
+        # Few prompts need not have every kind, and those that stand in may ask for the same.
+        "prompts": {"train": str(train), "weights": None, "allow_overlap": True},
+        "evaluation": {"prompts": e.prompts and str(test)},
+    }
 
 
 def _is_missing(source: str) -> bool:
@@ -362,8 +310,8 @@ def choose_prompts(
     *,
     weights: Mapping[str, int] | None = None,
     held_out: bool = False,
-) -> str:
-    """Write COUNT prompts to `path` with the rewards that apply to them; say which they are.
+) -> None:
+    """Write COUNT prompts to `path` with the rewards that apply to them.
 
     All of the user's prompts are read and shown to the rewards, as far as these can be asked.
     held_out: they are those of evaluation. Raises UserError for what is wrong with them.
@@ -371,8 +319,6 @@ def choose_prompts(
     most = max(COUNT, len(rewards))
     if _is_missing(source):
         rows = _made_up(rewards, balance, most)
-        missing = "is looked up in training only" if source.startswith(HUB) else "is not there"
-        note = f"{source} {missing}: {len(rows)} prompts of the tiny world"
     else:
         records = load_prompts(source, split="test" if held_out else "train")
         specs = [spec for spec in (reward.spec() for reward in rewards) if spec is not None]
@@ -384,13 +330,11 @@ def choose_prompts(
         first = [next((i for i, n in enumerate(judges) if w.name in n), None) for w in rewards]
         order = dict.fromkeys([*(i for i in first if i is not None), *range(len(judges))])
         rows = [_row(records[i], judges[i]) for i in sorted(list(order)[:most])]
-        note = f"{len(rows)} of the {len(records)} prompts of {source}"
     try:
         text = "".join(json.dumps(row) + "\n" for row in rows)
     except TypeError as error:  # of a data set with images in its columns
         raise UserError(f"a prompt's metadata cannot be written as JSON: {error}") from error
     write_text(path, text)
-    return note
 
 
 def _row(record: PromptRecord, judges: Sequence[str]) -> dict[str, Any]:

@@ -1,13 +1,7 @@
 """How long a recipe takes: the arithmetic of its networks, by the peaks of cards."""
 
-import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
-
-MEASURED_SECONDS = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +53,3 @@ class Duration:
             if card.memory >= memory
         }
         return {name: (full / most, full / least) for name, full in hours.items()}
-
-
-def cpu_rate(dtype: torch.dtype) -> float:
-    """Time a product of matrices on this machine's CPU; return operations a second.
-
-    A whole network is slower: norms and attention take their share.
-    """
-    size = 1024
-    a = torch.randn(size, size, dtype=dtype)
-    taken: list[float] = []
-    while len(taken) < 3 or sum(taken) < MEASURED_SECONDS:
-        began = time.perf_counter()
-        torch.mm(a, a)
-        taken.append(time.perf_counter() - began)
-    return 2 * size**3 / statistics.median(taken[1:])

@@ -12,7 +12,6 @@ from flowrl.config.rewards import HTTPOptions
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import ModelSpec, build_network, spec_for
 from flowrl.scoring.spec import load_reward
-from flowrl.utils.progress import announced
 
 REAL = 2 * 10**9  # bytes of weights from which a pipeline needs a GPU
 
@@ -75,22 +74,9 @@ def check_memory(config: Config, spec: ModelSpec) -> None:
 
 
 def check_gpu(config: Config) -> None:
-    """Check that a real checkpoint has a GPU; the error says how long a CPU would take."""
-    if torch.cuda.is_available() or config.pipeline.device not in (None, "auto", "cpu"):
-        return
-    from flowrl.planning.duration import cpu_rate  # not needed by runs that pass
-    from flowrl.planning.plan import make_plan
-
-    hours = ""
-    with announced("no GPU here: counting how long the CPU would take"):
-        duration = make_plan(config).duration
-        rate = cpu_rate(DTYPES[config.pipeline.dtype]) * 3600
-    if duration is not None:
-        hours = (
-            f", where an iteration takes at least {duration.iteration / rate:,.1f} hours and the "
-            f"run {duration.run / rate:,.0f}"
+    """Check that a real checkpoint has a GPU."""
+    if not torch.cuda.is_available() and config.pipeline.device in (None, "auto", "cpu"):
+        raise UserError(
+            f"{config.pipeline.path} would run on this machine's CPU, for months: use a machine "
+            "with a GPU, rehearse with --dry-run, or insist with --yes"
         )
-    raise UserError(
-        f"{config.pipeline.path} would run on this machine's CPU{hours}: use a machine with a GPU, "
-        "rehearse with --dry-run, or insist with --yes"
-    )

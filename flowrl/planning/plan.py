@@ -4,10 +4,8 @@ Nothing is loaded, downloaded or allocated: networks are built on the meta devic
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-import psutil
 
 from flowrl.assembly.work_split import WorkSplit, split_work
 from flowrl.backbones.loading import check_pipeline
@@ -17,11 +15,10 @@ from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.activations import Uncountable
 from flowrl.planning.duration import Duration
-from flowrl.planning.memory import AUTO, Footprint, MemoryPlan, peak, prompt_count
+from flowrl.planning.memory import AUTO, Footprint, MemoryPlan, peak
 from flowrl.planning.model_specs import ModelSpec, spec_for
 from flowrl.planning.rewards import reward_networks, rewards_bytes
 from flowrl.planning.work import RunWork, UpdateWork, count_work
-from flowrl.prompts.sources import TINY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +31,6 @@ class Plan:
     phases: tuple[Footprint, ...]  # of the busiest GPU in the largest iterations; () if unknown
     unknown: str  # why the pipeline's shapes are not known, else ""
     memory: int | None  # bytes of a GPU, None where nobody named any
-    host: Mapping[str, int]  # bytes of a machine's own memory, for all processes; {} if unknown
-    host_memory: int  # bytes that the machine has
     advice: tuple[str, ...]  # what to change where it does not fit: KEY=VALUE (what it costs)
     duration: Duration | None  # None where the pipeline's shapes are not known
     notes: tuple[str, ...]  # what was assumed or left out
@@ -52,16 +47,9 @@ class Plan:
             return None
         return self.peak.total <= self.memory
 
-    @property
-    def host_fits(self) -> bool:
-        """Return whether the machine's own memory holds it, as far as it is known."""
-        return sum(self.host.values()) <= self.host_memory
 
-
-def make_plan(
-    config: Config, *, gpus: int = 1, memory: int | None = None, host_memory: int | None = None
-) -> Plan:
-    """Plan a recipe on GPUs of `memory` bytes, in a machine of `host_memory` or like this one.
+def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Plan:
+    """Plan a recipe on GPUs of `memory` bytes.
 
     Raises UserError for a pipeline that cannot be trained, or where the GPUs cannot split the
     recipe's work.
@@ -71,7 +59,6 @@ def make_plan(
     split = [split_work(load, gpus) for load in work.loads][0]
     spec, unknown = _spec(config)
     phases: tuple[Footprint, ...] = ()
-    host: dict[str, int] = {}
     duration = None
     if spec is not None:
         plans = [
@@ -81,7 +68,6 @@ def make_plan(
         ]  # fmt: skip
         try:
             phases = _largest(plans)
-            host = plans[0].host_bytes()
             duration = _duration(plans[0], work)
         except Uncountable as error:
             unknown = str(error)
@@ -93,8 +79,6 @@ def make_plan(
         phases=phases,
         unknown=unknown,
         memory=memory,
-        host=host,
-        host_memory=host_memory or psutil.virtual_memory().total,
         advice=tuple(_advice(config, peak(list(phases)).phase)) if too_large else (),
         duration=duration,
         notes=tuple(_notes(config, work.needs)),
@@ -162,6 +146,9 @@ def _advice(config: Config, phase: str) -> list[str]:
          "memory.vae_tiling=true (slightly different images, above 512 pixels a side)"),
         (m.text_encoders == "keep",
          "memory.text_encoders=offload (all prompts are encoded first)"),
+        (phase == "encode",
+         "flowrl train RECIPE --encode-only memory.prompt_cache=PATH pipeline.device=cpu, then "
+         "memory.text_encoders=free memory.prompt_cache=PATH (texts are encoded on the CPU)"),
         (m.vae == "keep", "memory.vae=offload (the autoencoder is moved for every decoding)"),
         (p.dtype == "fp32", "pipeline.dtype=bf16 (half the bytes, rounded)"),
         (m.base_bits is None and p.precision is None,
@@ -182,9 +169,6 @@ def _notes(config: Config, needs: Needs) -> Iterator[str]:
     separate = sum(rewards_bytes([entry]) for entry in config.rewards)
     if saved := separate - rewards_bytes(config.rewards):
         yield f"Rewards share equal networks, which saves {saved / 2**30:.1f} GiB."
-    train = config.prompts.train
-    if not train.startswith(TINY) and prompt_count(train) is None:
-        yield f"{train} cannot be read here: its prompts are counted as all different."
     explore, store = config.rollout.explore, config.rollout.store
     if "auto" in (config.pipeline.precision, explore and explore.precision):
         yield f"precision auto is counted as the larger of {' and '.join(AUTO)}."
@@ -196,25 +180,22 @@ def _notes(config: Config, needs: Needs) -> Iterator[str]:
 
 # --- sizes of memory, and the head of a recipe --------------------------------------------------
 
-UNITS = {"M": 10**6, "G": 10**9, "T": 10**12, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
-
-def parse_memory(text: str, option: str = "--memory") -> int:
+def parse_memory(text: str) -> int:
     """Return the bytes of "24GB", "24" (10^9 bytes each) or "24GiB" (2^30).
 
     GPUs sold with 24 GB have some more than 24 * 10^9 bytes, of which their driver keeps a part.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = (match[2].upper().removesuffix("B") or "G") if match else ""
-    if match is None or unit not in UNITS or not float(match[1]):
-        raise UserError(f"{option} is {text!r}, expected a size such as 24GB, 80G or 24GiB")
-    return int(float(match[1]) * UNITS[unit])
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(G?B?|GiB?)\s*", text, re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise UserError(f"--memory is {text!r}, expected a size such as 24GB, 80G or 24GiB")
+    return int(float(match[1]) * (2**30 if "i" in match[2].lower() else 10**9))
 
 
 def memory_class(name: str) -> int | None:
     """Return the bytes of a GPU that a recipe's name ends in, as in "-24gb"; None without one."""
     match = re.search(r"-([0-9]+)gb$", name.removesuffix(".yaml").lower())
-    return int(match[1]) * UNITS["G"] if match else None
+    return int(match[1]) * 10**9 if match else None
 
 
 def gpus_of(recipe: str) -> int:

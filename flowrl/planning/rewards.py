@@ -1,17 +1,11 @@
-"""What a recipe's rewards take: memory, and requests to the servers of judges."""
+"""The memory of a recipe's rewards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.assembly.work_split import IterationWork
 from flowrl.backbones.loading import DTYPES
-from flowrl.config import Config
 from flowrl.config.rewards import HTTPOptions, RewardOptions
-from flowrl.planning.dry_run import inspect_reward
-from flowrl.planning.work import RunWork
-
-# --- memory -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,58 +95,3 @@ def scoring_bytes(entries: Sequence[RewardOptions], images: int) -> int:
         rows = min(images, getattr(entry.executor, "micro_batch", None) or images)
         sizes.append(size * rows)
     return max(sizes)
-
-
-def host_rewards_bytes(entries: Sequence[RewardOptions]) -> int:
-    """Return the bytes of weights in a process's share of the machine's memory: args.device cpu."""
-    here = [e for e in entries if e.args.get("device") == "cpu"]
-    args = [{k: v for k, v in e.args.items() if k != "device"} for e in here]
-    moved = [e.model_copy(update={"args": a}) for e, a in zip(here, args, strict=True)]
-    return rewards_bytes(moved)
-
-
-# --- requests to judges --------------------------------------------------------------------------
-
-
-def judge_requests(config: Config, work: RunWork) -> dict[str, int | None]:
-    """Return the most requests of a run to the server of each judge, by the reward's name.
-
-    Cached answers need none, nor do prompts that a judge does not apply to. None where prompts
-    decide.
-    """
-    requests = {}
-    for entry in config.rewards:
-        inspected = inspect_reward(entry)
-        if getattr(inspected.reward, "chat", None) is not None:
-            requests[inspected.name] = _requests(config, work, entry, inspected.reward)
-    return requests
-
-
-def _requests(config: Config, work: RunWork, entry: RewardOptions, reward: Any) -> int | None:
-    if getattr(reward, "requests_per_image", 0) is None:
-        return None
-    total, groups = 0, hasattr(reward, "requests_per_group")
-    when = entry.when or ("both" if entry.trained or groups else "evaluation")
-    if when != "evaluation" and config.rollout.store is None:
-        times = sum(work.loads.values())
-        for load, count in work.loads.items():
-            total += _of_iteration(reward, load) * (count * config.run.iterations // times)
-        explore = config.rollout.explore
-        if explore is not None and explore.audit.every:
-            audits = -(-config.run.iterations // explore.audit.every)
-            total += audits * explore.audit.prompts * _of_group(reward, explore.candidates)
-    if when != "rollout" and not groups:
-        total += work.evaluated_images * reward.requests_per_image
-    return total
-
-
-def _of_iteration(reward: Any, load: IterationWork) -> int:
-    images = (load.roots * load.leaves, load.candidates * load.candidate_leaves)
-    return load.prompts * sum(_of_group(reward, count) for count in images)
-
-
-def _of_group(reward: Any, images: int) -> int:
-    """Return the requests of one prompt's images."""
-    if hasattr(reward, "requests_per_group"):
-        return reward.requests_per_group(images)
-    return reward.requests_per_image * images

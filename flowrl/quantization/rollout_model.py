@@ -253,9 +253,3 @@ def write_precision(
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / file, json.dumps(content, indent=2) + "\n")
-
-
-def read_precision(folder: Path, file: str = FILE) -> str | None:
-    """Return the precision in a folder's file, for people; None where it does not say."""
-    path = folder / file
-    return json.loads(path.read_text(encoding="utf-8")).get("precision") if path.exists() else None

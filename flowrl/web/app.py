@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import UserError
-from flowrl.utils.digests import digest
 from flowrl.utils.serving import json_body
 from flowrl.web.form import RunForm, choices
 from flowrl.web.jobs import Jobs
@@ -16,8 +15,6 @@ from flowrl.web.runs import RunFiles, RunFolders, recipe_differences
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from starlette.requests import Request
-    from starlette.responses import Response
 
 MOST_POINTS = 2000  # of a curve in an answer
 MOST_CURVES = 400  # runs times metrics in an answer
@@ -33,28 +30,12 @@ def make_app(root: Path, *, token: str, host: str) -> "FastAPI":
     folders, jobs = RunFolders(root), Jobs(root)
 
     def routes(app: "FastAPI") -> None:
-        app.state.jobs = jobs
         _add_tables(app, folders, jobs)
         _add_curves(app, folders)
         _add_images(app, folders)
         _add_actions(app, folders, jobs)
 
     return make_page("flowrl ui", routes, "flowrl.web", token=token, host=host)
-
-
-def unless_current(request: "Request", stamp: Any, make: Callable[[], Any]) -> "Response":
-    """Answer with what `make` returns, or 304 when the client has the answer of this stamp.
-
-    stamp: anything that changes with the answer, with the same `repr` while it does not.
-    """
-    from starlette.responses import Response
-
-    tag = f'"{digest(repr((request.url.query, stamp)).encode())}"'
-    if request.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers={"ETag": tag})
-    answer = json_answer(make())
-    answer.headers["ETag"] = tag
-    return answer
 
 
 def _add_tables(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
@@ -66,16 +47,13 @@ def _add_tables(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
 
     @app.get("/api/runs")
     def runs(request: Request) -> Response:
-        listed = folders.runs()
-        stamp = [(run.stamp(), jobs.stopping(run)) for run in listed]
-        return unless_current(request, stamp, lambda: {"runs": [summary(run) for run in listed]})
+        return json_answer({"runs": [summary(run) for run in folders.runs()]}, request=request)
 
     @app.get("/api/run")
     def run(request: Request, run: str) -> Response:
-        chosen, log = folders.run(run), folders.log(run)
-        log.read()
-        stamp = (chosen.stamp(), log.version, jobs.stopping(chosen))
-        return unless_current(request, stamp, lambda: summary(chosen) | chosen.details(log))
+        chosen = folders.run(run)
+        content = chosen.details() | {"stopping": jobs.stopping(chosen)}
+        return json_answer(content, request=request)
 
     @app.get("/api/recipe")
     def recipe(run: str, other: str | None = None) -> Response:
@@ -89,8 +67,7 @@ def _add_tables(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
 
     @app.get("/api/jobs")
     def list_jobs(request: Request) -> Response:
-        content = {"jobs": jobs.rows()}
-        return unless_current(request, content, lambda: content)
+        return json_answer({"jobs": jobs.rows()}, request=request)
 
     @app.get("/api/choices")
     def list_choices() -> Response:
@@ -108,23 +85,18 @@ def _add_curves(app: "FastAPI", folders: RunFolders) -> None:
         )
         if len(names) * max(1, len(metrics)) > MOST_CURVES:
             raise UserError(f"at most {MOST_CURVES} curves at a time")
-        logs = {name: folders.log(name) for name in names}
-        for log in logs.values():
-            log.read()
-        most = min(max(points, 2), MOST_POINTS)
-
-        def content() -> dict[str, Any]:
-            logged = held_out_first({name for log in logs.values() for name in log.names})
-            curves = {name: log.points(metrics, most) for name, log in logs.items()}
-            for name in names:
-                margins = folders.run(name).margins()
-                for metric, curve in curves[name].items():
-                    margin = [margins.get(step, {}).get(metric) for step in curve["x"]]
-                    curve |= {"margin": margin} if any(margin) else {}
-            return {"names": logged, "chosen": chosen_first(logged), "runs": curves}
-
-        stamp = [(name, log.version, folders.run(name).evaluations()) for name, log in logs.items()]
-        return unless_current(request, stamp, content)
+        runs, most = [folders.run(name) for name in names], min(max(points, 2), MOST_POINTS)
+        for run in runs:
+            run.log.read()
+        logged = held_out_first({name for run in runs for name in run.log.names})
+        curves = {run.name: run.log.points(metrics, most) for run in runs}
+        for run in runs:
+            margins = run.margins()
+            for metric, curve in curves[run.name].items():
+                margin = [margins.get(step, {}).get(metric) for step in curve["x"]]
+                curve |= {"margin": margin} if any(margin) else {}
+        content = {"names": logged, "chosen": chosen_first(logged), "runs": curves}
+        return json_answer(content, request=request)
 
 
 def _add_images(app: "FastAPI", folders: RunFolders) -> None:
@@ -181,9 +153,9 @@ def _add_actions(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
     actions: dict[str, Callable[[Order], dict[str, Any]]] = {
         "stop": stop,
         "resume": lambda order: jobs.resume(folders.run(order.run)).row(),
-        "plan": lambda order: jobs.plan(order).row(),
-        "rehearse": lambda order: jobs.rehearse(order).row(),
-        "start": lambda order: jobs.start(order).row(),
+        "plan": lambda order: jobs.order("plan", order).row(),
+        "rehearse": lambda order: jobs.order("dry run", order).row(),
+        "start": lambda order: jobs.order("start", order).row(),
     }
     for name, act in actions.items():
 

@@ -78,12 +78,6 @@ class Jobs:
         with self._lock:
             return [job.row() for job in reversed(self._jobs.values())]
 
-    def running(self) -> int:
-        """Return how many runs still train that were started or resumed here."""
-        with self._lock:
-            jobs = [job for job in self._jobs.values() if job.kind in ("start", "resume")]
-        return sum(job.process.poll() is None for job in jobs)
-
     # --- stop -----------------------------------------------------------------------------------
 
     def stopping(self, run: RunFiles) -> bool:
@@ -117,21 +111,16 @@ class Jobs:
 
     # --- children -------------------------------------------------------------------------------
 
-    def plan(self, form: RunForm) -> PageJob:
-        """Begin `flowrl plan`. Raises FieldRefusal for a field that cannot be used."""
-        return self._begin("plan", form.folder or form.recipe, ("plan", *form.words(self.root)))
+    def order(self, kind: Kind, form: RunForm) -> PageJob:
+        """Plan, rehearse, or train in a new folder.
 
-    def rehearse(self, form: RunForm) -> PageJob:
-        """Begin `flowrl train --dry-run`. Raises FieldRefusal for a field that cannot be used."""
-        words = ("train", *form.words(self.root), "--dry-run")
-        return self._begin("dry run", form.folder or form.recipe, words)
-
-    def start(self, form: RunForm) -> PageJob:
-        """Begin to train in a new folder. Raises FieldRefusal for a field that cannot be used."""
-        folder = checked_folder(self.root, form.folder)
-        place = f"run.output_dir={json.dumps(str(folder))}"
-        words = ("train", *form.words(self.root), place)
-        return self._begin("start", folder.name, words, folder)
+        Raises FieldRefusal for a field that cannot be used.
+        """
+        folder = checked_folder(self.root, form.folder) if kind == "start" else None
+        words = ["plan" if kind == "plan" else "train", *form.words(self.root)]
+        words += ["--dry-run"] if kind == "dry run" else []
+        words += [f"run.output_dir={json.dumps(str(folder))}"] if folder else []
+        return self._begin(kind, form.folder or form.recipe, tuple(words), folder)
 
     def resume(self, run: RunFiles) -> PageJob:
         """Resume a run from its newest intact checkpoint, with the recipe it has saved.

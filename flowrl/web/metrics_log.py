@@ -1,6 +1,6 @@
 """Read a run's `metrics.jsonl`, in bounded memory.
 
-A look reads a file that has changed anew: of a long one the beginning and the last `tail` bytes.
+A look reads a file that has changed anew: of a long one the beginning and the last TAIL bytes.
 Beyond LIMIT iterations they are thinned out evenly; evaluations are kept.
 """
 
@@ -14,11 +14,9 @@ from typing import Any, BinaryIO
 from flowrl.utils.journal import open_line
 from flowrl.utils.untrusted import RefusedFile, open_regular
 
-LIMIT = 2000  # iterations of a run in memory
-MOST_NAMES = 1000  # metrics of a run; further ones are left out
+LIMIT = 1000  # iterations of a run in memory
 HEAD = 2**16  # bytes at the beginning, where the base's evaluation is
-TAIL = 2**23  # bytes, for curves
-GLANCE = 2**19  # bytes, for a list of runs
+TAIL = 2**22  # bytes at the end
 MAX_STEP = 2**53
 
 Values = dict[str, float | None]  # metrics of one iteration by name; None is a missing value
@@ -27,8 +25,8 @@ Values = dict[str, float | None]  # metrics of one iteration by name; None is a 
 class MetricsLog:
     """The metrics of one run; several threads may use it."""
 
-    def __init__(self, path: Path, tail: int = TAIL):
-        self.path, self.tail, self.version = path, tail, 0
+    def __init__(self, path: Path):
+        self.path = path
         self._lock = threading.Lock()
         self._file: tuple[int, ...] | None = None  # what changes with the file
         self._parse(b"")
@@ -49,12 +47,12 @@ class MetricsLog:
 
     def _ends(self, file: BinaryIO, size: int) -> bytes:
         """Return whole lines at the beginning and the end of a file."""
-        head = file.read(HEAD if size > HEAD + self.tail else size)
+        head = file.read(HEAD if size > HEAD + TAIL else size)
         head = head[: head.rfind(b"\n") + 1]
-        if size <= HEAD + self.tail:
+        if size <= HEAD + TAIL:
             return head
-        file.seek(size - self.tail)
-        end = file.read(self.tail)
+        file.seek(size - TAIL)
+        end = file.read(TAIL)
         return head + end[end.find(b"\n") + 1 : end.rfind(b"\n") + 1]
 
     def _parse(self, data: bytes) -> None:
@@ -69,16 +67,14 @@ class MetricsLog:
             else:
                 self.damaged += 1
         self._thin_out()
-        self.version += 1  # changes with everything else here
 
     def _add(self, step: int, row: dict[str, Any]) -> None:
         values = self._rows.setdefault(step, {})
         for name, value in row.items():
             if value is not None and type(value) not in (int, float):
                 continue
-            if name in self._names or len(self._names) < MOST_NAMES:
-                self._names[name] = None
-                values[name] = float(value) if value is not None and abs(value) < 1e300 else None
+            self._names[name] = None
+            values[name] = float(value) if value is not None and abs(value) < 1e300 else None
 
     def _thin_out(self) -> None:
         evaluated = {step for step, values in self._rows.items() if any(map(_held_out, values))}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import UserError
+from flowrl.utils.digests import digest
 from flowrl.utils.serving import Access, Guard, local_names
 
 if TYPE_CHECKING:
@@ -62,12 +63,16 @@ def make_page(
     return app
 
 
-def json_answer(content: Any, status: int = 200) -> "Response":
+def json_answer(content: Any, status: int = 200, request: "Request | None" = None) -> "Response":
+    """Return an answer in JSON; 304 where the client of `request` has the same already."""
     from starlette.responses import Response
 
     # ASCII: halves of characters, which a damaged file may hold, have no UTF-8.
-    body = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    return Response(body, status, media_type="application/json")
+    body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+    headers = {} if request is None else {"ETag": f'"{digest(body)}"'}
+    if request is not None and request.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(body, status, headers, media_type="application/json")
 
 
 def _add_errors(app: "FastAPI") -> None:

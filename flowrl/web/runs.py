@@ -11,7 +11,6 @@ import re
 import shlex
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from flowrl.config.yaml12 import load_yaml
 from flowrl.errors import UserError
 from flowrl.training.ledger import FILE as LEDGER
 from flowrl.training.ledger import Event, Ledger
-from flowrl.training.owner import FILE as OWNER
 from flowrl.training.owner import owner_of
 from flowrl.utils.untrusted import (
     RefusedFile,
@@ -32,7 +30,7 @@ from flowrl.utils.untrusted import (
     parse_json,
     read_bytes,
 )
-from flowrl.web.metrics_log import GLANCE, MetricsLog, held_out_first
+from flowrl.web.metrics_log import MetricsLog, held_out_first
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 RUN_PARTS = {  # folders of a run, in which no other run is looked for
@@ -41,7 +39,6 @@ RUN_PARTS = {  # folders of a run, in which no other run is looked for
 }  # fmt: skip
 DEPTH = 3  # folders below RUNS
 MOST_RUNS = 500
-MOST_LOGS = 32  # runs whose curves are kept in memory
 MOST_TEXT = 2000  # characters of a prompt or of an option's value
 MOST_ROWS = 200  # events, images, evaluations with intervals
 MOST_SCORES = 100_000  # images of an evaluation
@@ -73,20 +70,12 @@ class RunFiles:
 
     name: str  # its path below RUNS, with slashes
     path: Path
-    glance: MetricsLog = field(init=False)
+    log: MetricsLog = field(init=False)
     _ledger: tuple[Any, list[Event]] = field(init=False, default=(None, []))
     _margins: dict[Any, dict[str, float]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.glance = MetricsLog(self.path / METRICS, GLANCE)
-
-    def stamp(self) -> tuple[Any, ...]:
-        """Return what changes whenever something that people see here changes."""
-        names = (METRICS, LEDGER, CONFIG, OWNER, "samples", "evaluations", "checkpoints")
-        names += tuple(RESULTS.values())
-        owner = owner_of(self.path)
-        alive = owner is not None and owner.process(self.path) is not None
-        return (self.name, alive, *(_stamp(self.path / name) for name in names))
+        self.log = MetricsLog(self.path / METRICS)
 
     # --- state and recipe -----------------------------------------------------------------------
 
@@ -157,8 +146,8 @@ class RunFiles:
 
     def summary(self) -> dict[str, Any]:
         """Return a line of the list of runs."""
-        self.glance.read()
-        state, recipe, ends = self.state(), self.recipe(), self.glance.ends()
+        self.log.read()
+        state, recipe, ends = self.state(), self.recipe(), self.log.ends()
         return {
             "run": self.name,
             "state": state.name,
@@ -174,12 +163,12 @@ class RunFiles:
             "updated": _time(self.path / METRICS) or _time(self.path / LEDGER),
         }
 
-    def details(self, log: MetricsLog) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         """Return everything of a run but its curves and images."""
-        means = log.means()
-        return self.summary() | {
+        summary, means = self.summary(), self.log.means()
+        return summary | {
             "metrics": [[name, means[name]] for name in held_out_first(means)],
-            "damaged": log.damaged,
+            "damaged": self.log.damaged,
             "samples": self.samples(),
             "evaluations": self.evaluations(),
             "checkpoints": self.checkpoints(),
@@ -341,12 +330,11 @@ def recipe_differences(one: RunFiles, other: RunFiles) -> list[dict[str, str]]:
 
 
 class RunFolders:
-    """The runs below a folder, and the curves of those that somebody looks at."""
+    """The runs below a folder."""
 
     def __init__(self, root: Path):
         self.root = root.resolve()
         self._runs: dict[str, RunFiles] = {}
-        self._logs: OrderedDict[str, MetricsLog] = OrderedDict()
         self._scanned = float("-inf")
         self._lock = threading.Lock()
 
@@ -366,16 +354,6 @@ class RunFolders:
         """Return the run of a name. Raises KeyError: no name leads to a folder that is no run."""
         run = self._runs.get(name)
         return run if run is not None else {run.name: run for run in self.runs()}[name]
-
-    def log(self, name: str) -> MetricsLog:
-        """Return the metrics of a run. Raises KeyError as `run` does."""
-        run = self.run(name)
-        with self._lock:
-            log = self._logs.pop(name, None) or MetricsLog(run.path / METRICS)
-            self._logs[name] = log
-            while len(self._logs) > MOST_LOGS:
-                self._logs.popitem(last=False)
-            return log
 
     def _find(self) -> Iterator[tuple[str, Path]]:
         if is_run(self.root):

@@ -8,24 +8,14 @@ import pytest
 import torch
 
 from flowrl.api import collect, with_lora
-from flowrl.assembly.offline import dataset_metadata
 from flowrl.backbones.lora_files import save_lora
 from flowrl.errors import UserError
 from flowrl.offline.format import open_dataset, shard_file
 from flowrl.offline.source import StoredGroups, filter_groups
-from flowrl.offline.writer import write_groups
 from flowrl.sampling.rollout import Timer
-from flowrl.scoring.spec import RewardSpec
 
 ROLLOUT = {"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 2}
 SPECS = [{"name": "brightness"}, {"name": "compressibility", "held_out": True}]
-
-
-def patchy(images, prompts, metadata):
-    """Fails for every third image."""
-    scores = images.mean((1, 2, 3))
-    scores[::3] = math.nan
-    return scores
 
 
 @pytest.fixture(scope="module")
@@ -84,16 +74,6 @@ def test_a_full_store_and_that_of_another_recipe_are_kept(
     )
     with pytest.raises(UserError, match="was collected with .*, and this recipe has"):
         collect(other, collected[0], groups=8, pipeline=load_tiny())
-
-
-def test_missing_scores_are_stored_as_missing(make_learner, config, tmp_path):
-    sampler = make_learner(rollout=ROLLOUT).source
-    specs = [RewardSpec(name="patchy", reward=patchy)]
-    stage = replace(sampler.generator, specs=specs, max_invalid_fraction=1.0)
-    sampler = replace(sampler, generator=stage)
-    store = write_groups(tmp_path / "s", dataset_metadata(config, sampler), sampler, shards=2)
-    missing = store.scores[:, 0].isnan()
-    assert 0 < int(missing.sum()) < len(store)
 
 
 def test_a_lora_draws_other_images_and_is_named(

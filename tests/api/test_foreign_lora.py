@@ -1,7 +1,6 @@
 """A LoRA that PEFT trained and saved draws PEFT's own pictures, through every command."""
 
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,12 +8,10 @@ import torch
 from PIL import Image
 
 from flowrl import api
-from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_learner
+from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.backbones.loading import load_pipeline
 from flowrl.cli import main
 from flowrl.errors import UserError
-from flowrl.evaluation.comparison import BASE, compare_loras
-from flowrl.scoring.executors.base import to_levels
 from flowrl.utils.distributed import Runtime
 
 TARGETS = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]
@@ -91,18 +88,6 @@ def test_sample_draws_what_peft_draws_and_not_what_the_base_draws(
     assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
     base = pictures(load_tiny())
     assert not any(np.array_equal(a, b) for a, b in zip(found, base, strict=True))
-
-
-def test_a_leaderboard_draws_pefts_pictures(trained, reference, config, tmp_path):
-    comparison = compare_loras(config, [str(trained / "checkpoint-3")], tmp_path)
-    specs = api.build_rewards(config)
-    evaluator = build_evaluator(config, reference, specs, ProvidedObjects())
-    evaluator = replace(evaluator, prompts=comparison.prompts)
-    with torch.no_grad():
-        images = torch.cat(list(evaluator.images(evaluator.backbone.velocity, evaluator.request())))
-    (entry,) = (one for one in comparison.entries if one.name != BASE)
-    drawn = entry.evaluation.images
-    assert torch.equal(drawn, to_levels(images)[: len(drawn)])
 
 
 def test_training_that_starts_from_it_starts_with_pefts_pictures(

@@ -150,12 +150,3 @@ def test_a_folder_with_metadata_is_read_by_its_rows(grey, tmp_path):
     (tmp_path / "metadata.csv").write_text("image,label\nc.png,dark\n")
     with pytest.raises(UserError, match="expected 'file_name' and 'prompt', got image, label"):
         score([tmp_path], [BRIGHT], None)
-
-
-def test_scores_of_a_folder_are_those_of_its_images(grey, tmp_path):
-    for name, value in [("a.png", 0), ("b.png", 255)]:
-        grey(name, value)
-    (tmp_path / "notes.txt").write_text("not an image")
-    scored = score([tmp_path], ["brightness"], None)
-    assert [row["brightness"] for row in scored.rows] == [0.0, 1.0]
-    assert not scored.missing

@@ -128,14 +128,3 @@ def test_an_unexpected_error_is_short_and_debug_shows_the_traceback(run, built, 
     for words in (["--debug", "train", "nowhere"], ["train", "nowhere", "--debug"]):
         with pytest.raises(Exception, match="There is no recipe 'nowhere'"):
             main(words)
-
-
-def test_names_that_no_file_can_have_and_endless_trees_are_refused(run):
-    long = "a" * 5000
-    for words in (("train", "--resume", long), ("verify", long), ("evaluate", "quickstart",
-                  "evaluation.prompts=" + "b" * 300 + ".txt")):  # fmt: skip
-        code, _, err = run(*words)
-        assert code == 1 and "there can be no file '" in err and "too long" in err, err
-        assert len(err) < 300
-    code, _, err = run("tree", "branch_grpo", "--steps", "1000000000")
-    assert code != 0 and "1000" in err

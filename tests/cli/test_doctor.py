@@ -1,4 +1,3 @@
-from flowrl.cli import info as doctor
 from flowrl.cli.info import examine, healthy
 
 
@@ -6,18 +5,19 @@ def find(results, topic):
     return next(result for result in results if result.topic == topic)
 
 
-def test_only_needed_packages_that_are_missing_old_or_double_are_problems(monkeypatch):
-    monkeypatch.setitem(doctor.NEEDED, "flowrl-no-such-package", "nothing")
-    monkeypatch.setattr(doctor, "OPTIONAL", {"flowrl-no-such-option": ("hue", "colour")})
-    monkeypatch.setattr(
-        "importlib.metadata.requires", lambda _: ["pydantic>=99", 'wandb; extra == "wandb"']
-    )
+def test_only_needed_packages_that_are_missing_or_old_are_problems(monkeypatch):
+    wanted = ["flowrl-none>=2", "pydantic>=99", "typer>=0.1", 'wandb>=99; extra == "wandb"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: wanted)
+    monkeypatch.setattr("flowrl.cli.info.OPTIONAL", {"wandb": "a tracker"})
+    versions = {"pydantic": "2.9", "typer": "0.15"}
+    monkeypatch.setattr("flowrl.cli.info._installed", versions.get)
     results = examine()
-    missing, old = find(results, "flowrl-no-such-package"), find(results, "pydantic")
+    missing, old, optional = (find(results, name) for name in ("flowrl-none", "pydantic", "wandb"))
     assert missing.state == old.state == "problem" and "expected >=99" in old.detail
-    assert missing.remedy == 'pip install "flowrl-no-such-package"'
-    optional = find(results, "flowrl-no-such-option")
-    assert (optional.state, optional.detail) == ("missing", "optional: colour")
+    assert missing.remedy == 'pip install "flowrl-none>=2"'
+    assert (optional.state, optional.detail) == (
+        "missing",
+        "not installed, expected >=99: a tracker",
+    )
+    assert find(results, "packages").detail == "typer 0.15"
     assert healthy([optional]) and not healthy([optional, old]) and not healthy(results)
-    monkeypatch.setattr(doctor, "_installed", lambda package: "5.0")
-    assert find(examine(), "opencv").state == "problem"  # two builds

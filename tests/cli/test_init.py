@@ -43,13 +43,9 @@ def test_answers_become_a_recipe_that_is_not_overwritten(
 # (model, memory, the parent's checkpoint)
 PARENTS = [
     ("black-forest-labs/FLUX.1-dev", "24", "flux.1-dev-nft-24gb"),
-    ("stabilityai/stable-diffusion-3.5-medium", "80GB", "sd3.5-medium-nft-80gb"),
     ("stabilityai/stable-diffusion-3.5-large", "48GB", "sd3.5-large-grpo-fast-48gb"),
-    ("black-forest-labs/FLUX.2-klein-4B", "24GB", "flux.2-klein-4b-nft-24gb"),
     ("black-forest-labs/FLUX.2-klein-base-9B", "48", "flux.2-klein-9b-nft-48gb"),
     ("Qwen/Qwen-Image", "48GB", "qwen-image-nft-48gb"),
-    ("Tongyi-MAI/Z-Image", "24GiB", "z-image-nft-24gb"),
-    ("Qwen/Qwen-Image-2.1", "24GB", "qwen-image-2.1-nft-24gb"),
     ("krea/Krea-2-Raw", "48GB", "krea-2-nft-48gb"),
 ]
 
@@ -70,15 +66,8 @@ def test_a_small_folder_of_any_class_is_trained_on_a_cpu(
     assert load_config(file).pipeline.path == str(folder)
 
 
-UNTRAINABLE = [
-    "FluxKontextPipeline", "QwenImageEditPipeline", "SanaSprintPipeline", "LTXPipeline",
-    "StableDiffusion3Img2ImgPipeline", "StableDiffusionXLPipeline", "FluxFillPipeline",
-    "QwenImageLayeredPipeline", "StableCascadeDecoderPipeline",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", UNTRAINABLE)
-def test_classes_that_flowrl_cannot_train_are_refused_by_name(kind, tmp_path, capsys, prompts):
+def test_a_class_that_flowrl_cannot_train_is_refused_by_name(tmp_path, capsys, prompts):
+    kind = "FluxKontextPipeline"
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind}))
     file = tmp_path / "mine.yaml"
     code, _, err = run(capsys, str(file), "--model", str(tmp_path), *prompts, "--memory=0")

@@ -6,7 +6,6 @@ import pytest
 from PIL import Image
 
 from flowrl.cli import main
-from flowrl.errors import UserError
 from flowrl.utils.journal import append_line
 
 
@@ -36,26 +35,5 @@ def test_votes_are_exported_without_a_recipe_and_trained_on_with_one(tmp_path, m
     )
     code, shown = run("votes", "--train")
     assert code == 1 and "No recipe given" in shown.err
-    code, shown = run("quickstart", "--images", "votes", "--train", "run.output_dir=runs/mine")
+    code, shown = run("quickstart", "-o", "votes", "--train", "run.output_dir=runs/mine")
     assert code == 1 and "run.output_dir" in shown.err
-
-
-def test_drawing_goes_on_with_as_many_images_of_a_prompt_alone(tmp_path):
-    """Each image has the next seed, so that others of a prompt would have noises of the next."""
-    from flowrl.evaluation.drawing import draw_prompts
-    from flowrl.prompts.records import PromptRecord
-
-    class Drawing:
-        def identity(self):
-            return {}
-
-        def image(self, prompt, seed, negative=None):
-            return Image.new("RGB", (8, 8), (seed, 0, 0))
-
-    prompts = [PromptRecord(text=text, uid=text) for text in ("a", "b")]
-    call = {"seed": 0, "distinct_noise": True}
-    draw_prompts(Drawing(), prompts, tmp_path / "votes", per_prompt=2, **call)
-    with pytest.raises(UserError, match="drawn.json"):
-        draw_prompts(Drawing(), prompts, tmp_path / "votes", per_prompt=3, **call)
-    seeds = [Image.open(path).getpixel((0, 0))[0] for path in tmp_path.rglob("*.png")]
-    assert sorted(seeds) == [0, 1, 2, 3]

@@ -56,13 +56,7 @@ def test_a_recipe_extends_a_preset_or_a_file_beside_it(tmp_path):
     assert load_recipe(child, ["a.b=1", "a=null", "a.c=2"]) == {"a": {"c": 2}}
 
 
-def test_chains_of_parents_are_short_and_have_an_end(tmp_path):
-    (tmp_path / "0.yaml").write_text("x: 0")
-    for i in (1, 2, 3, 4):
-        (tmp_path / f"{i}.yaml").write_text(f"extends: {i - 1}.yaml")
-    assert load_recipe(tmp_path / "3.yaml") == {"x": 0}
-    with pytest.raises(UserError, match=r"4\.yaml"):
-        load_recipe(tmp_path / "4.yaml")
+def test_parents_that_go_in_a_circle_are_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("extends: b.yaml")
     (tmp_path / "b.yaml").write_text("extends: a.yaml")
     with pytest.raises(UserError, match=r"a\.yaml -> b\.yaml -> a\.yaml"):
@@ -83,8 +77,6 @@ def test_a_misspelt_preset_is_answered_with_the_nearest():
     with pytest.raises(UserError, match="'quickstart'") as caught:
         find_recipe("quikstart")
     assert len(str(caught.value)) < 300
-    with pytest.raises(UserError, match=r"\.\.\."):
-        find_recipe("a" * 10_000)
 
 
 def test_presets_and_gallery_entries_are_valid_and_read_back(tmp_path):

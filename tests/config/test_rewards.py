@@ -22,7 +22,10 @@ def test_wrong_options_of_rewards_are_named():
         ("executor={kind: inlin}", "executor.kind is 'inlin': .*; did you mean inline?"),
         ("executor={urls: [x]}", "Option rewards.0.executor.kind is missing"),
         ("executor={kind: inline, urls: [x]}", "executor.urls belongs to .*kind http"),
-        ("executor={kind: http, url: x}", "rewards.0.executor.url: .*executor.urls?"),
+        (
+            "executor={kind: http, urls: ['http://127.0.0.1'], url: x}",
+            "rewards.0.executor.url: .*executor.urls?",
+        ),
         ("executor={kind: http}", "Option rewards.0.executor.urls is missing"),
         ("executor={kind: http, urls: []}", "rewards.0.executor: urls is empty"),
         (
@@ -33,8 +36,8 @@ def test_wrong_options_of_rewards_are_named():
             "executor={kind: http, urls: ['http://127.0.0.1'], timeout: 200}",
             "timeout is 200 and deadline 120, but a request",
         ),
-        ("executor={kind: inline, micro_batch: 0}", "executor.micro_batch is 0: expected a number"),
-        ("applies_to={tag: ocr}", "rewards.0.applies_to is 'ocr': expected a list"),
+        ("executor={kind: inline, micro_batch: 0}", "executor.micro_batch is 0: expected greater"),
+        ("applies_to={tag: ocr}", "rewards.0.applies_to is 'ocr': expected a valid list"),
         ("applies_to={tag: []}", "applies_to.tag is an empty list, which no prompt matches"),
     ]:
         with pytest.raises(UserError, match=sentence.replace("?", r"\?")) as caught:

@@ -117,8 +117,6 @@ def words_of(command: str) -> list[str]:
         words = [word for word in words if word not in ("--gpus", "auto", "8")] if card else words
     elif words[0] in ("evaluate", "audit", "collect", "vote"):
         words += ["pipeline.device=cpu", "evaluation.num_images=6"]
-    elif words[:2] == ["bench", "solrl"]:
-        words += ["--repeats", "1", "--scale", "0.125"]
     return words
 
 
@@ -231,14 +229,6 @@ def listens(command: str) -> None:
     assert told and UNTIL.search(told[-1]), "".join(told)
 
 
-def alone(words: list[str]) -> None:
-    """Run a command in a process of its own: accelerate cannot change a process's precision."""
-    command = [sys.executable, "-m", "flowrl", *words]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, f"{words}\n{result.stdout}\n{result.stderr}"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", list(PAGES))
@@ -249,9 +239,6 @@ def test_commands_of_a_page_run_in_order(page, started, reader):
             continue
         if command.startswith(SERVERS) and "--train" not in command:
             listens(command)
-            continue
-        if command.startswith("flowrl bench"):
-            alone(words_of(command))
             continue
         if command == "flowrl vote quickstart-vote --train":
             vote_twice(reader / "votes")

@@ -53,16 +53,3 @@ def test_the_site_builds_strictly_and_has_every_option_command_metric_and_functi
     python = (site / "reference" / "python" / "index.html").read_text()
     assert headings(site / "reference" / "python" / "index.html") == public_names()
     assert python.count('class="doc doc-contents') >= len(public_names())
-
-
-@pytest.mark.slow
-def test_the_site_asks_no_other_machine_for_anything(site):
-    """Scripts, styles, fonts and pictures come with it; links may lead away."""
-    fetched = re.compile(r'<(?:script|img|link|iframe)[^>]*(?:src|href)="(https?:[^"]*)"')
-    found = {
-        url
-        for page in site.rglob("*.html")
-        if "gallery" not in page.parts
-        for url in fetched.findall(page.read_text(encoding="utf-8"))
-    }
-    assert not found

@@ -53,9 +53,12 @@ def write_lora(folder, scale: float, seed: int = 0):
 def compared(tiny_config, tmp_path_factory):
     """The comparison of the base, a LoRA and its copy; folder and recipe."""
     root = tmp_path_factory.mktemp("comparison")
-    one, copy = write_lora(root / "one", 0.3), write_lora(root / "copy", 0.3)
+    for name in ("one", "copy"):
+        write_lora(root / name, 0.3)
     config = tiny_config(evaluation=EVALUATION, rewards=REWARDS)
-    return compare_loras(config, [one, copy], root / "out"), root, config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        return compare_loras(config, ["one", "copy"], root / "out"), root, config
 
 
 @pytest.fixture
@@ -93,11 +96,12 @@ def test_all_have_the_same_prompts_and_noise_and_copies_do_not_differ(compared):
     assert rank(comparison, by_name["one"]) == rank(comparison, by_name["copy"])
 
 
-def test_a_later_lora_meets_the_base_as_it_is(compared, made):
+def test_a_later_lora_meets_the_base_as_it_is(compared, made, monkeypatch):
     comparison, root, config = compared
     before = files(root / "out")
-    third = write_lora(root / "third", 0.1, seed=1)
-    again = compare_loras(config, [str(root / "one"), str(root / "copy"), third], root / "out")
+    write_lora(root / "third", 0.1, seed=1)
+    monkeypatch.chdir(root)
+    again = compare_loras(config, ["one", "copy", "third"], root / "out")
     assert made == ["evaluating third"]
     assert before.items() <= files(root / "out").items()
     new = {entry.name: entry for entry in again.entries}
@@ -105,13 +109,10 @@ def test_a_later_lora_meets_the_base_as_it_is(compared, made):
         assert torch.equal(entry.measures[OVERALL], new[entry.name].measures[OVERALL])
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_flipped_byte_is_noticed_named_and_its_evaluation_made_again(
-    compared, made, caplog, seed
-):
+def test_a_flipped_byte_is_noticed_named_and_its_evaluation_made_again(compared, made, caplog):
     """77 of 77 flips in the scores of a leaderboard went unnoticed, or ended in a traceback."""
     comparison, root, config = compared
-    generator, base = random.Random(seed), next(e for e in comparison.entries if e.name == BASE)
+    generator, base = random.Random(0), next(e for e in comparison.entries if e.name == BASE)
     compare_loras(config, [], root / "base")  # a folder of one file
     made.clear()
     (path,) = (root / "base" / EVALUATIONS).iterdir()
@@ -181,21 +182,6 @@ def test_rewards_of_unversioned_code_are_scored_again_when_the_code_changes(
         means.append(base.mean(OVERALL))
         assert len(made) == parts
     assert means[0] == means[1] > means[2] == 0
-
-
-def test_an_image_without_a_score_has_no_part_in_the_overall_score(
-    tiny_config, tmp_path, monkeypatch
-):
-    code = "def reward(images, *_):\n    return [float('nan'), *[1.0] * (len(images) - 1)]\n"
-    (tmp_path / "patchy_reward.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    config = tiny_config(
-        evaluation=EVALUATION | {"num_images": 4},
-        rewards=[{"name": "patchy_reward:reward"}],
-        failures={"max_invalid_fraction": 0.5},
-    )
-    (base,) = compare_loras(config, [], tmp_path / "out").entries
-    assert base.mean(OVERALL) == 1
 
 
 def test_the_one_that_is_significantly_better_ranks_first():

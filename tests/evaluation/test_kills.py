@@ -1,11 +1,6 @@
 """Killed before any file operation, evaluate, benchmark and encode end as without a kill."""
 
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -65,18 +60,11 @@ def work(tiny_config, monkeypatch):
     return {"evaluate": evaluate, "benchmark": benchmark, "encode": encode}
 
 
-COMMANDS = ["evaluate", "benchmark", "encode"]
-QUICK = [("evaluate", 1), ("evaluate", 17), ("benchmark", 1)]
+CASES = [("evaluate", 1), ("evaluate", 17), ("benchmark", 1)]
+CASES += [pytest.param("encode", 5, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(
-    ("command", "number"),
-    [
-        pytest.param(command, number, marks=() if (command, number) in QUICK else pytest.mark.slow)
-        for command in COMMANDS
-        for number in (1, 2, 5, 17)
-    ],
-)
+@pytest.mark.parametrize(("command", "number"), CASES)
 def test_a_killed_command_is_resumed_and_ends_equal(work, tmp_path, command, number):
     """geneval, benchmark and vote that were killed at their first write could never resume."""
     run = work[command]
@@ -96,41 +84,3 @@ def test_a_lost_encoding_is_made_again_in_its_batch(work, tmp_path):
     next(tmp_path.rglob("*.safetensors")).unlink()
     work["encode"](tmp_path)
     assert contents(tmp_path) == before
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("command", ["evaluate", "benchmark", "encode"])
-def test_a_process_that_is_killed_at_random_moments_ends_equal(command, tmp_path):
-    changes = ["evaluation.num_images=96", "pipeline.device=cpu", "evaluation.batch_size=8"]
-    (tmp_path / "few.txt").write_text("\n".join(PROMPTS * 2))
-
-    def words(folder: Path) -> list[str]:
-        return {
-            "evaluate": ["evaluate", "quickstart", "-o", str(folder), *changes],
-            "benchmark": [
-                "benchmark", str(tmp_path / "few.txt"), "tiny-sd3", "--reward", "brightness",
-                "-o", str(folder), "--device", "cpu", "--per-prompt", "8",
-            ],
-            "encode": [
-                "train", "quickstart", "--encode-only", f"memory.prompt_cache={folder}", *changes
-            ],
-        }[command]  # fmt: skip
-
-    generator = random.Random(0)
-    run = [sys.executable, "-m", "flowrl"]
-    started = time.monotonic()
-    subprocess.run([*run, *words(tmp_path / "whole")], check=True)
-    seconds = time.monotonic() - started
-    for _ in range(6):
-        process = subprocess.Popen([*run, *words(tmp_path / "killed")], start_new_session=True)
-        time.sleep(generator.uniform(0.3, 1) * seconds)
-        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
-        process.wait()
-    for path in (tmp_path / "killed").rglob("*.tmp"):
-        os.utime(path, (0, 0))
-    subprocess.run([*run, *words(tmp_path / "killed")], check=True)
-    whole, killed = contents(tmp_path / "whole"), contents(tmp_path / "killed")
-    assert killed.keys() == whole.keys()
-    different = [name for name in whole if killed[name] != whole[name]]
-    assert not different

@@ -74,7 +74,7 @@ def klein(tmp_path_factory):
 
 @pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_peaks_are_those_of_the_memory_tracker(klein, checkpointing):
-    forward = forward_of(klein, height=256, width=256)
+    forward = forward_of(klein, height=128, width=128)
     counted = transformer_peak(forward, "train", checkpointing=checkpointing)
     assert counted == pytest.approx(tracked_peak(forward, checkpointing), rel=0.1)
 

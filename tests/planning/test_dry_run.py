@@ -114,15 +114,7 @@ def test_the_command_says_what_it_replaced_and_leaves_nothing(capsys, monkeypatc
     assert caught.value.code == 1 and "--resume" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("black-forest-labs/FLUX.2-klein-base-9B", "Flux2KleinPipeline"),
-        ("Qwen/Qwen-Image", "QwenImagePipeline"),
-        ("krea/Krea-2-Raw", "Krea2Pipeline"),
-    ],
-)
-def test_a_dry_run_builds_the_recipe_s_own_class(path, kind, tmp_path):
-    small = rehearse(large(pipeline={"path": path}), tmp_path).config
-    assert pipeline_class(small.pipeline.path) == kind
+def test_a_dry_run_builds_the_recipe_s_own_class(tmp_path):
+    small = rehearse(large(pipeline={"path": "Qwen/Qwen-Image"}), tmp_path).config
+    assert pipeline_class(small.pipeline.path) == "QwenImagePipeline"
     assert (small.pipeline.height, small.pipeline.width) == (64, 64)

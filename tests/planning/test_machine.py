@@ -62,15 +62,12 @@ def test_a_transformer_larger_than_the_machine_s_memory_is_refused(monkeypatch):
         check_machine(load_config(REAL, ["rewards=[{name: brightness}]"]))
 
 
-def test_train_without_a_gpu_names_hours_and_the_way_to_insist_before_it_loads(
-    even_activations, capsys, tmp_path
-):
+def test_train_without_a_gpu_names_the_way_to_insist_before_it_loads(capsys, tmp_path):
     words = ["train", REAL, "rewards=[{name: brightness}]", f"run.output_dir={tmp_path / 'run'}"]
     with pytest.raises(SystemExit) as end:
         main(words)
     out, err = capsys.readouterr()
-    assert end.value.code == 1 and "loading" not in out + err
-    assert "hours" in err and "--yes" in err
+    assert end.value.code == 1 and "loading" not in out + err and "--yes" in err
     assert not (tmp_path / "run").exists()
 
 

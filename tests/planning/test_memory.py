@@ -4,15 +4,11 @@ import pytest
 import torch
 
 from flowrl.assembly.work_split import split_work
-from flowrl.backbones.families import FAMILIES
 from flowrl.config import parse_config
 from flowrl.planning.memory import (
     CONTEXT,
     MemoryPlan,
-    adapter_parameters,
-    encoded_prompts,
     few_bits_bytes,
-    full_network,
 )
 from flowrl.planning.model_specs import MODEL_SPECS, spec_for
 from flowrl.planning.rewards import CLIP_L
@@ -148,37 +144,6 @@ def test_few_bits_have_codes_and_scales_in_linear_layers_alone():
     saved = exact.transformer_bytes() - few.transformer_bytes()
     linear = sum(layer.weight.numel() for layer in layers)
     assert saved == pytest.approx(2 * linear - linear / 2 - linear / 16, rel=0.01)
-
-
-def test_a_lora_of_sd35_large_has_its_closed_form():
-    """38 blocks of width 2432 with 8 square layers each, but for the last block's last."""
-    network = full_network(MODEL_SPECS["sd3.5-large"], torch.bfloat16)
-    layers = 38 * 8 - 1
-    targets = FAMILIES["StableDiffusion3Pipeline"].lora_targets
-    assert adapter_parameters(network, 32, targets) == 32 * layers * 2 * 2432
-
-
-def test_a_machine_holds_every_process_s_pipeline_but_one_sharded_network():
-    sections = {"rollout": {"prompts_per_iteration": 8}}
-    one, many = (plan(n, **sections).host_bytes() for n in (1, 8))
-    shared = plan(8, **sections, runtime={"shard": "node"})
-    assert many["loading"] == 8 * one["loading"]
-    difference = many["loading"] - shared.host_bytes()["loading"]
-    assert difference == 7 * shared.transformer_bytes()
-    free = plan(8, **sections, memory={"text_encoders": "free"}).host_bytes()
-    assert many["loading"] - free["loading"] == 8 * shared.encoders
-
-
-def test_encoded_prompts_are_those_of_the_file(tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("a cat\na dog\na cat\n")
-    rollout = {"prompts_per_iteration": 2}
-    free = {"text_encoders": "free"}
-    few, missing = (
-        plan(prompts={"train": str(path)}, rollout=rollout, memory=free).config
-        for path in (file, tmp_path / "none.txt")
-    )
-    assert (encoded_prompts(few), encoded_prompts(missing)) == (2, 6)
 
 
 def test_latents_are_those_of_the_rollout():

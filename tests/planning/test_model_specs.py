@@ -1,6 +1,5 @@
 """Shapes of pipelines: published ones against their parameter counts, and folders."""
 
-import os
 from functools import partial
 
 import diffusers
@@ -68,20 +67,9 @@ def test_a_folder_of_any_class_says_its_sizes(name, tmp_path):
     assert spec.autoencoder_params == count(pipeline.vae)
     encoders = [c for n, c in pipeline.components.items() if n.startswith("text_encoder") and c]
     assert sum(e.parameters for e in spec.text_encoders) == count(*encoders)
-    whole = (folder / "model_index.json").read_bytes()
-    (folder / "model_index.json").write_text("[]")
-    with pytest.raises(UserError, match="model_index.json"):
-        spec_for(str(folder))
-    (folder / "model_index.json").write_bytes(whole)
-    for forge in (lambda file: file.write_text("[" * 100_000), os.mkfifo):
-        for name in ("transformer/config.json", "model_index.json"):
-            before = (folder / name).read_bytes()
-            (folder / name).unlink()
-            forge(folder / name)
-            for read in (spec_for, outline, partial(load_pipeline, dtype="fp32", device="cpu")):
-                with pytest.raises(UserError, match=name):
-                    read(str(folder))
-            (folder / name).unlink()
-            (folder / name).write_bytes(before)
+    (folder / "model_index.json").write_text("[" * 100_000)
+    for read in (spec_for, outline, partial(load_pipeline, dtype="fp32", device="cpu")):
+        with pytest.raises(UserError, match="model_index.json"):
+            read(str(folder))
     with pytest.raises(UserError, match="somebody/something"):
         spec_for("somebody/something")

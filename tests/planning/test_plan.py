@@ -28,7 +28,7 @@ def run(capsys, monkeypatch, even_activations):
 
     def call(*words):
         with pytest.raises(SystemExit) as caught:
-            main(["plan", "--host-memory", "2TB", *words])
+            main(["plan", *words])
         out, err = capsys.readouterr()
         return caught.value.code or 0, out, err
 
@@ -71,12 +71,6 @@ def test_networks_of_rewards_are_counted_once():
     assert size(clipscore, clipscore | {"args": {"dtype": "bf16"}}) == 6 * clip_l
 
 
-@pytest.mark.parametrize("name", ["quickstart", "quickstart-flux", "quickstart-sana"])
-def test_the_quickstarts_are_planned_as_they_lie_in_the_package(even_activations, name):
-    found = make_plan(load_config(name))
-    assert found.peak is not None and found.peak.total > 0 and not found.unknown
-
-
 GIB = 10**9
 
 
@@ -114,7 +108,7 @@ def test_the_recipe_says_how_many_gpus_and_what_does_not_fit_ends_with_1(run, mo
     assert "micro_batch" not in out  # which does not change this phase
     code, out, _ = run("quickstart", "--memory", "2GB", "memory.text_encoders=free")
     assert code == 1 and "memory.text_encoders=offload" not in out
-    assert "Everything but encoding fits, with 1.00 GB: encode on the CPU" in out
+    assert "--encode-only memory.prompt_cache=PATH pipeline.device=cpu" in out
     assert run("quickstart", "--memory", "4GB")[0] == 0
 
 
@@ -157,8 +151,3 @@ def test_hours_are_a_range_for_each_card_that_holds_the_recipe(run):
     _, out, _ = run("quickstart", "--gpus", "2", f"run.max_minutes={minutes}")
     row = re.search(r"^L40S +\S+ to \S+ +(\S+) to (\S+)", out, re.M)
     assert [float(n) for n in row.groups()] == pytest.approx([72 * minutes / most, 36], rel=0.05)
-
-
-def test_the_machine_s_memory_is_compared(run):
-    code, out, _ = run("quickstart", "--host-memory", "1MB")
-    assert code == 1 and "--host-memory" in out

@@ -70,14 +70,6 @@ def test_the_head_of_a_recipe_tells_what_it_is_and_how_to_run_it():
                 assert load_config(name).evaluation.prompts == f"{folder}/test.jsonl"
 
 
-def test_recipes_for_small_cards_end_after_a_night():
-    small = [name for name in REAL if int(re.search(r"-(\d+)gb$", name)[1]) <= 24]
-    assert small
-    for name in small:
-        config = load_config(name)
-        assert config.run.max_minutes <= 600 and config.run.checkpoint_every <= 10
-
-
 def test_settings_of_a_recipe_fit_its_objective():
     # A recipe that compares likelihoods has one batch shape. Half-precision networks round
     # otherwise at another, and the ratio's tolerance is small.

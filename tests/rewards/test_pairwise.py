@@ -47,8 +47,6 @@ def test_the_preferred_image_wins_more_often_and_fewer_rivals_cost_fewer_questio
     assert sorted(SHADES) == [s for _, s in sorted(zip(rates, SHADES, strict=True))]
     assert sum(rates) == pytest.approx(2) and not reasons
     assert asked == 12 and compared(redder, rivals=2)[2] == 8
-    for rivals, count in ((None, 12), (2, 8)):  # as it says before it is asked
-        assert PairwiseWinRate({"model": "m"}, rivals=rivals).requests_per_group(4) == count
 
 
 def test_a_liking_for_one_place_cancels_when_both_orders_are_asked():

@@ -1,12 +1,5 @@
 """The page's server: which pairs it shows, what it writes, whom it refuses."""
 
-import os
-import random
-import subprocess
-import sys
-import threading
-
-import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -60,70 +53,8 @@ def test_a_body_that_is_not_a_vote_is_refused_and_writes_nothing(client, folder)
     assert not (folder / FILE).exists()
 
 
-def test_a_stranger_sees_nothing(client):
-    for headers, status in (
-        ({"Authorization": "Bearer other"}, 401), ({"Host": "example.org"}, 421),
-        ({"Origin": "http://example.org"}, 403),
-    ):  # fmt: skip
-        refused = client.post("/api/undo", json={}, headers=headers)
-        assert refused.status_code == status and set(refused.json()) == {"error"}
-    page = client.get("/", headers={"Authorization": ""})
-    assert page.status_code == 200
-    assert "default-src 'none'" in page.headers["content-security-policy"]
-    for name in ("vote.js", "vote.css", "ask.js", "page.css", "icon.svg"):
-        assert client.get(f"/{name}").status_code == 200
-
-
 def test_images_are_answered_and_a_missing_one_is_a_404(client, folder):
     assert client.get("/api/image?row=0").headers["content-type"] == "image/png"
     assert client.get("/api/image?row=99").status_code == 404
     (folder / "00000" / "samples" / "0000.png").unlink()
     assert client.get("/api/image?row=0").status_code == 404
-
-
-def start_vote(folder) -> tuple[subprocess.Popen, httpx.Client]:
-    """Start `flowrl vote` on a folder; return its process and a client with its token."""
-    command = [sys.executable, "-m", "flowrl", "vote", str(folder), "--port", "0"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "#token=" in line:
-            base, _, token = line.split()[-1].partition("#token=")
-            return process, httpx.Client(
-                base_url=base, headers={"Authorization": f"Bearer {token}"}
-            )
-    raise AssertionError(f"flowrl vote ended with {process.wait()}")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_votes_of_a_process_killed_at_random_moments_equal_those_of_one_that_was_not(
-    tmp_path, write_images
-):
-    texts = [f"prompt {i}" for i in range(10)]
-    whole = write_images(tmp_path / "whole", texts, images=5)
-    questions = questions_of(whole)
-    while pair := questions.next()["pair"]:
-        questions.cast(pair["first"], pair["second"], "first")
-    folder, answered, rng = write_images(tmp_path / "killed", texts, images=5), 0, random.Random(0)
-    for kill in (True, True, True, True, False):
-        process, client = start_vote(folder)
-        timer = threading.Timer(rng.uniform(0.0, 0.15), process.kill)
-        try:
-            if kill:
-                timer.start()
-            pair = client.get("/api/next").json()["pair"]
-            while pair:
-                answer = client.post("/api/vote", json=pair | {"choice": "first"}).json()
-                pair, answered = answer["pair"], answer["votes"]
-        except httpx.TransportError:
-            votes = len(Ballot(folder).votes)
-            assert votes in (answered, answered + 1)  # one may be written and not yet answered
-            answered = votes
-        finally:
-            timer.cancel()
-            process.kill()
-            process.wait()
-    assert Ballot(folder).votes == Ballot(whole).votes and len(Ballot(whole).votes) == 100

@@ -8,7 +8,6 @@ from PIL import Image
 
 from flowrl.errors import UserError
 from flowrl.offline.pairs import read_pairs
-from flowrl.utils.files import locked_folder
 from flowrl.voting.ballot import FILE, Ballot, Vote, write_pairs
 
 
@@ -26,21 +25,6 @@ def test_votes_are_read_back_and_the_last_can_be_taken_back(tmp_path):
     assert [v.preferred for v in again.votes] == [("0.png", "b.png"), ("b.png", "1.png"), None]
     assert len((tmp_path / FILE).read_text().splitlines()) == 5  # nothing is ever rewritten
     assert Ballot(tmp_path / "none").undo() is None
-
-
-def test_a_second_vote_on_one_folder_is_refused_and_leftovers_are_swept(tmp_path):
-    folder = tmp_path / "votes"
-    folder.mkdir()
-    half = folder / ".votes.jsonl.abcd1234.tmp"
-    half.touch()
-    with locked_folder(folder, "images", "votes"):
-        assert not half.exists()
-        hold = "import sys, pathlib; from flowrl.utils.files import locked_folder\n"
-        hold += "with locked_folder(pathlib.Path(sys.argv[1])): pass"
-        second = subprocess.run([sys.executable, "-c", hold, str(folder)], capture_output=True)
-        assert second.returncode and b"in use by another flowrl process" in second.stderr
-    with locked_folder(folder, "images", "votes"):
-        pass
 
 
 def test_a_killed_program_loses_no_vote_that_it_had_answered(tmp_path):

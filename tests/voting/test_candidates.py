@@ -36,13 +36,3 @@ def test_images_outside_of_the_folder_and_pipes_are_refused(tmp_path, name):
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match=name.rpartition("/")[2]):
         read_candidates(folder)
-
-
-def test_labels_that_are_no_regular_file_or_too_deep_are_refused(tmp_path):
-    for name, make in (
-        ("pipe", os.mkfifo), ("deep", lambda path: path.write_text("[" * 100_000)),
-    ):  # fmt: skip
-        (tmp_path / name).mkdir()
-        make(tmp_path / name / "metadata.jsonl")
-        with pytest.raises(UserError):
-            read_candidates(tmp_path / name)

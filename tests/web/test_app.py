@@ -46,20 +46,6 @@ def test_every_answer_forbids_loading_from_elsewhere_framing_and_keeping(client)
     assert client.get("/").status_code == 200
 
 
-def test_no_path_leads_to_a_file(client, tmp_path):
-    (tmp_path / "secret").write_text("secret")
-    for path in (
-        "/../secret", "/%2e%2e/secret", "/static/index.html", "/page.css/../../app.py",
-        "//etc/passwd", "/api/../../secret", "/runs/run/config.yaml",
-    ):  # fmt: skip
-        answer = ask(client, path)
-        assert answer.status_code == 404 and "secret" not in answer.text, path
-    for name in ("..", "../runs/run", "run/../other", "/etc", "run/", "%2e%2e", "run\0", ""):
-        for path in ("/api/run", "/api/recipe", "/api/sample", "/api/heldout", "/api/curves"):
-            answer = ask(client, path, params={"run": name, "step": 4, "metric": "loss"})
-            assert answer.status_code == 404, (path, name)
-
-
 def test_run_curves_recipe_and_images_are_answered(client):
     assert {r["run"] for r in ask(client, "/api/runs").json()["runs"]} == {"run", "other"}
     run = ask(client, "/api/run?run=run").json()
@@ -79,12 +65,13 @@ def test_run_curves_recipe_and_images_are_answered(client):
 
 
 def test_what_has_not_changed_is_not_sent_again(client, tmp_path):
-    for path in ("/api/runs", "/api/run?run=run", "/api/curves?run=run&metric=loss", "/api/jobs"):
+    paths = ("/api/runs", "/api/run?run=run", "/api/curves?run=run&metric=loss", "/api/jobs")
+    for step, path in enumerate(paths, 5):
         first = ask(client, path)
         tag = {"if-none-match": first.headers["etag"]}
         again = ask(client, path, headers=tag)
         assert (again.status_code, again.content) == (304, b""), path
         with open(tmp_path / "runs" / "run" / "metrics.jsonl", "a") as file:
-            file.write(seal_line({"step": 5, "loss": 0.25}).decode() + "\n")
+            file.write(seal_line({"step": step, "loss": 0.25}).decode() + "\n")
         now = ask(client, path, headers=tag)
         assert now.status_code == (304 if path == "/api/jobs" else 200), path

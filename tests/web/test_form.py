@@ -1,13 +1,11 @@
 """Which fields of the form are refused, and the words that the others become."""
 
-import json
-
 import pytest
 
 from flowrl.config import load_config
 from flowrl.config.arguments import sort_arguments
 from flowrl.scoring.spec import BUILT_IN
-from flowrl.web.form import METADATA, MOST_PROMPTS, REWARDS, FieldRefusal, RunForm, checked_folder
+from flowrl.web.form import REWARDS, FieldRefusal, RunForm, checked_folder
 
 PASTED = "\n".join(f"a red circle, number {i}" for i in range(9))
 
@@ -44,34 +42,16 @@ def test_fields_become_words_and_pasted_prompts_a_file_beside_the_runs(tmp_path)
 
 
 def test_each_field_that_cannot_be_used_is_named(tmp_path):
-    geneval = '{"tag": "single_object"}'
     for fields, wrong in (
         ({"recipe": "--help"}, "recipe"), ({"recipe": "none"}, "recipe"),
-        ({"model": "-x"}, "model"), ({"model": "a b"}, "model"), ({"model": "x\0"}, "model"),
-        ({"model": "none/such/folder"}, "model"), ({"model": "\ud800"}, "model"),
-        ({"prompts": "too\nfew"}, "prompts"), ({"prompts": f"{PASTED}\n\x1b[31m"}, "prompts"),
-        ({"prompts": f"{PASTED}\n\ud800"}, "prompts"),
-        ({"prompts": f"{PASTED}\n{'x' * MOST_PROMPTS}"}, "prompts"),
-        ({"prompts": PASTED}, "reward"),  # the recipe's own needs metadata
-        ({"prompts": PASTED, "reward": "geneval"}, "reward"),
+        ({"prompts": "too\nfew"}, "prompts"),
         ({"prompts": PASTED, "prompt_file": str(tmp_path)}, "prompt_file"),
-        ({"prompt_file": "none.txt"}, "prompt_file"), ({"prompt_file": "x\0.txt"}, "prompt_file"),
         ({"reward": "none"}, "reward"), ({"reward": "a:b, {name: c"}, "reward"),
-        ({"reward": "--yes"}, "reward"), ({"reward": "own"}, "reward"),
-        ({"iterations": "0"}, "iterations"), ({"iterations": "1e3"}, "iterations"),
-        ({"iterations": "-1"}, "iterations"), ({"iterations": "1 x=2"}, "iterations"),
+        ({"reward": "--yes"}, "reward"), ({"iterations": "1 x=2"}, "form"),
         ({"changes": ("--yes",)}, "changes"), ({"changes": ("run.output_dir=/",)}, "changes"),
-        ({"changes": ("optim.lr=fast",)}, "form"), ({"changes": (f"prompts={geneval}",)}, "form"),
+        ({"changes": ("optim.lr=fast",)}, "form"),
     ):  # fmt: skip
         assert refused(tmp_path, **fields) == wrong, fields
-
-
-def test_a_file_with_a_column_and_a_folder_are_named_as_they_are(tmp_path):
-    (tmp_path / "my.csv").write_text("caption\n")
-    name = f"{tmp_path}/my.csv:caption"
-    words = RunForm(recipe="quickstart", prompt_file=name, model=str(tmp_path)).words(tmp_path)
-    folder = json.dumps(str(tmp_path))
-    assert words[1:] == (f"pipeline.path={folder}", f"--prompts={json.dumps(name)}")
 
 
 def test_a_run_gets_a_new_folder_beside_the_others(tmp_path):
@@ -85,5 +65,3 @@ def test_a_run_gets_a_new_folder_beside_the_others(tmp_path):
 
 def test_every_built_in_reward_is_offered_with_what_it_needs():
     assert set(REWARDS) == set(BUILT_IN)
-    for name, fields in METADATA.items():
-        assert all(field in REWARDS[name] for field in fields.split(" and "))

@@ -11,7 +11,7 @@ import pytest
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import LATEST, claim
 from flowrl.web import jobs as module
-from flowrl.web.form import RunForm, checked_changes, checked_recipe
+from flowrl.web.form import RunForm
 from flowrl.web.jobs import Jobs
 from flowrl.web.runs import RunFiles
 
@@ -83,34 +83,18 @@ def test_a_form_is_planned_rehearsed_and_started_by_the_same_words_in_a_new_fold
     form = RunForm(recipe="quickstart", folder="new", changes=("optim.lr=1e-4", "", " run.seed=3 "))
     words = ["quickstart", "optim.lr=1e-4", "run.seed=3"]
     place = f"run.output_dir={json.dumps(str(jobs.root / 'new'))}"
-    for begin, command in (
-        (jobs.plan, ["plan", *words]), (jobs.rehearse, ["train", *words, "--dry-run"]),
-        (jobs.start, ["train", *words, place]),
+    for kind, command in (
+        ("plan", ["plan", *words]), ("dry run", ["train", *words, "--dry-run"]),
+        ("start", ["train", *words, place]),
     ):  # fmt: skip
-        assert begin(form).process.command[1:] == ["-m", "flowrl", *command]
+        assert jobs.order(kind, form).process.command[1:] == ["-m", "flowrl", *command]
     assert [job["kind"] for job in jobs.rows()] == ["start", "dry run", "plan"]
-    assert [job["run"] for job in jobs.rows()] == [None] * 3 and jobs.running() == 1
+    assert [job["run"] for job in jobs.rows()] == [None] * 3
     (jobs.root / "new").mkdir()
     (jobs.root / "new" / "config.yaml").touch()
     assert jobs.rows()[0]["run"] == "new"
     with pytest.raises(UserError, match="there is a folder new"):
-        jobs.start(form)
-
-
-def test_no_word_becomes_a_flag_or_another_command(jobs, tmp_path):
-    for change in ("--resume=x", "-x", "quickstart", "--accept-changes", "=", "a b=1", "; ls=1"):
-        with pytest.raises(UserError, match="change of an option"):
-            checked_changes([change])
-    with pytest.raises(UserError, match="run.output_dir"):
-        checked_changes(["run.output_dir=/"])
-    assert checked_changes(["rewards.0.weight=2", "rollout.tree={kind: ode}", ""]) == (
-        "rewards.0.weight=2", "rollout.tree={kind: ode}",
-    )  # fmt: skip
-    for recipe in ("--help", "-x.yaml", "none", "../../secret", str(tmp_path / "none.yaml"), ""):
-        with pytest.raises(UserError):
-            checked_recipe(recipe)
-    (tmp_path / "my.yaml").write_text("")
-    assert checked_recipe(str(tmp_path / "my.yaml")) == str(tmp_path / "my.yaml")
+        jobs.order("start", form)
 
 
 def test_a_run_is_resumed_from_its_checkpoint_unless_it_trains_or_has_none(make_folder, jobs):
@@ -128,7 +112,7 @@ def test_a_run_is_resumed_from_its_checkpoint_unless_it_trains_or_has_none(make_
 
 
 def test_a_job_is_asked_to_stop_once_and_its_last_words_are_kept(jobs):
-    job = jobs.plan(RunForm(recipe="quickstart"))
+    job = jobs.order("plan", RunForm(recipe="quickstart"))
     for _ in range(2):
         jobs.end(job.name)
     assert job.process.signals == [signal.SIGTERM]

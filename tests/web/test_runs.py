@@ -16,7 +16,6 @@ from flowrl.training.checkpoint import LATEST, claim
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.owner import FILE as OWNER
 from flowrl.web.jobs import Jobs
-from flowrl.web.metrics_log import MetricsLog
 from flowrl.web.runs import RunFiles, RunFolders
 
 
@@ -89,10 +88,8 @@ def test_damaged_files_are_missing_files(make_folder):
         run.sample(4)
     for name in ("ledger.jsonl", "config.yaml", "metrics.jsonl"):
         (run.path / name).write_bytes(b'{"event": [1]}\n\xff\xfe[[[[{')
-    log = MetricsLog(run.path / "metrics.jsonl")
-    log.read()
-    assert run.details(log)["state"] == "unknown"
-    json.dumps(run.details(log), allow_nan=False)
+    assert run.details()["state"] == "unknown"
+    json.dumps(run.details(), allow_nan=False)
 
 
 def test_no_link_leads_out_of_a_run(make_folder, tmp_path):
@@ -117,8 +114,6 @@ def test_runs_are_found_below_folders_and_not_inside_of_runs(make_folder, tmp_pa
     for name in ("..", "../runs/a", "a/..", str(tmp_path / "runs" / "a"), "empty", ""):
         with pytest.raises(KeyError):
             folders.run(name)
-        with pytest.raises(KeyError):
-            folders.log(name)
 
 
 def test_pipes_and_links_out_of_a_run_stop_nothing_and_show_nothing(make_folder, tmp_path):
@@ -134,11 +129,8 @@ def test_pipes_and_links_out_of_a_run_stop_nothing_and_show_nothing(make_folder,
             else:
                 (folder / name).symlink_to(secret)
         run = run_of(folder)
-        log = MetricsLog(folder / "metrics.jsonl")
-        log.read()
-        assert not log.names
-        text = json.dumps([run.stamp(), run.summary(), run.details(log), run.recipe_text()])
-        assert "secret" not in text
+        assert not run.details()["metrics"]
+        assert "secret" not in json.dumps([run.details(), run.recipe_text()])
 
 
 def test_a_forged_owner_names_no_process_that_has_not_the_runs_lock(make_folder):
@@ -155,15 +147,6 @@ def test_a_forged_owner_names_no_process_that_has_not_the_runs_lock(make_folder)
             assert child.poll() is None
         finally:
             child.kill()
-
-
-def test_deep_yaml_and_json_are_left_out(make_folder):
-    folder = make_folder()
-    (folder / "ledger.jsonl").unlink()
-    (folder / "config.yaml").write_text("[" * 90_000)
-    (folder / OWNER).write_text("[" * 4000)
-    run = run_of(folder)
-    assert run.recipe() == {} and run.state().name != "running"
 
 
 def test_intervals_of_held_out_means_are_over_prompts_not_images(make_folder):

@@ -1,16 +1,9 @@
 """`flowrl ui` as a command."""
 
-import signal
-import subprocess
-import sys
-
-import httpx
 import pytest
 import uvicorn
 
 from flowrl.cli import main
-
-COMMAND = [sys.executable, "-m", "flowrl"]
 
 
 def refused(capsys, *words: str) -> str:
@@ -35,22 +28,3 @@ def test_the_token_is_quoted_in_the_address(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         main(["ui", str(tmp_path), "--port", "0", "--token-env", "UI_TOKEN"])
     assert capsys.readouterr().out.rstrip().endswith("/#token=a%3Ctoken%3E%26")
-
-
-@pytest.mark.slow
-def test_it_prints_an_address_whose_token_opens_it_and_ends_with_ctrl_c(make_folder):
-    folder = make_folder()
-    command = [*COMMAND, "ui", str(folder.parent), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None
-            line = next(line for line in child.stdout if "#token=" in line)
-            base, _, token = line.strip().partition("#token=")
-            assert len(token) >= 32 and base.startswith("http://127.0.0.1:")
-            assert httpx.get(f"{base}api/runs").status_code == 401
-            answer = httpx.get(f"{base}api/runs", headers={"Authorization": f"Bearer {token}"})
-            assert [run["run"] for run in answer.json()["runs"]] == ["run"]
-            child.send_signal(signal.SIGINT)
-            assert child.wait(60) == 0
-        finally:
-            child.kill()
