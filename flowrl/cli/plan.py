@@ -36,16 +36,20 @@ def plan(
             help="Memory per GPU; by default what the recipe's name says, as in -24gb.",
         ),
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(metavar="64GB", help="The machine's own memory; by default this machine's."),
+    ] = None,
     price: Annotated[
         float | None, typer.Option(min=0, metavar="2.5", help="Price per GPU-hour.")
     ] = None,
 ) -> None:
     """Show the work, the memory and the hours of a recipe, before any download.
 
-    Needs no GPU and no weights: networks are built from their shapes alone. Where the GPU's
-    memory does not suffice, it says what to change, and the exit code is 1. A GPU of 24 GB has
-    24 * 10^9 bytes here, a little less than it has. Hours are estimates from the published peaks of
-    cards; docs/memory.md explains the parts of memory.
+    Needs no GPU and no weights: networks are built from their shapes alone. Where the GPU's or the
+    machine's memory does not suffice, it says what to change, and the exit code is 1. A GPU of 24
+    GB has 24 * 10^9 bytes here, a little less than it has. Hours are estimates from the published
+    peaks of cards; docs/memory.md explains the parts of memory.
 
     Examples:
 
@@ -66,8 +70,9 @@ def plan(
         request = recipe_request(words, "flowrl plan quickstart")
         config = load_config(request.recipe, request.overrides)
         size = memory_class(Path(request.recipe).name) if memory is None else parse_memory(memory)
+        host = None if host_memory is None else parse_memory(host_memory, "--host-memory")
         count = gpus or gpus_of(request.recipe)
-        planned = make_plan(config, gpus=count, memory=size)
+        planned = make_plan(config, gpus=count, memory=size, host_memory=host)
         _show_shares(planned)
         print_table(_work_rows(config, planned))
         say("\nForwards of one image; those of training are the most there can be.\n")
@@ -76,7 +81,7 @@ def plan(
             _show_time(planned, planned.duration, price, config.run)
         for note in planned.notes:
             say(note)
-    if planned.fits is False:
+    if planned.fits is False or not planned.host_fits:
         raise typer.Exit(1)
 
 
@@ -169,6 +174,15 @@ def _show_memory(planned: "Plan") -> None:
     say(f"\nThe peak is {_gb(planned.peak.total)} GB, in {planned.peak.phase}.")
     if planned.memory is not None:
         _show_verdict(planned)
+    parts = ", ".join(f"{_gb(size)} for {name}" for name, size in planned.host.items() if size)
+    whole = _gb(sum(planned.host.values()))
+    say(f"The machine's own memory, for all GPUs: at most {whole} GB: {parts}.")
+    if not planned.host_fits:
+        say(
+            f"It does not fit the machine's {_gb(planned.host_memory)} GB: set "
+            "memory.prompt_cache=PATH (encoded prompts stay in files), use fewer --gpus, or name "
+            "another machine's memory with --host-memory."
+        )
 
 
 def _show_verdict(planned: "Plan") -> None:

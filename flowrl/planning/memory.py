@@ -1,4 +1,4 @@
-"""The memory of each phase of an iteration on one GPU, part by part."""
+"""The memory of each phase of an iteration on one GPU, part by part, and of the machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,8 +13,10 @@ from flowrl.assembly.text import ROWS, rows_first
 from flowrl.assembly.work_split import WorkSplit
 from flowrl.backbones.families import family_of, layer_rules_of, lora_targets
 from flowrl.backbones.loading import DTYPES
+from flowrl.backbones.text_cache import CAPACITY
 from flowrl.config import Config
 from flowrl.config.rollout import ReferenceOptions
+from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.activations import (
     Activations,
@@ -26,8 +28,13 @@ from flowrl.planning.activations import (
     transformer_peak,
 )
 from flowrl.planning.model_specs import ModelSpec, build_network
-from flowrl.planning.rewards import rewards_bytes, scoring_bytes
+from flowrl.planning.rewards import (
+    host_rewards_bytes,
+    rewards_bytes,
+    scoring_bytes,
+)
 from flowrl.planning.work import IterationKind, doubles, training_doubles
+from flowrl.prompts.sources import HUB, read_rows
 from flowrl.quantization.backends import Backend, FP8Rowwise, NVFP4Emulated, NVFP4Native
 from flowrl.quantization.layer_rules import choose_layers, matrices, matrix_shape
 from flowrl.trees.memory import rollout_bytes
@@ -402,6 +409,52 @@ class MemoryPlan:
         """Return the adapted layers' weights once more: merged ones lie beside the frozen ones."""
         layers = [layer for n, layer in matrices(self.network) if is_adapted(n, self.targets)]
         return sum(layer.weight.numel() for layer in layers) * self.dtype.itemsize
+
+    # --- the machine's memory -------------------------------------------------------------------
+
+    def host_bytes(self) -> dict[str, int]:
+        """Return what the processes of a machine hold in its own memory at most, by what it is.
+
+        Each reads a pipeline before it goes to its GPU, its transformer after the texts are
+        encoded; of a transformer in parts one process alone.
+        """
+        config, processes = self.config, self.split.gpus
+        network = nbytes([*self.network.parameters(), *self.network.buffers()])
+        read = network if config.runtime.shard is not None else processes * network
+        beside, first = self.vae["autoencoder"], self.vae["autoencoder"] + self.encoders
+        if config.memory.text_encoders != "free":
+            beside = first
+        guided = any(
+            doubles(config, section.guidance_scale)
+            for section in (config.rollout, config.evaluation)
+        )
+        return {
+            "loading": max(processes * first, read + processes * beside),
+            "encoded prompts": processes * self.text(encoded_prompts(config), guided),
+            "reward models": processes * host_rewards_bytes(config.rewards),
+        }
+
+
+def encoded_prompts(config: Config) -> int:
+    """Return how many encoded prompts a process holds, at most: those of the files if they are
+    there, and no more than the run reaches."""
+    e, m = config.evaluation, config.memory
+    evaluated = 0 if e.prompts is None else e.num_images
+    trained = config.run.iterations * config.rollout.prompts_per_iteration
+    prompts = min(trained, prompt_count(config.prompts.train) or trained) + evaluated
+    bounded = m.text_encoders == "keep" or m.prompt_cache is not None
+    return min(prompts, CAPACITY) if bounded else prompts
+
+
+@lru_cache(maxsize=8)
+def prompt_count(source: str) -> int | None:
+    """Return the different prompts of a source on this machine; None where there is none yet."""
+    if source.startswith(HUB):
+        return None
+    try:
+        return len({row["prompt"] for row in read_rows(source)})
+    except UserError:
+        return None
 
 
 # --- bytes of weights ---------------------------------------------------------------------------

@@ -4,8 +4,10 @@ Nothing is loaded, downloaded or allocated: networks are built on the meta devic
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+import psutil
 
 from flowrl.assembly.work_split import WorkSplit, split_work
 from flowrl.backbones.loading import check_pipeline
@@ -15,10 +17,11 @@ from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.activations import Uncountable
 from flowrl.planning.duration import Duration
-from flowrl.planning.memory import AUTO, Footprint, MemoryPlan, peak
+from flowrl.planning.memory import AUTO, Footprint, MemoryPlan, peak, prompt_count
 from flowrl.planning.model_specs import ModelSpec, spec_for
 from flowrl.planning.rewards import reward_networks, rewards_bytes
 from flowrl.planning.work import RunWork, UpdateWork, count_work
+from flowrl.prompts.sources import TINY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,8 @@ class Plan:
     phases: tuple[Footprint, ...]  # of the busiest GPU in the largest iterations; () if unknown
     unknown: str  # why the pipeline's shapes are not known, else ""
     memory: int | None  # bytes of a GPU, None where nobody named any
+    host: Mapping[str, int]  # bytes of a machine's own memory, for all processes; {} if unknown
+    host_memory: int  # bytes that the machine has
     advice: tuple[str, ...]  # what to change where it does not fit: KEY=VALUE (what it costs)
     duration: Duration | None  # None where the pipeline's shapes are not known
     notes: tuple[str, ...]  # what was assumed or left out
@@ -47,9 +52,16 @@ class Plan:
             return None
         return self.peak.total <= self.memory
 
+    @property
+    def host_fits(self) -> bool:
+        """Return whether the machine's own memory holds it, as far as it is known."""
+        return sum(self.host.values()) <= self.host_memory
 
-def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Plan:
-    """Plan a recipe on GPUs of `memory` bytes.
+
+def make_plan(
+    config: Config, *, gpus: int = 1, memory: int | None = None, host_memory: int | None = None
+) -> Plan:
+    """Plan a recipe on GPUs of `memory` bytes, in a machine of `host_memory` or like this one.
 
     Raises UserError for a pipeline that cannot be trained, or where the GPUs cannot split the
     recipe's work.
@@ -59,6 +71,7 @@ def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Pl
     split = [split_work(load, gpus) for load in work.loads][0]
     spec, unknown = _spec(config)
     phases: tuple[Footprint, ...] = ()
+    host: dict[str, int] = {}
     duration = None
     if spec is not None:
         plans = [
@@ -68,6 +81,7 @@ def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Pl
         ]  # fmt: skip
         try:
             phases = _largest(plans)
+            host = plans[0].host_bytes()
             duration = _duration(plans[0], work)
         except Uncountable as error:
             unknown = str(error)
@@ -79,6 +93,8 @@ def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Pl
         phases=phases,
         unknown=unknown,
         memory=memory,
+        host=host,
+        host_memory=host_memory or psutil.virtual_memory().total,
         advice=tuple(_advice(config, peak(list(phases)).phase)) if too_large else (),
         duration=duration,
         notes=tuple(_notes(config, work.needs)),
@@ -169,6 +185,9 @@ def _notes(config: Config, needs: Needs) -> Iterator[str]:
     separate = sum(rewards_bytes([entry]) for entry in config.rewards)
     if saved := separate - rewards_bytes(config.rewards):
         yield f"Rewards share equal networks, which saves {saved / 2**30:.1f} GiB."
+    train = config.prompts.train
+    if not train.startswith(TINY) and prompt_count(train) is None:
+        yield f"{train} cannot be read here: its prompts are counted as all different."
     explore, store = config.rollout.explore, config.rollout.store
     if "auto" in (config.pipeline.precision, explore and explore.precision):
         yield f"precision auto is counted as the larger of {' and '.join(AUTO)}."
@@ -181,14 +200,14 @@ def _notes(config: Config, needs: Needs) -> Iterator[str]:
 # --- sizes of memory, and the head of a recipe --------------------------------------------------
 
 
-def parse_memory(text: str) -> int:
+def parse_memory(text: str, option: str = "--memory") -> int:
     """Return the bytes of "24GB", "24" (10^9 bytes each) or "24GiB" (2^30).
 
     GPUs sold with 24 GB have some more than 24 * 10^9 bytes, of which their driver keeps a part.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(G?B?|GiB?)\s*", text, re.IGNORECASE)
     if match is None or not float(match[1]):
-        raise UserError(f"--memory is {text!r}, expected a size such as 24GB, 80G or 24GiB")
+        raise UserError(f"{option} is {text!r}, expected a size such as 24GB, 80G or 24GiB")
     return int(float(match[1]) * (2**30 if "i" in match[2].lower() else 10**9))
 
 

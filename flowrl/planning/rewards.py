@@ -95,3 +95,11 @@ def scoring_bytes(entries: Sequence[RewardOptions], images: int) -> int:
         rows = min(images, getattr(entry.executor, "micro_batch", None) or images)
         sizes.append(size * rows)
     return max(sizes)
+
+
+def host_rewards_bytes(entries: Sequence[RewardOptions]) -> int:
+    """Return the bytes of weights in a process's share of the machine's memory: args.device cpu."""
+    here = [e for e in entries if e.args.get("device") == "cpu"]
+    args = [{k: v for k, v in e.args.items() if k != "device"} for e in here]
+    moved = [e.model_copy(update={"args": a}) for e, a in zip(here, args, strict=True)]
+    return rewards_bytes(moved)

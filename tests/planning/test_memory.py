@@ -8,6 +8,7 @@ from flowrl.config import parse_config
 from flowrl.planning.memory import (
     CONTEXT,
     MemoryPlan,
+    encoded_prompts,
     few_bits_bytes,
 )
 from flowrl.planning.model_specs import MODEL_SPECS, spec_for
@@ -144,6 +145,29 @@ def test_few_bits_have_codes_and_scales_in_linear_layers_alone():
     saved = exact.transformer_bytes() - few.transformer_bytes()
     linear = sum(layer.weight.numel() for layer in layers)
     assert saved == pytest.approx(2 * linear - linear / 2 - linear / 16, rel=0.01)
+
+
+def test_a_machine_holds_every_process_s_pipeline_but_one_sharded_network():
+    sections = {"rollout": {"prompts_per_iteration": 8}}
+    one, many = (plan(n, **sections).host_bytes() for n in (1, 8))
+    shared = plan(8, **sections, runtime={"shard": "node"})
+    assert many["loading"] == 8 * one["loading"]
+    difference = many["loading"] - shared.host_bytes()["loading"]
+    assert difference == 7 * shared.transformer_bytes()
+    free = plan(8, **sections, memory={"text_encoders": "free"}).host_bytes()
+    assert many["loading"] - free["loading"] == 8 * shared.encoders
+
+
+def test_encoded_prompts_are_those_of_the_file(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a cat\na dog\na cat\n")
+    rollout = {"prompts_per_iteration": 2}
+    free = {"text_encoders": "free"}
+    few, missing = (
+        plan(prompts={"train": str(path)}, rollout=rollout, memory=free).config
+        for path in (file, tmp_path / "none.txt")
+    )
+    assert (encoded_prompts(few), encoded_prompts(missing)) == (2, 6)
 
 
 def test_latents_are_those_of_the_rollout():

@@ -28,7 +28,7 @@ def run(capsys, monkeypatch, even_activations):
 
     def call(*words):
         with pytest.raises(SystemExit) as caught:
-            main(["plan", *words])
+            main(["plan", "--host-memory", "2000GB", *words])
         out, err = capsys.readouterr()
         return caught.value.code or 0, out, err
 
@@ -151,3 +151,8 @@ def test_hours_are_a_range_for_each_card_that_holds_the_recipe(run):
     _, out, _ = run("quickstart", "--gpus", "2", f"run.max_minutes={minutes}")
     row = re.search(r"^L40S +\S+ to \S+ +(\S+) to (\S+)", out, re.M)
     assert [float(n) for n in row.groups()] == pytest.approx([72 * minutes / most, 36], rel=0.05)
+
+
+def test_the_machine_s_memory_is_compared(run):
+    code, out, _ = run("quickstart", "--host-memory", "0.001GB")
+    assert code == 1 and "--host-memory" in out

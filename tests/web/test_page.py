@@ -1,5 +1,8 @@
 """The page of `flowrl ui` in a real Chromium: live, hostile and missing things, keyboard, sizes."""
 
+import contextlib
+import signal
+import socket
 from dataclasses import replace
 from itertools import product
 
@@ -7,6 +10,9 @@ import pytest
 import torch
 
 from flowrl.training.evaluate import Evaluation
+from flowrl.training.ledger import Ledger
+from flowrl.training.owner import owner_of
+from flowrl.training.tracking import read_metrics
 from flowrl.utils.journal import seal_line
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
@@ -80,6 +86,28 @@ def test_a_value_appears_after_it_is_logged(page, make_folder_in, tmp_path, serv
         ]  # fmt: skip
 
 
+def test_metrics_named_as_members_of_every_object_have_curves(
+    page, make_folder_in, tmp_path, serve
+):
+    names = ("constructor", "__proto__", "toString")
+    folder = make_folder_in(tmp_path / "runs", "constructor")
+    with open(folder / "metrics.jsonl", "a") as file:
+        for step in (5, 6):
+            row = {"step": step} | {name: step / 8 for name in names}
+            row |= {f"eval/{name}": 1.0 for name in names}
+            row["reward/missing/__proto__"] = 0.5
+            file.write(seal_line(row).decode() + "\n")
+    with serve(tmp_path / "runs") as address:
+        opened(page, address)
+        page.get_by_role("link", name="constructor", exact=True).click()
+        page.get_by_text("Choose metrics").click()
+        for name in names:
+            page.get_by_role("checkbox", name=name, exact=True).check()
+            page.wait_for_selector(f'[data-metric="{name}"] .value:text("0.75")')
+            page.wait_for_selector(f'[data-metric="eval/{name}"] .value:text("1")')
+        page.get_by_role("row", name="__proto__ 50.0 % 50.0 %", exact=True).wait_for()
+
+
 def test_hostile_names_prompts_and_words_are_text_and_what_is_missing_is_said(
     page, make_folder_in, tmp_path, serve
 ):
@@ -114,13 +142,47 @@ def too_wide(page) -> int:
     return page.evaluate("document.documentElement.scrollWidth - innerWidth")
 
 
-def test_nothing_is_asked_of_another_server(page, address):
+def sent_to(server: socket.socket) -> bytes:
+    """Return what was sent to a server: Chromium may open a connection and say nothing there."""
+    data = b""
+    with contextlib.suppress(TimeoutError):
+        while True:
+            connection, _ = server.accept()
+            connection.settimeout(0.2)
+            with connection, contextlib.suppress(TimeoutError):
+                data += connection.recv(1000)
+    return data
+
+
+def test_nothing_is_asked_of_another_server_not_even_by_force(page, address):
     base = address.partition("#")[0]
     for view in ("", "#/run?run=one", "#/compare", "#/start"):
         opened(page, address, view)
         page.wait_for_selector("main :is(.reading .value, .state, .start)")
     foreign = [url for url in page.asked if not url.startswith((base, f"blob:{base}"))]
     assert len(page.asked) > 12 and not foreign
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(0.2)
+        there = f"http://127.0.0.1:{other.getsockname()[1]}/"
+        refused = page.evaluate(
+            """async there => {
+                const told = [];
+                addEventListener("securitypolicyviolation", e => told.push(e.effectiveDirective));
+                await fetch(there).catch(() => {});
+                for (const tag of ["img", "script", "iframe"]) {
+                    const made = document.createElement(tag);
+                    made.src = there;
+                    document.body.append(made);
+                }
+                document.body.insertAdjacentHTML("beforeend", "<p style='color:red'>");
+                await new Promise(done => setTimeout(done, 100));
+                return told.sort();
+            }""",
+            there,
+        )
+        assert not sent_to(other)
+    wanted = ["connect-src", "frame-src", "img-src", "script-src-elem", "style-src-attr"]
+    assert sorted(set(refused)) == wanted
 
 
 def test_without_its_token_the_page_shows_nothing_and_asks_for_it(browser, address):
@@ -142,9 +204,85 @@ def test_without_its_token_the_page_shows_nothing_and_asks_for_it(browser, addre
     context.close()
 
 
-# --- the form --------------------------------------------------------------------------
+# --- a run that trains --------------------------------------------------------------------------
 
 PROMPTS = "\n".join(f"a {size} red {shape}" for size in ("small", "large") for shape in SHAPES)
+CHANGES = """
+lora.rank=4
+rollout={prompts_per_iteration: 2, group_size: 4, num_inference_steps: 4, batch_size: 8}
+optim.micro_batch=8
+evaluation.num_images=4
+evaluation.num_inference_steps=4
+run={checkpoint_every: 5000, sample_every: 0, trackers: []}
+"""
+
+
+def type_in(page, label: str, text: str) -> None:
+    """Move to a field by Tab and type there."""
+    tabs_to(page, f"[...e.labels ?? []].some(l => l.textContent.startsWith({label!r}))")
+    page.keyboard.insert_text(text)
+
+
+def stopped_at(folder, count: int) -> int:
+    """Return the iteration of the last stop, after `count` of them."""
+    stops = [event for event in Ledger(folder).events() if event["event"] == "stop"]
+    assert len(stops) == count and stops[-1]["reason"] == "interrupted"
+    return stops[-1]["step"]
+
+
+def stop_by_the_keyboard(page, metric: str, after: int) -> None:
+    page.wait_for_function(
+        """([metric, after]) => {
+            const place = document.querySelector(`[data-metric="${metric}"] .reading`);
+            return Number((place?.textContent.match(/at (\\d+):/) ?? [0, 0])[1]) > after;
+        }""",
+        arg=[metric, after],
+    )
+    tabs_to(page, "e.textContent === 'Stop'")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".state.stopped")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_keyboard_alone_starts_a_run_by_the_form_watches_stops_and_resumes_it(
+    page, serve, tmp_path
+):
+    root = tmp_path / "runs"
+    root.mkdir()
+    folder = root / "mine"
+    page.set_default_timeout(200_000)
+    try:
+        with serve(root) as address:
+            opened(page, address, "#/start")
+            page.wait_for_selector("option[value=brightness]", state="attached")
+            type_in(page, "Prompts", PROMPTS)
+            type_in(page, "Reward", "")
+            page.keyboard.type("brig")  # as selects do: the first choice that begins so
+            type_in(page, "Iterations", "5000")
+            type_in(page, "Name of the run", "mine")
+            tabs_to(page, "e.tagName === 'SUMMARY'")
+            page.keyboard.press("Enter")
+            type_in(page, "Changes", CHANGES)
+            tabs_to(page, "e.value === 'start'")
+            page.keyboard.press("Enter")
+            page.wait_for_selector("section[aria-label='start mine'] a:not([hidden])")
+            tabs_to(page, "e.textContent === 'Open the run'")
+            page.keyboard.press("Enter")
+            stop_by_the_keyboard(page, "reward/mean", 1)
+            first = stopped_at(folder, 1)
+            tabs_to(page, "e.textContent === 'Resume'")
+            page.keyboard.press("Enter")
+            stop_by_the_keyboard(page, "reward/mean", first + 1)
+            last = stopped_at(folder, 2)
+    finally:
+        if (owner := owner_of(folder)) and (process := owner.process(folder)):
+            process.send_signal(signal.SIGKILL)
+    assert last > first + 1 >= 3
+    steps = [row["step"] for row in read_metrics(folder) if "reward/mean" in row]
+    assert steps == list(range(1, last + 1))
+    (prompts,) = root.glob("prompts-*.txt")
+    assert prompts.read_text() == f"{PROMPTS}\n"
 
 
 def test_the_form_says_beside_a_field_why_it_is_refused_and_starts_what_it_accepts(
@@ -265,16 +403,52 @@ def test_the_keyboard_alone_opens_a_run_reads_a_curve_moves_over_time_and_compar
     page.wait_for_selector("th:has-text('optim.lr')")
 
 
-def test_a_held_out_mean_has_its_interval_over_the_prompts(page, make_folder_in, tmp_path, serve):
+INK = """metric => {
+    const canvas = document.querySelector(`[data-metric="${metric}"] canvas`);
+    const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    const columns = new Set();
+    let ink = "", last = 0;
+    for (let i = 0; i < data.length; i += 4) {
+        const spread = Math.max(...data.slice(i, i + 3)) - Math.min(...data.slice(i, i + 3));
+        if (spread < 100 || data[i + 3] < 255) continue; // axes are grey
+        columns.add((i / 4) % canvas.width);
+        last = Math.max(last, (i / 4) % canvas.width);
+        ink = data.slice(i, i + 3).join();
+    }
+    return [columns.size, ink, last];
+}"""
+
+
+def test_a_single_value_is_a_dot_an_interval_a_band_and_shares_stay_above_zero(
+    page, make_folder_in, tmp_path, serve
+):
     prompts = ("a red circle", "a blue square")
     folder = make_folder_in(tmp_path / "runs", "one", prompts=prompts)
     path = folder / "evaluations" / "step-000004.safetensors"
     evaluation = replace(Evaluation.load(path), scores=torch.tensor([[0.5], [1.0]]))
     evaluation.save(path)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(seal_line({"step": 4, "policy/kl": 0.0}).decode() + "\n")
+    inks = set()
     with serve(tmp_path / "runs") as address:
+        page.set_viewport_size({"width": 1366, "height": 900})
         opened(page, address, "#/run?run=one")
-        page.wait_for_selector('[data-metric="eval/brightness"] canvas')
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            page.wait_for_selector('[data-metric="policy/kl"] canvas')
+            page.wait_for_timeout(200)
+            dot, ink, last = page.evaluate(INK, "policy/kl")
+            inks.add(ink)
+            assert 3 <= dot <= 8 and last > 300  # the last step is at the right end
+            assert page.evaluate(INK, "reward/mean")[0] > 100
         assert reading(page, "eval/brightness").inner_text() == "at 4: 0.75 ± 0.49"
+        ranges = page.evaluate(
+            "import('/chart.js').then(m => [[0, 1], [0, 0], [-1, 1], [null, null]]"
+            ".map(([low, high]) => m.rangeOf(null, low, high)))"
+        )
+    assert len(inks) == 2
+    assert ranges[0][0] == ranges[1][0] == 0 and ranges[2][0] < -1 and ranges[3] == [0, 1]
+    assert all(low < high for low, high in ranges)
 
 
 def test_a_run_hands_out_its_results_as_files_to_keep(page, make_folder_in, tmp_path, serve):

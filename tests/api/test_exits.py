@@ -1,0 +1,101 @@
+"""What comes out of a run of any pipeline class: every exit takes it, without the user's code."""
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flowrl import api
+from flowrl.backbones.lora_files import load_lora, network_of
+from flowrl.backbones.lora_formats import FILE
+from flowrl.backbones.original_layers import key_map_of
+from flowrl.backbones.small import small_folder
+from flowrl.cli import main
+from flowrl.errors import UserError
+
+pytestmark = pytest.mark.slow  # the tests of each exit take runs of the built-in pipelines
+CLASSES = (  # LongCat's keys have no names of ComfyUI's
+    "Flux2KleinPipeline", "QwenImagePipeline", "ZImagePipeline", "Krea2Pipeline",
+    "LongCatImagePipeline",
+)  # fmt: skip
+STEPS = 4
+
+
+def run(*words: object) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    assert not end.value.code
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def finished(request, tiny_config, tmp_path_factory):
+    """A folder with a pipeline, the folder of a finished run, and its recipe."""
+    root = tmp_path_factory.mktemp(request.param)
+    base = small_folder(getattr(diffusers, request.param), root / "base")
+    config = tiny_config(
+        pipeline={"path": str(base), "max_sequence_length": 64, "height": 64, "width": 64},
+        objective={"kind": "nft"},
+        rollout={"num_inference_steps": STEPS, "tree": {"kind": "ode"}},
+        evaluation={"prompts": "tiny:geneval:test", "num_images": 2, "num_inference_steps": STEPS},
+        optim={"lr": 0.1},
+        run={"iterations": 2, "output_dir": str(root / "run")},
+    )
+    api.align(config)
+    return base, root / "run", config
+
+
+def image(pipeline: Any, call: dict[str, Any]) -> np.ndarray:
+    generator = torch.Generator().manual_seed(0)
+    pipeline.set_progress_bar_config(disable=True)
+    result = pipeline(prompt="a red circle", generator=generator, **call)
+    return np.asarray(result.images[0]).astype(int)
+
+
+def test_every_exit_takes_the_run(finished, tmp_path):
+    base, folder, config = finished
+    assert (folder / FILE).is_file() and (folder / "gallery" / "index.html").is_file()
+    # The card's own code, offline and in a process of its own too.
+    text = (folder / "README.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["image"].size == (64, 64)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    # `sample` and the merged pipeline draw the image of the card's pipeline.
+    arguments = re.search(r"pipe\(prompt=.*, (num_inference_steps=.*)\)\.images\[0\]", code)
+    assert arguments is not None
+    call = eval(f"dict({arguments[1]})")
+    expected = image(names["pipe"], call)
+    plain = diffusers.DiffusionPipeline.from_pretrained(base)
+    assert not np.array_equal(image(plain, call), expected)
+    run("sample", base, "a red circle", "--lora", folder, "-o", tmp_path / "images")
+    (path,) = (tmp_path / "images").glob("*.png")
+    assert abs(np.asarray(Image.open(path)).astype(int) - expected).max() <= 1
+    run("export", folder, "--to", "merged", "-o", tmp_path / "merged")
+    merged = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "merged")
+    assert abs(image(merged, call) - expected).max() <= 4
+    # Evaluation by the pipeline's own call, and the gallery.
+    deployed = config.evaluation.model_copy(update={"as_deployed": True})
+    (row,) = api.evaluate(config.model_copy(update={"evaluation": deployed}), lora=str(folder))
+    assert row["base"] != row["aligned"]
+    run("gallery", folder, "--count", 1, "-o", tmp_path / "pages")
+    # Files for diffusers and ComfyUI.
+    run("export", folder, "--to", "diffusers", "-o", tmp_path / "lora")
+    kind = type(network_of(merged)).__name__
+    try:
+        key_map_of(kind)
+    except UserError:
+        with pytest.raises(UserError, match=kind):
+            api.export(str(folder), tmp_path / "comfyui", format="comfyui")
+        return
+    run("export", folder, "--to", "comfyui", "-o", tmp_path / "comfyui.safetensors")
+    assert load_lora(plain, tmp_path / "comfyui.safetensors") > 0
+    assert np.array_equal(image(plain, call), expected)
