@@ -84,7 +84,16 @@ def vote(  # noqa: PLR0913  # an argument for each option
             )
         questions = Questions(read_candidates(folder), Ballot(folder), goal=goal, seed=seed)
         token = page_token(host, token_env)
-        app = make_app(questions, token=token, host=host)
+        training = [
+            *words,
+            "--train",
+            "--output-dir",
+            str(folder),
+            *(["--lora", lora] if lora else []),
+        ]
+        app = make_app(
+            questions, token=token, host=host, train=["vote", *training] if words else ()
+        )
         serve_page(app, f"Images of the folder {os.fspath(folder)}", host, port, token)
 
 

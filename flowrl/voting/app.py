@@ -4,12 +4,16 @@ A vote is on disk before it is answered.
 """
 
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import UserError
+from flowrl.utils.images import png_of_file
 from flowrl.utils.serving import json_body
 from flowrl.voting.ballot import CHOICES, Ballot, Vote
 from flowrl.voting.candidates import Candidates, next_pair
+from flowrl.web.jobs import Jobs
 from flowrl.web.page import json_answer, make_page
 
 if TYPE_CHECKING:
@@ -57,15 +61,24 @@ class Questions:
             self.ballot.undo()
 
 
-def make_app(questions: Questions, *, token: str, host: str) -> "FastAPI":
-    """Return the application of the page. token, host: as in `make_page`."""
-    return make_page(
-        "flowrl vote", lambda app: _add_routes(app, questions), "flowrl.voting", "flowrl.web",
-        token=token, host=host,
-    )  # fmt: skip
+def make_app(
+    questions: Questions, *, token: str, host: str, train: Sequence[str] = ()
+) -> "FastAPI":
+    """Return the application of the page.
+
+    Args:
+        token, host: as in `make_page`.
+        train: words after `flowrl` that train on the votes; () where no recipe is named.
+    """
+
+    def routes(app: "FastAPI") -> None:
+        _add_votes(app, questions)
+        _add_training(app, questions.candidates.folder, train)
+
+    return make_page("flowrl vote", routes, "flowrl.voting", "flowrl.web", token=token, host=host)
 
 
-def _add_routes(app: "FastAPI", questions: Questions) -> None:
+def _add_votes(app: "FastAPI", questions: Questions) -> None:
     from starlette.requests import Request
     from starlette.responses import Response
 
@@ -90,10 +103,33 @@ def _add_routes(app: "FastAPI", questions: Questions) -> None:
         return _image(questions.candidates, row)
 
 
-def _image(candidates: Candidates, row: int) -> "Response":
+def _add_training(app: "FastAPI", folder: Path, words: Sequence[str]) -> None:
     from starlette.responses import Response
 
-    from flowrl.utils.images import png_of_file
+    jobs = Jobs(folder)
+
+    @app.get("/api/training")
+    def training() -> Response:
+        return json_answer({"possible": bool(words), "job": next(iter(jobs.rows()), None)})
+
+    @app.post("/api/train")
+    def train() -> Response:
+        if not words:
+            raise UserError("no recipe is named: repeat `flowrl vote` with one")
+        return json_answer({"possible": True, "job": jobs.train_on_votes(words).row()})
+
+    @app.get("/api/grid")
+    def grid() -> Response:
+        """Send held-out images of the newest run on these votes, base and LoRA."""
+        grids = sorted(folder.glob("run*/gallery/grid.png"), key=lambda file: file.stat().st_mtime)
+        data = png_of_file(grids[-1]) if grids else None
+        if data is None:
+            raise FileNotFoundError
+        return Response(data, media_type="image/png")
+
+
+def _image(candidates: Candidates, row: int) -> "Response":
+    from starlette.responses import Response
 
     if not 0 <= row < len(candidates.files):
         raise FileNotFoundError

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,7 @@ LOGS = ".ui-logs"  # beside the runs
 MOST_JOBS = 50  # in memory
 SHOWN = 20_000  # bytes of the end of a child's output
 
-Kind = Literal["plan", "dry run", "start", "resume"]
+Kind = Literal["plan", "dry run", "start", "resume", "train on votes"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,6 +142,14 @@ class Jobs:
         if last is not None and last["reason"] == "time":
             words += ("run.max_minutes=null",)  # or it would end at once
         return self._begin("resume", run.name, words, run.path)
+
+    def train_on_votes(self, words: Sequence[str]) -> PageJob:
+        """Run `flowrl` with these words. Raises UserError while another such job runs."""
+        with self._lock:
+            busy = [j for j in self._jobs.values() if j.kind == "train on votes"]
+        if any(job.process.poll() is None for job in busy):
+            raise UserError("a LoRA is being trained on the votes")
+        return self._begin("train on votes", self.root.name, tuple(words))
 
     def _begin(
         self, kind: Kind, title: str, words: tuple[str, ...], folder: Path | None = None

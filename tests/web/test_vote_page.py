@@ -1,6 +1,7 @@
 """The page of `flowrl vote` in a real Chromium: keys, sizes, hostile texts, a lost server."""
 
 import pytest
+from PIL import Image
 
 from flowrl.voting.app import Questions, make_app
 from flowrl.voting.ballot import Ballot
@@ -13,10 +14,10 @@ HOSTILE = '<img src=x onerror="window.hacked=1">\u202e' + "x" * 5000
 def serve_votes(serve_app):
     """A context manager that serves the votes of a folder and yields the page's address."""
 
-    def serve(folder):
+    def serve(folder, train=()):
         candidates = read_candidates(folder)
         questions = Questions(candidates, Ballot(folder), goal=4, seed=0)
-        return serve_app(make_app(questions, token="a-token", host="127.0.0.1"))
+        return serve_app(make_app(questions, token="a-token", host="127.0.0.1", train=train))
 
     return serve
 
@@ -81,6 +82,31 @@ def test_keys_vote_and_every_vote_is_on_disk_when_the_page_counts_it(
         assert not page.faults
         base = address.partition("#")[0]
         assert all(url.startswith((base, f"blob:{base}")) for url in page.asked)
+
+
+def test_a_button_trains_and_shows_what_came_of_it(serve_votes, open_page, write_images, tmp_path):
+    folder = write_images(tmp_path, ["a cat"], images=4)
+    grid = folder / "run" / "gallery" / "grid.png"
+    grid.parent.mkdir(parents=True)
+    Image.new("RGB", (64, 32), "red").save(grid)
+    with serve_votes(folder, train=("recipes",)) as address:  # a command that ends soon
+        page = open_page(address)
+        page.locator("#train").focus()
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#state:text('The LoRA is trained')")
+        assert page.locator("#output").inner_text().startswith("flowrl recipes\n")
+        page.wait_for_selector("#grid:not([hidden]) img[src^=blob]")
+        page.reload()
+        page.wait_for_selector("#state:text('The LoRA is trained')")
+        assert not page.faults
+    with serve_votes(folder, train=("no-such-command",)) as address:
+        page = open_page(address)
+        page.locator("#train").click()
+        page.wait_for_selector("#state:text('Training failed')")
+        assert "no-such-command" in page.locator("#output").inner_text()
+    with serve_votes(folder) as address:
+        page = open_page(address)
+        assert page.locator("#training").is_hidden()
 
 
 def test_a_vote_that_no_server_hears_is_not_counted(serve_votes, open_page, write_images, tmp_path):

@@ -18,8 +18,7 @@ async function show(answer) {
   by("done").max = answer.goal;
   by("done").value = Math.min(answer.votes, answer.goal);
   by("told").textContent = `${answer.votes} of ${answer.goal} votes` +
-    (answer.votes >= answer.goal ? ": enough to train, or continue. To train, stop the program with Ctrl-C and repeat its command with --train: " +
-      "it makes a LoRA in the folder run beside the votes. Expect images more to your taste, and some prompts drawn less well." : "");
+    (answer.votes >= answer.goal ? ": enough to train, or continue" : "");
   shown = answer.pair;
   by("prompt").textContent = shown ? shown.prompt : "No pairs are left";
   for (const name of ["first", "second"]) {
@@ -62,9 +61,42 @@ for (const button of document.querySelectorAll("[data-choice]")) {
 }
 by("undo").addEventListener("click", undo);
 
+// --- training ---
+
+let polling = null;
+
+function report(answer) {
+  const job = answer.job;
+  by("training").hidden = !answer.possible;
+  by("train").disabled = job?.exit === null;
+  by("output").hidden = !job;
+  if (!job) return;
+  by("output").textContent = `${job.command}\n${job.output}`;
+  by("output").scrollTop = by("output").scrollHeight;
+  by("state").textContent = job.exit === null ? "Training" : job.exit === 0 ? "The LoRA is trained" : "Training failed";
+  if (job.exit === null) polling = setTimeout(follow, 1000);
+  else if (job.exit === 0) showGrid();
+}
+
+async function follow() {
+  clearTimeout(polling);
+  try { report((await get("/api/training")).data); } catch (error) { trouble(error); }
+}
+
+async function showGrid() {
+  const address = await image("/api/grid");
+  by("grid").hidden = address === null;
+  if (address !== null) by("grid").querySelector("img").src = address;
+}
+
+by("train").addEventListener("click", async () => {
+  try { report(await send("/api/train", {})); } catch (error) { trouble(error); }
+});
+
 const token = new URLSearchParams(location.hash.slice(1)).get("token");
 if (token) {
   sessionStorage.setItem(TOKEN, token);
   history.replaceState(null, "", location.pathname);
 }
 act(async () => (await get("/api/next")).data);
+follow();
