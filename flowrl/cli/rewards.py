@@ -198,8 +198,14 @@ def reward_serve(
     arguments = arguments_of(names, args)
     with starting():
         from flowrl.scoring.server import make_app, warm_up
-        from flowrl.utils.connections import make_server
-        from flowrl.utils.serving import address_of, bind, listen, local_names, read_token
+        from flowrl.utils.serving import (
+            address_of,
+            bind,
+            listen,
+            local_names,
+            make_server,
+            read_token,
+        )
 
     token = read_token(host, token_env)
     with bind(host, port) as listening:
