@@ -54,8 +54,7 @@ def reward_check(
     """Try rewards on images of known order: the right word must score above the wrong one.
 
     Scores must be finite, within the reward's bounds, and the same for an image alone and in a
-    batch. Also measures the time of one image, and images per second. Training does the same,
-    without the times, before its first step.
+    batch. Training does the same before its first step.
 
     --pairs measures the share of pairs that the reward ranks as people did, ties counted half, and
     its 95 % interval. ?? says that it is not better than chance, !! that it is worse.
@@ -113,7 +112,7 @@ def reward_check(
             print_table([_row(name, checked, result) for result in checked.results], as_json=True)
         else:
             first, *more = checked.results
-            print_checks([_with_times(checked, first), *more], max(map(len, chosen)))
+            print_checks([_with_version(checked, first), *more], max(map(len, chosen)))
     absent = "These rewards could not be tried, the lines marked -- say why"
     stop_unless_fine(
         states,
@@ -152,18 +151,15 @@ def _chosen(names: list[str], *, everything: bool, single: bool) -> list[str]:
 def _row(name: str, checked: "RewardCheck", result: CheckResult) -> dict:
     return {
         "reward": name, "state": result.state, "detail": result.detail, "remedy": result.remedy,
-        "version": checked.version, "images": checked.images, "seconds_p50": checked.latency,
-        "images_per_second": checked.rate,
+        "version": checked.version,
     }  # fmt: skip
 
 
-def _with_times(checked: "RewardCheck", result: CheckResult) -> CheckResult:
-    """Return a result about scores with the time they took."""
-    if result.state not in ("ok", "warning"):
+def _with_version(checked: "RewardCheck", result: CheckResult) -> CheckResult:
+    """Return a result about scores with the version of the reward."""
+    if result.state not in ("ok", "warning") or not checked.version:
         return result
-    times = f"; {1000 * checked.latency:.3g} ms a call, {checked.rate:.3g} images/s"
-    version = f"; {checked.version}" if checked.version else ""
-    return replace(result, detail=result.detail + times + version)
+    return replace(result, detail=f"{result.detail}; {checked.version}")
 
 
 def reward_serve(

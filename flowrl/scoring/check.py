@@ -8,11 +8,9 @@ images twice: all together, then in reverse order and other batches. A result is
 import importlib
 import math
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -25,7 +23,6 @@ from flowrl.scoring.executors.base import Answer, Executor, Reward, RewardFailur
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import ArgumentsRefused, RewardSpec, load_reward, trained
 
-CALLS = 5  # with one image, for the median
 SIZE = (128, 128)  # height and width of plain images, unless a run has others
 PROMPTS = 4  # of those a reward applies to, at most
 GENERIC = (
@@ -67,9 +64,6 @@ class RewardCheck:
 
     results: tuple[CheckResult, ...]  # at least one
     version: str = ""
-    images: int = 0
-    latency: float = math.nan  # median seconds of a call with one image (one group)
-    rate: float = math.nan  # images a second of one large call
 
 
 def check_before_training(
@@ -117,7 +111,7 @@ def check_named(
             return RewardCheck(results=(_load_failure(name, args, error),))
     unfit = [] if local is None else list(_unfit(RewardSpec(name=name, reward=local), prompts))
     if server is None and local is not None:
-        checked = check_reward(RewardSpec(name=name, reward=local), prompts, calls=CALLS)
+        checked = check_reward(RewardSpec(name=name, reward=local), prompts)
         return replace(checked, results=(*checked.results, *unfit))
     from flowrl.scoring.executors.http import HTTPExecutor
 
@@ -128,7 +122,7 @@ def check_named(
         return RewardCheck(results=(failure_result(name, error),))
     with closing(remote):
         spec = RewardSpec(name=name, reward=remote, executor=remote)
-        checked = check_reward(spec, prompts, like=local, calls=CALLS)
+        checked = check_reward(spec, prompts, like=local)
         return replace(checked, results=(*checked.results, *unfit))
 
 
@@ -158,7 +152,6 @@ def check_reward(
     prompts: Sequence[PromptRecord] = (),
     *,
     like: Reward | None = None,
-    calls: int = 0,
     size: tuple[int, int] = SIZE,
 ) -> RewardCheck:
     """Score the same images twice, in another order and other batches, and check the scores.
@@ -166,7 +159,6 @@ def check_reward(
     Args:
         prompts: for a reward without fixtures; generic ones if empty.
         like: the same reward in this process, when that of `spec` is on a server.
-        calls: with one image, to measure the latency.
         size: height and width of plain images.
     """
     try:
@@ -177,15 +169,10 @@ def check_reward(
             remedy = "Name prompts that it applies to with --prompts."
             result = _result(spec.name, detail, remedy, state="missing")
             return RewardCheck(results=(result,), version=version)
-        first, again, latency = _score_twice(spec, trials, calls)
+        first, again = _score_twice(spec, trials)
         wrong = [*_differences(spec, like), *_problems(spec, trials, first, again)]
-        return RewardCheck(
-            results=tuple(wrong) or (_passed(spec, trials, first, again),),
-            version=version,
-            images=len(first.scores),
-            latency=latency,
-            rate=again.rate,
-        )
+        results = tuple(wrong) or (_passed(spec, trials, first, again),)
+        return RewardCheck(results=results, version=version)
     except Exception as error:  # a user's reward may raise anything
         return RewardCheck(results=(failure_result(spec.name, error),))
 
@@ -259,37 +246,29 @@ class _Round:
 
     scores: dict[Row, float] = field(default_factory=dict)
     reasons: dict[Row, str] = field(default_factory=dict)
-    rate: float = 0.0  # images a second of the best call
 
-    def add(self, rows: Sequence[Row], answer: Answer, seconds: float) -> None:
+    def add(self, rows: Sequence[Row], answer: Answer) -> None:
         self.scores |= dict(zip(rows, answer.scores.tolist(), strict=True))
         self.reasons |= {rows[i]: reason for i, reason in answer.reasons.items()}
-        self.rate = max(self.rate, len(rows) / max(seconds, 1e-9))
 
     def finite(self) -> list[float]:
         return [score for score in self.scores.values() if math.isfinite(score)]
 
 
-def _score_twice(spec: RewardSpec, trials: list[Trial], calls: int) -> tuple[_Round, _Round, float]:
-    """Score all images together, then reversed in other batches, then one `calls` times.
-
-    Returns both rounds and the median seconds of a call with one image (or group).
-    """
+def _score_twice(spec: RewardSpec, trials: list[Trial]) -> tuple[_Round, _Round]:
+    """Score all images together, then reversed in other batches; return both rounds."""
     executor, batches = spec.get_executor(), _batches(spec, trials)
-    first, again, seconds = _Round(), _Round(), [math.nan]
+    first, again = _Round(), _Round()
     for rows in batches:
-        first.add(rows, *_ask(executor, trials, rows))
+        first.add(rows, _ask(executor, trials, rows))
     if not first.finite():
-        return first, again, math.nan
+        return first, again
     for rows in batches:
         back = rows[::-1]
         for part in [back] if spec.whole_groups else [back[:1], back[1:]]:
             if part:
-                again.add(part, *_ask(executor, trials, part))
-    if calls:
-        rows = batches[0] if spec.whole_groups else batches[0][:1]
-        seconds = [_ask(executor, trials, rows)[1] for _ in range(calls)]
-    return first, again, median(seconds)
+                again.add(part, _ask(executor, trials, part))
+    return first, again
 
 
 def _batches(spec: RewardSpec, trials: list[Trial]) -> list[list[Row]]:
@@ -301,13 +280,11 @@ def _batches(spec: RewardSpec, trials: list[Trial]) -> list[list[Row]]:
     return list(together.values())
 
 
-def _ask(executor: Executor, trials: list[Trial], rows: Sequence[Row]) -> tuple[Answer, float]:
+def _ask(executor: Executor, trials: list[Trial], rows: Sequence[Row]) -> Answer:
     images = quantise(torch.stack([trials[t].images[m] for t, m in rows]))
     prompts = [trials[t].prompt for t, _ in rows]
     metadata = [dict(trials[t].metadata) for t, _ in rows]
-    began = time.perf_counter()
-    answer = executor.submit(images, prompts, metadata).result()
-    return answer, time.perf_counter() - began
+    return executor.submit(images, prompts, metadata).result()
 
 
 # --- judging the scores ---------------------------------------------------------------------------

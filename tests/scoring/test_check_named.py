@@ -23,7 +23,7 @@ def test_every_built_in_reward_that_needs_nothing_passes_and_the_others_lack_som
         checked = check_named(name)
         assert [finding.state for finding in checked.results] == ["ok"], checked.results
         assert "right" in checked.results[0].detail, name  # it has fixtures
-        assert checked.version and checked.latency > 0, name
+        assert checked.version, name
 
 
 def test_prompts_of_ones_own_are_counted_by_whether_the_reward_can_judge_them():
