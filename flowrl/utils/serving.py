@@ -48,20 +48,23 @@ def read_token(host: str, variable: str | None) -> str | None:
             f"--host {host} lets other machines in: name the variable with a token that they must "
             "send, as in --token-env TOKEN."
         )
-    token = os.environ.get(variable)
-    if not token:
-        raise UserError(f"--token-env names {variable}, and the environment has no such variable.")
-    check_token(token)
-    return token
+    return token_of(variable, "--token-env")
 
 
-def check_token(token: str) -> None:
-    """Raise UserError for a token that no HTTP header can hold."""
-    if not all("!" <= character <= "~" for character in token):
+def token_of(variable: str | None, option: str) -> str | None:
+    """Return the token in the environment variable that `option` names, None without a variable.
+
+    Raises UserError for a missing variable, and a token that no HTTP header can hold.
+    """
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    if not token or not all("!" <= character <= "~" for character in token):
         raise UserError(
-            "the server's token must be of visible ASCII characters, without spaces: it travels in "
-            "an HTTP header"
+            f"{option} names {variable}, and the environment has no such variable with a token of "
+            "visible ASCII characters, which an HTTP header can hold"
         )
+    return token
 
 
 def bind(host: str, port: int) -> socket.socket:

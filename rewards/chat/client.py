@@ -63,9 +63,9 @@ class Chat:
         max_tokens_total: budget of tokens as the servers count them, as max_requests.
         thinking: False switches it off as vLLM and SGLang understand it, None does not mention it;
             either way an answer with thoughts counts as missing. True cuts the thoughts off.
-        cache: a folder that stores replies for all processes and later runs; True stores them in
-            memory. The same question about the same images is then not sent again; off by default,
-            so that it shows when a model changes its mind.
+        cache: a folder that stores replies for all processes and later runs. The same question
+            about the same images is then not sent again; off by default, so that it shows when a
+            model changes its mind.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Chat:
         max_requests: int | None = None,
         max_tokens_total: int | None = None,
         thinking: bool | None = False,
-        cache: bool | str = False,
+        cache: str | None = None,
     ):
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is http://..., not {base_url!r}")
@@ -101,7 +101,7 @@ class Chat:
     def account(self) -> Account:
         """Return the replies and budgets, opened at first use."""
         if self._account is None:
-            self._account = Account(self.cache if isinstance(self.cache, str) else None)
+            self._account = Account(self.cache)
         return self._account
 
     def ask(self, questions: Sequence[Question]) -> list[Reply]:
@@ -285,7 +285,7 @@ class _Batch:
         elif not account.add("requests", 1, limit=chat.max_requests):
             spent = f"got {account.number('requests'):.0f} of max_requests: {chat.max_requests}"
         if spent:
-            where = f" (all that share {chat.cache} count)" if isinstance(chat.cache, str) else ""
+            where = f" (all that share {chat.cache} count)" if chat.cache else ""
             self.stopped = f"the judge {chat.model} has {spent}{where}; raise that to continue"
         return not self.stopped
 
