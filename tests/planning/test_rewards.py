@@ -44,15 +44,15 @@ def test_a_judge_is_asked_once_an_image_where_it_is_asked_at_all(when, expected)
 
 def test_other_judges_ask_as_often_as_they_say():
     requests = planned(
-        judge(args={"rubric": "viescore"}, when="both"),
+        judge(args={"rubric": "wise"}, when="both"),
         judge("pairwise"),
-        judge("pairwise", args={"rivals": 1, "both_orders": False}, label="few"),
+        judge("pairwise", args={"rivals": 1}, label="few"),
         judge("vlm_questions"),
     )
-    twice, pairs, rivals, unknown = requests.values()
-    assert twice == 2 * (IMAGES + EVALUATED)
+    plain, pairs, rivals, unknown = requests.values()
+    assert plain == IMAGES + EVALUATED
     assert pairs == 5 * 3 * 4 * 3  # evaluations have no groups
-    assert rivals == 5 * 3 * 4
+    assert rivals == 2 * 5 * 3 * 4
     assert unknown is None
 
 
