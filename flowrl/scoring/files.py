@@ -49,8 +49,8 @@ def labelled_images(source: Path) -> list[ImageFile] | None:
     """Return the images of a folder that says their prompts; None for one that does not.
 
     GenEval's layout is `00000/metadata.jsonl` with `00000/samples/*.png`, or one such subfolder.
-    Otherwise `metadata.jsonl` or `metadata.csv` has a row an image with `file_name` (or
-    `file_path`) and `prompt` (or `text`); other keys are metadata.
+    Otherwise `metadata.jsonl` or `metadata.csv` has a row an image with `file_name`
+    and `prompt` (or `text`); other keys are metadata.
 
     Raises UserError for labels that are malformed, and for files that are missing or lie outside.
     """
@@ -98,11 +98,11 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _of_row(folder: Path, row: dict[str, Any], where: str) -> ImageFile:
     row = dict(row)
-    names = [row.pop(key) for key in ("file_name", "file_path") if key in row]
+    name = row.pop("file_name", None)
     texts = [row.pop(key) for key in ("prompt", "text") if isinstance(row.get(key), str)]
-    if not names or not texts:
+    if not name or not texts:
         raise UserError(f"{where}: expected 'file_name' and 'prompt', got {', '.join(row) or '{}'}")
-    path = folder / str(names[0])
+    path = folder / str(name)
     _check_image(path, folder, where)
     nested = {key: _parsed(value) for key, value in row.items()}
     return ImageFile(path=path, prompt=texts[0], metadata=nested)

@@ -215,10 +215,7 @@ class Run:
                 shown["groups without signal"] = metrics["groups/no_signal"]
             if "workers/joined" in metrics:
                 shown["workers"] = int(metrics["workers/joined"])
-            limit = None
-            if o.max_minutes is not None:
-                limit = 60 * o.max_minutes - self.seconds(), TIME_LIMIT
-            self.steps.advance(shown, limit=limit)
+            self.steps.advance(shown)
 
     def evaluate_policy(self, *, whole: bool = False) -> Evaluation | None:
         """Score the weights that the run would export now, and remember the best.
@@ -246,13 +243,11 @@ class Run:
         assert self.evaluator is not None
         # Its own backbone: the same network, with the guidance of evaluation; and the weights
         # that the LoRA meets elsewhere, whatever it was trained beside.
-        network, began = self._policy.network, time.monotonic()
+        network = self._policy.network
         of = f"the LoRA of iteration {step}" if step else "the base"
         with phase("evaluate"), exact_weights(network):
             evaluator = replace(self.evaluator, title=f"evaluating {of}")
             evaluation = evaluator(evaluator.backbone.velocity, self.runtime, whole=whole)
-        if whole and self.steps is not None:
-            self.steps.after = time.monotonic() - began  # as long as the last one will take
         if self.runtime.is_main:
             measures = evaluation.measures()
             scores = {f"eval/{name}": values.nanmean().item() for name, values in measures.items()}
