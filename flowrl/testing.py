@@ -75,7 +75,7 @@ def check_reward(
             result.state not in ("problem", "missing"), spec.name,
             f"{result.detail} {result.remedy}".rstrip(),
         )  # fmt: skip
-    for trial in scoring.trials_of(spec, reward, prompts, size)[:1]:
+    for trial in scoring.trials_of(spec, prompts, size)[:1]:
         images = quantise(trial.images)
         before, texts = images.clone(), [trial.prompt] * len(images)
         metadata = [dict(trial.metadata) for _ in images]

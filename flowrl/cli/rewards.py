@@ -17,7 +17,6 @@ from flowrl.cli._console import (
 from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
-    from flowrl.config.rewards import HTTPOptions
     from flowrl.offline.pairs import Pair
     from flowrl.scoring.check import RewardCheck
     from flowrl.scoring.spec import RewardSpec
@@ -31,13 +30,6 @@ def reward_check(
     everything: Annotated[bool, typer.Option("--all", help="Every built-in reward.")] = False,
     args: Annotated[
         str | None, typer.Option(metavar="YAML", help="Its arguments, as in '{mode: strict}'.")
-    ] = None,
-    server: Annotated[
-        list[str] | None,
-        typer.Option(metavar="URL", help="Use the one served there (flowrl reward-serve)."),
-    ] = None,
-    token_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Variable with the server's token.")
     ] = None,
     prompts: Annotated[
         str | None,
@@ -71,29 +63,18 @@ def reward_check(
 
       flowrl reward-check my_rewards:sharpness --prompts prompts.jsonl
 
-      flowrl reward-check hpsv3 --server http://127.0.0.1:8400
-
       flowrl reward-check pickscore clipscore --pairs pairs.jsonl
 
       flowrl reward-check --all
     """
-    chosen = _chosen(names or [], everything=everything, single=bool(args or server))
+    chosen = _chosen(names or [], everything=everything, single=bool(args))
     with starting():
-        from flowrl.config.rewards import HTTPOptions
         from flowrl.config.yaml12 import load_yaml
         from flowrl.offline.pairs import read_pairs
         from flowrl.prompts.records import load_prompts
         from flowrl.scoring.check import check_named
 
     arguments = arguments_of(chosen, [args] if args is not None else None)
-    if token_env is not None and not server:
-        raise UserError("--token-env is given without --server: add the server's address.")
-    try:
-        remote = HTTPOptions(urls=server, token_env=token_env) if server else None
-    except ValueError as error:
-        raise UserError(
-            f"--server {' '.join(server or ())} is no address: use http://HOST:PORT"
-        ) from error
     records = load_prompts(prompts) if prompts else []
     mapping = load_yaml(columns, "--columns") if columns else None
     if not isinstance(mapping, dict | None) or (columns and not pairs):
@@ -103,9 +84,9 @@ def reward_check(
         say(f"{len(left_out)} rows left out, the first: {left_out[0]}", err=True)
     states = {}
     for name, options in zip(chosen, arguments, strict=True):
-        checked = check_named(name, options, server=remote, prompts=records)
+        checked = check_named(name, options, prompts=records)
         if judged and all(result.state in ("ok", "warning") for result in checked.results):
-            agreement = _agreement(name, options, remote, judged)
+            agreement = _agreement(name, options, judged)
             checked = replace(checked, results=(*checked.results, agreement))
         states[name] = {result.state for result in checked.results}
         if as_json:
@@ -121,18 +102,13 @@ def reward_check(
     )
 
 
-def _agreement(
-    name: str, args: dict | None, server: "HTTPOptions | None", pairs: "list[Pair]"
-) -> CheckResult:
-    """Return how a reward here, or on a server, agrees with people."""
+def _agreement(name: str, args: dict | None, pairs: "list[Pair]") -> CheckResult:
+    """Return how a reward agrees with people."""
     from flowrl.evaluation.agreement import measure_agreement
-    from flowrl.scoring.executors.http import HTTPExecutor
-    from flowrl.scoring.spec import RewardSpec, closing, load_reward
+    from flowrl.scoring.spec import RewardSpec, load_reward
 
-    remote = HTTPExecutor(name, server) if server else None
-    spec = RewardSpec(name=name, reward=remote or load_reward(name, args), executor=remote)
-    with closing([spec]):
-        return measure_agreement(spec, pairs).result(name)
+    spec = RewardSpec(name=name, reward=load_reward(name, args))
+    return measure_agreement(spec, pairs).result(name)
 
 
 def _chosen(names: list[str], *, everything: bool, single: bool) -> list[str]:
@@ -144,7 +120,7 @@ def _chosen(names: list[str], *, everything: bool, single: bool) -> list[str]:
             f"{', '.join(BUILT_IN)}; your own is module:attribute."
         )
     if single and len(names) != 1:
-        raise UserError("--args and --server are of one reward: give one name with them.")
+        raise UserError("--args are of one reward: give one name with them.")
     return names or list(BUILT_IN)
 
 

@@ -9,17 +9,15 @@ import importlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.config.rewards import HTTPOptions
 from flowrl.errors import CheckResult, UserError
 from flowrl.prompts.records import PromptRecord
-from flowrl.scoring.executors.base import Answer, Executor, Reward, RewardFailure
+from flowrl.scoring.executors.base import Answer, Executor, RewardFailure
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import ArgumentsRefused, RewardSpec, load_reward, trained
 
@@ -95,35 +93,15 @@ def check_named(
     name: str,
     args: Mapping[str, Any] | None = None,
     *,
-    server: HTTPOptions | None = None,
     prompts: Sequence[PromptRecord] = (),
 ) -> RewardCheck:
-    """Check the reward of that name, in this process or on a server; raises nothing.
-
-    A server's reward gets the fixtures of the local one, and must have its version, if that can be
-    loaded.
-    """
-    local = None
+    """Check the reward of that name in this process; raises nothing."""
     try:
-        local = load_reward(name, args)
+        spec = RewardSpec(name=name, reward=load_reward(name, args))
     except UserError as error:
-        if server is None:
-            return RewardCheck(results=(_load_failure(name, args, error),))
-    unfit = [] if local is None else list(_unfit(RewardSpec(name=name, reward=local), prompts))
-    if server is None and local is not None:
-        checked = check_reward(RewardSpec(name=name, reward=local), prompts)
-        return replace(checked, results=(*checked.results, *unfit))
-    from flowrl.scoring.executors.http import HTTPExecutor
-
-    assert server is not None
-    try:
-        remote = HTTPExecutor(name, server)
-    except UserError as error:
-        return RewardCheck(results=(failure_result(name, error),))
-    with closing(remote):
-        spec = RewardSpec(name=name, reward=remote, executor=remote)
-        checked = check_reward(spec, prompts, like=local)
-        return replace(checked, results=(*checked.results, *unfit))
+        return RewardCheck(results=(_load_failure(name, args, error),))
+    checked = check_reward(spec, prompts)
+    return replace(checked, results=(*checked.results, *_unfit(spec, prompts)))
 
 
 def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckResult]:
@@ -151,27 +129,26 @@ def check_reward(
     spec: RewardSpec,
     prompts: Sequence[PromptRecord] = (),
     *,
-    like: Reward | None = None,
     size: tuple[int, int] = SIZE,
 ) -> RewardCheck:
     """Score the same images twice, in another order and other batches, and check the scores.
 
     Args:
         prompts: for a reward without fixtures; generic ones if empty.
-        like: the same reward in this process, when that of `spec` is on a server.
         size: height and width of plain images.
     """
     try:
         version = str(getattr(spec.reward, "version", ""))  # a server may not say it
-        trials = trials_of(spec, spec.reward if like is None else like, prompts, size)
+        trials = trials_of(spec, prompts, size)
         if not trials:
             detail = "applies to none of the prompts tried, and has no fixtures"
             remedy = "Name prompts that it applies to with --prompts."
             result = _result(spec.name, detail, remedy, state="missing")
             return RewardCheck(results=(result,), version=version)
         first, again = _score_twice(spec, trials)
-        wrong = [*_differences(spec, like), *_problems(spec, trials, first, again)]
-        results = tuple(wrong) or (_passed(spec, trials, first, again),)
+        results = tuple(_problems(spec, trials, first, again)) or (
+            _passed(spec, trials, first, again),
+        )
         return RewardCheck(results=results, version=version)
     except Exception as error:  # a user's reward may raise anything
         return RewardCheck(results=(failure_result(spec.name, error),))
@@ -191,17 +168,13 @@ class Trial:
 
 
 def trials_of(
-    spec: RewardSpec,
-    reward: Reward,
-    prompts: Sequence[PromptRecord],
-    size: tuple[int, int] = SIZE,
+    spec: RewardSpec, prompts: Sequence[PromptRecord], size: tuple[int, int] = SIZE
 ) -> list[Trial]:
     """Return the fixtures of a reward, or plain images for prompts that `spec` applies to.
 
-    Empty when it applies to no prompt. reward: `spec.reward`, or its local copy when that is on a
-    server. Raises UserError for malformed fixtures.
+    Empty when it applies to no prompt. Raises UserError for malformed fixtures.
     """
-    fixtures = getattr(reward, "fixtures", None)
+    fixtures = getattr(spec.reward, "fixtures", None)
     if trials := [_trial(spec.name, entry) for entry in fixtures()] if fixtures else []:
         return trials
     fits = [p for p in prompts or GENERIC if spec.misfit(p.text, p.metadata) is None]
@@ -370,17 +343,6 @@ def _unrepeatable(name: str, first: _Round, again: _Round) -> Iterator[CheckResu
 def _gap(first: _Round, again: _Round, row: Row) -> float:
     gap = abs(first.scores[row] - again.scores[row])
     return gap if math.isfinite(gap) else 0.0
-
-
-def _differences(spec: RewardSpec, like: Reward | None) -> Iterator[CheckResult]:
-    """Compare the version of a server's reward with that of the same reward here."""
-    remote, local = (str(getattr(reward, "version", "")) for reward in (spec.reward, like))
-    if like is not None and remote != local:
-        yield _result(
-            spec.name,
-            f"the server's version is {remote!r}, expected {local!r} as here",
-            "Start it with the same arguments and the same flowrl, or give its --args.",
-        )
 
 
 def _passed(spec: RewardSpec, trials: list[Trial], first: _Round, again: _Round) -> CheckResult:

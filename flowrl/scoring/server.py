@@ -199,7 +199,7 @@ def warm_up(spec: RewardSpec) -> bool:
     """
     if not hasattr(spec.reward, "fixtures") or spec.executor is None:
         return False
-    trials = trials_of(spec, spec.reward, ())
+    trials = trials_of(spec, ())
     if not trials:
         return False
     first, count = trials[0], len(trials[0].images)

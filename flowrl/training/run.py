@@ -357,7 +357,6 @@ class Run:
         if self.report is not None:
             self.report.sync()
         state = {
-            "run": self.ledger.run_id,
             "policy": self._policy.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "runtime": self.runtime.state_dict(),
