@@ -34,7 +34,7 @@ FREE = (
     # Requests to a judge and their cost; not its model nor its prompt.
     *(f"rewards.*.args.server.{name}" for name in (
         "base_url", "api_key_env", "timeout", "deadline", "in_flight",
-        "max_requests", "max_tokens_total", "cache",
+        "max_requests", "cache",
     )),
 )  # fmt: skip
 # Options that affect evaluation only: they may change with --resume, while a rerun with another

@@ -1,6 +1,6 @@
-"""What processes that use one judge share: replies, requests and tokens spent.
+"""What processes that use one judge share: replies, and requests sent.
 
-An SQLite file in a folder, also for later runs; without a folder, requests and tokens in memory.
+An SQLite file in a folder, also for later runs; without a folder, requests in memory.
 """
 
 import contextlib
