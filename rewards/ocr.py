@@ -72,7 +72,9 @@ class OCR:
         self.mode = mode
         self.first = first
         self.name = "ocr" if mode == "flow_grpo" else "ocr_strict"
-        self.version = f"ocr-2/{mode}/{_engine_version()}/{CONFIDENCE}"
+        self.version = (
+            f"ocr-2/{mode}/rapidocr-{importlib.metadata.version('rapidocr')}/{CONFIDENCE}"
+        )
         self._read: Reader | None = None
 
     def targets(self, prompt: str, metadata: dict) -> list[str]:
@@ -166,13 +168,6 @@ def _folded(texts: Sequence[str]) -> str:
 def _is_text(value: Any) -> bool:
     """Return a text, or a number, which may be written too."""
     return isinstance(value, str | int | float) and not isinstance(value, bool)
-
-
-def _engine_version() -> str:
-    try:
-        return f"rapidocr-{importlib.metadata.version('rapidocr')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "rapidocr"
 
 
 # --- the engine -----------------------------------------------------------------------------------

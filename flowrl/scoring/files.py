@@ -86,10 +86,9 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, row in enumerate(csv.DictReader(text.splitlines()), start=2):
             yield f"{path}, line {number}", {k: v for k, v in row.items() if k and v != ""}
         return
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if len(lines) > 1 and lines[0][1].strip() == "{":  # one object, written over several lines
-        lines = [(1, text)]
-    for number, line in lines:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
         row = parse_json(line, f"{path}, line {number}")
         if not isinstance(row, dict):
             raise UserError(f"{path}, line {number}: expected an object, got {line[:40]}")

@@ -96,18 +96,6 @@ def test_a_rest_is_kept_by_all_questions(monkeypatch):
     assert asked[0] == 1000 and all(1020 <= at < 1022 for at in asked[1:])
 
 
-def test_a_huge_retry_after_is_capped_and_said(monkeypatch):
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(429, headers={"Retry-After": "1000000000"}, json={})
-
-    clock = Clock(monkeypatch, answer)
-    url = "https://example.com/v1"
-    chat = Chat("m", url, deadline=300.0)
-    (reply,) = chat.ask(questions(1))
-    assert url in reply.missing and "rest until" in reply.missing
-    assert chat.server.rest <= 120 and clock() <= 1300
-
-
 def test_a_refused_parameter_is_left_out_from_then_on():
     def script(body: dict):
         for name in ("chat_template_kwargs", "temperature", "max_tokens"):
