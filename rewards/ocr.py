@@ -72,9 +72,8 @@ class OCR:
         self.mode = mode
         self.first = first
         self.name = "ocr" if mode == "flow_grpo" else "ocr_strict"
-        self.version = (
-            f"ocr-2/{mode}/rapidocr-{importlib.metadata.version('rapidocr')}/{CONFIDENCE}"
-        )
+        engine = importlib.metadata.version("rapidocr")
+        self.version = f"ocr-2/{mode}/rapidocr-{engine}/{CONFIDENCE}"
         self._read: Reader | None = None
 
     def targets(self, prompt: str, metadata: dict) -> list[str]:

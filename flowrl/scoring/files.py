@@ -96,7 +96,6 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _of_row(folder: Path, row: dict[str, Any], where: str) -> ImageFile:
-    row = dict(row)
     name = row.pop("file_name", None)
     texts = [row.pop(key) for key in ("prompt", "text") if isinstance(row.get(key), str)]
     if not name or not texts:

@@ -34,7 +34,6 @@ class Account:
     """
 
     def __init__(self, folder: str | None = None):
-        self.folder = folder
         self._lock = threading.Lock()
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,6 @@ CONNECT_S = 5.0
 PAUSE_S = 0.5  # before the first retry, doubled for each further one
 LONGEST_PAUSE_S = 8.0
 TRIES = 3  # of what may never mend, such as no connection
-MAX_ANSWER = 4 * 2**20  # bytes: the JSON of more would be parsed beyond the deadline
 T = TypeVar("T")
 now = time.monotonic
 
@@ -318,24 +317,18 @@ def connect(url: str, key: str) -> httpx.AsyncClient:
 
 async def post(client: httpx.AsyncClient, url: str, content: Mapping[str, Any]) -> Any:
     """Return the JSON of a server's answer. Raises Failure for anything else."""
-    body = bytearray()
     try:
-        async with client.stream("POST", url, json=dict(content)) as response:
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > MAX_ANSWER:
-                    raise Failure(f"answered with more than {MAX_ANSWER} bytes", "few")
+        response = await client.post(url, json=dict(content))
     except (httpx.RemoteProtocolError, httpx.ReadError) as error:
         raise Failure(f"broke off its answer ({error})", "again") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         why = str(error) or type(error).__name__
         words = f"cannot be reached ({why}): is it running, is base_url right?"
         raise Failure(words, "few") from error
-    text = body.decode("utf-8", "replace")
     try:
-        answer = json.loads(text)
+        answer = json.loads(response.text)
     except (ValueError, RecursionError):
-        answer = text
+        answer = response.text
     if response.status_code != 200:
         raise refusal(response.status_code, response.headers, answer, content)
     if isinstance(answer, str):

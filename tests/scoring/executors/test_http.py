@@ -41,16 +41,12 @@ def test_images_keep_their_order_and_requests_their_limits(monkeypatch):
         assert server.most_at_once == 2
 
 
-def test_groups_are_never_split_and_images_with_nan_are_not_sent():
+def test_groups_are_never_split():
     with Faulty(good, scope="group") as server, closing(remote(server, micro_batch=2)) as executor:
         assert_right(scored(executor, 5))
         assert [len(request["items"]) for request in server.received] == [5]
         with pytest.raises(RewardFailure, match="17 .*--max-body"):
             scored(executor, 17)  # of 16 unless a server says otherwise
-        images = images_of(3)
-        images[1, 0, 0, 0] = torch.nan
-        answer = executor.submit(images, ["a"] * 3, [{}] * 3).result()
-        assert answer.scores.isnan().all() and len(server.received) == 1
 
 
 def test_proxies_of_the_environment_are_not_used(monkeypatch):
