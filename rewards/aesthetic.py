@@ -18,13 +18,8 @@ from .networks.preprocess import NAME
 HEAD = "trl-lib/ddpo-aesthetic-predictor"
 FILE = "aesthetic-model.pth"
 WIDTHS = (768, 1024, 128, 64, 16, 1)
-LAYERS = (
-    "0",
-    "2",
-    "4",
-    "6",
-    "7",
-)  # their numbers in the published file: dropout had numbers of its own
+# The layers' numbers in the published file: dropout had numbers of its own.
+LAYERS = ("0", "2", "4", "6", "7")
 
 
 class Aesthetic:
