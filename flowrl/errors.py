@@ -7,7 +7,6 @@ and the command line prints both and ends with `exit_code`. All else is a mistak
 """
 
 import errno
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -185,8 +184,6 @@ def exit_code(error: BaseException) -> int:
 
 def _cause_of(error: BaseException) -> Cause | None:
     if isinstance(error, OSError):
-        if error.errno == errno.EIO and error.filename is None and _hung_up():
-            return "pipe"
         return ERRNO.get(error.errno)
     text = str(error).lower()
     # torch and safetensors have no classes of their own for most of these.
@@ -194,17 +191,6 @@ def _cause_of(error: BaseException) -> Cause | None:
     if isinstance(error, MemoryError) or any(part in text for part in words):
         return "memory"
     return "space" if "no space left on device" in text else None
-
-
-def _hung_up() -> bool:
-    """Return whether stdout or stderr is a terminal that was closed: any call on it says so."""
-    for descriptor in (1, 2):
-        try:
-            os.get_terminal_size(descriptor)
-        except OSError as error:  # another number for what is no terminal
-            if error.errno == errno.EIO:
-                return True
-    return False
 
 
 def _detail(error: BaseException) -> str:

@@ -6,18 +6,20 @@ are under the MIT licence).
 """
 
 import functools
+from collections import OrderedDict
+from itertools import pairwise
 
 from torch import Tensor, nn
 
 from .networks.clip import VIT_L14, Clip
-from .networks.linear_head import linear_head
-from .networks.loading import device_of, read_weights, weights_file
+from .networks.loading import building, device_of, fit, read_weights, under, weights_file
 from .networks.preprocess import NAME
 
 HEAD = "trl-lib/ddpo-aesthetic-predictor"
 FILE = "aesthetic-model.pth"
 WIDTHS = (768, 1024, 128, 64, 16, 1)
-LAYERS = (0, 2, 4, 6, 7)  # their numbers in the published file: dropout had numbers of its own
+# The layers' numbers in the published file: dropout had numbers of its own.
+LAYERS = ("0", "2", "4", "6", "7")
 
 
 class Aesthetic:
@@ -50,8 +52,8 @@ class Aesthetic:
     @functools.cached_property
     def _head(self) -> nn.Sequential:
         path = weights_file(self.head, FILE)
-        head = linear_head(
-            read_weights(path), path, what="aesthetic head",
-            widths=WIDTHS, prefix="layers.", numbers=LAYERS,
-        )  # fmt: skip
+        with building():
+            layers = [nn.Linear(*pair) for pair in pairwise(WIDTHS)]
+        head = nn.Sequential(OrderedDict(zip(LAYERS, layers, strict=True))).requires_grad_(False)
+        fit(head, under(read_weights(path), "layers."), path, "the aesthetic head")
         return head.to(device_of(self.clip.device))

@@ -22,6 +22,20 @@ RELATIONS = ("left of", "right of", "above", "below")
 COLORS = (
     "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white",
 )  # fmt: skip
+# The 80 classes of COCO (Lin et al. 2014, arXiv 1405.0312), three of them as GenEval renames them:
+# computer mouse, tv remote, computer keyboard.
+COCO = (
+    "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat",
+    "traffic light", "fire hydrant", "stop sign", "parking meter", "bench", "bird", "cat", "dog",
+    "horse", "sheep", "cow", "elephant", "bear", "zebra", "giraffe", "backpack", "umbrella",
+    "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard", "sports ball", "kite",
+    "baseball bat", "baseball glove", "skateboard", "surfboard", "tennis racket", "bottle",
+    "wine glass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange",
+    "broccoli", "carrot", "hot dog", "pizza", "donut", "cake", "chair", "couch", "potted plant",
+    "bed", "dining table", "toilet", "tv", "laptop", "computer mouse", "tv remote",
+    "computer keyboard", "cell phone", "microwave", "oven", "toaster", "sink", "refrigerator",
+    "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
+)  # fmt: skip
 OVERLAP = 0.1  # share of both sizes that an offset must exceed
 Box = tuple[float, float, float, float]
 

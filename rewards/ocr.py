@@ -61,28 +61,19 @@ class OCR:
     texts, is ambiguous and gets no score.
     first: take what follows the first quote instead, as Flow-GRPO's code does.
     mode "strict": Unicode NFKC and case folding, no white space, and further text costs.
-    confidence: lines that the engine is less sure of do not count.
     """
 
     differentiable = False
     bounds = (0.0, 1.0)
 
-    def __init__(
-        self,
-        mode: str = "flow_grpo",
-        *,
-        confidence: float = CONFIDENCE,
-        first: bool = False,
-    ):
+    def __init__(self, mode: str = "flow_grpo", *, first: bool = False):
         if mode not in MODES:
             raise ValueError(f"OCR mode is one of {', '.join(MODES)}, not {mode!r}")
-        if not 0 <= confidence < 1:
-            raise ValueError(f"confidence lies between 0 and 1, got {confidence}")
         self.mode = mode
-        self.confidence = confidence
         self.first = first
         self.name = "ocr" if mode == "flow_grpo" else "ocr_strict"
-        self.version = f"ocr-2/{mode}/{_engine_version()}/{confidence}"
+        engine = importlib.metadata.version("rapidocr")
+        self.version = f"ocr-2/{mode}/rapidocr-{engine}/{CONFIDENCE}"
         self._read: Reader | None = None
 
     def targets(self, prompt: str, metadata: dict) -> list[str]:
@@ -132,7 +123,7 @@ class OCR:
         self, images: Tensor, prompts: list[str], metadata: list[dict]
     ) -> tuple[Tensor, dict[int, str]]:
         """Score images (B, 3, H, W) in [0, 1]: scores (B,) float32 and why some are NaN, by row."""
-        self._read = self._read or rapidocr_reader(self.confidence)
+        self._read = self._read or rapidocr_reader()
         scores, reasons = torch.full((len(prompts),), math.nan), {}
         pairs = zip(to_uint8(images), prompts, metadata, strict=True)
         for row, (image, prompt, data) in enumerate(pairs):
@@ -178,17 +169,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
-def _engine_version() -> str:
-    try:
-        return f"rapidocr-{importlib.metadata.version('rapidocr')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "rapidocr"
-
-
 # --- the engine -----------------------------------------------------------------------------------
 
 
-def rapidocr_reader(confidence: float = CONFIDENCE) -> Reader:
+def rapidocr_reader() -> Reader:
     """Return RapidOCR on one thread; images down to 64x64 pixels need no enlarging.
 
     Not for several threads at once: the engine keeps state while it reads.
@@ -198,7 +182,7 @@ def rapidocr_reader(confidence: float = CONFIDENCE) -> Reader:
     engine = RapidOCR(
         params={
             "Global.log_level": "critical",
-            "Global.text_score": confidence,
+            "Global.text_score": CONFIDENCE,
             "EngineConfig.onnxruntime.intra_op_num_threads": 1,
             "EngineConfig.onnxruntime.inter_op_num_threads": 1,
             # Look at small images as they are, and pad short words little: half the time.

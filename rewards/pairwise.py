@@ -76,10 +76,10 @@ class PairwiseWinRate:
 
     server, template, longest, max_tokens, min_mass: as in `vlm_judge.VLMJudge`. mode:
     "tokens", P(1) against P(2), so that a close call counts as one; "text", a verdict after
-    reasons, as UnifiedReward-Think writes it (with server: {thinking: true}). both_orders: ask a
-    second time with the images exchanged, and take the mean, so that a liking for one place
-    cancels; a pair is left out when one of the two is missing. rivals: with how many others a
-    image is compared at least, None for all: n images make n (n - 1) questions.
+    reasons, as UnifiedReward-Think writes it (with server: {thinking: true}). Each pair is
+    asked about twice, in both orders, so that a liking for one place cancels; it is left out when
+    one of the two answers is missing. rivals: with how many others an image is compared at least,
+    None for all: n images make n (n - 1) questions.
     """
 
     bounds = (0.0, 1.0)
@@ -94,7 +94,6 @@ class PairwiseWinRate:
         mode: str = "tokens",
         *,
         rivals: int | None = None,
-        both_orders: bool = True,
         template: str | None = None,
         longest: int = 512,
         max_tokens: int = 1024,
@@ -105,11 +104,11 @@ class PairwiseWinRate:
         if rivals is not None and rivals < 1:
             raise ValueError(f"rivals is at least 1, or null for all, not {rivals}")
         self.chat, self.mode, self.rivals = connected(server), mode, rivals
-        self.both_orders, self.template = both_orders, template or MODES[mode]
+        self.template = template or MODES[mode]
         check_template(self.template)
         self.longest, self.max_tokens, self.min_mass = longest, max_tokens, min_mass
         self.name = "pairwise" if mode == "tokens" else f"pairwise_{mode}"
-        said = digest(self.template, rivals, both_orders, max_tokens, min_mass)
+        said = digest(self.template, rivals, max_tokens, min_mass)
         self.version = f"pairwise-1/{mode}/{said}/{longest}px/{self.chat.version}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
@@ -120,7 +119,7 @@ class PairwiseWinRate:
         if len(set(prompts)) > 1:
             raise ValueError("got images of several prompts, expected those of one")
         files, pairs = pngs(images, self.longest), chosen_pairs(len(images), self.rivals)
-        orders = [*pairs, *((j, i) for i, j in pairs)] if self.both_orders else pairs
+        orders = [*pairs, *((j, i) for i, j in pairs)]
         text = self.template.replace("{prompt}", prompts[0])
         replies = self.chat.ask([self._question(files[i], files[j], text) for i, j in orders])
         wins, lost = self.outcomes(dict(zip(orders, replies, strict=True)), pairs)
@@ -139,11 +138,9 @@ class PairwiseWinRate:
         lost: dict[Pair, str] = {}
         for i, j in pairs:
             try:
-                wins[i, j] = self._preferred(replies[i, j])
-                if self.both_orders:
-                    wins[i, j] = (wins[i, j] + 1 - self._preferred(replies[j, i])) / 2
+                first, second = (self._preferred(replies[pair]) for pair in ((i, j), (j, i)))
+                wins[i, j] = (first + 1 - second) / 2
             except ValueError as error:
-                wins.pop((i, j), None)
                 lost[i, j] = str(error)
         return wins, lost
 

@@ -1,12 +1,11 @@
 """Rubrics of `vlm_judge`: what a vision-language model is asked, and how its answer is read.
 
-A rubric is data: one or more questions, the answers or patterns that hold scores, and the range of
+A rubric is data: a question, the answers or patterns that hold scores, and the range of
 these. Axes, scales and the form of answers are those of the source; the wording is flowrl's, except
 for DeQA's. A model that was trained with one wording wants that one: pass it as
-`questions`.
+`question`.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,38 +17,25 @@ SCORE_TAG = r"<Score>\s*([^<]*?)\s*</Score>"
 _NUMBER = r"[\s*]*(\d[\d.,/\u2013-]*(?:[\s*]*(?:/|out of)\s*\d+)?)"  # and what belongs to it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pattern:
-    """Where a text answer holds one score: the last match of a regular expression counts."""
-
-    regex: str  # one group, around the number
-    question: int = 0  # index of the question whose answer is searched
-
-
 def mean(scores: Scores) -> float:
     return sum(scores.values()) / len(scores)
 
 
-def viescore(scores: Scores) -> float:
-    """Return the geometric mean of semantic consistency and the worse perceptual score."""
-    return math.sqrt(scores["semantic"] * min(scores["naturalness"], scores["artifacts"]))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rubric:
-    """Questions about one image, and how answers become a score between 0 and 1.
+    """A question about one image, and how its answer becomes a score between 0 and 1.
 
-    A question may hold {prompt}; in a rubric of answer tokens {answers} stands for these, from the
-    worst to the best. A rubric has either `tokens` or `patterns`.
+    It may hold {prompt}; in a rubric of answer tokens {answers} stands for these, from the worst to
+    the best. A rubric has either `tokens` or `patterns`: regular expressions with one group, around
+    a number, of which the last match counts.
     """
 
     source: str  # a paper, a project, or "" for flowrl's own
-    questions: tuple[str, ...]  # one request each
+    question: str
     tokens: Scores = field(default_factory=dict)  # answer of one token: its score
-    patterns: Mapping[str, Pattern] = field(default_factory=dict)  # by the score's name
+    patterns: Mapping[str, str] = field(default_factory=dict)  # by the score's name
     lowest: float = 0.0
-    highest: float = 5.0
-    zero: float = 0.0  # the score that becomes 0; `highest` becomes 1
+    highest: float = 5.0  # becomes 1
     combine: Callable[[Scores], float] = mean  # scores by name -> the rubric's score
     begins: str = ""  # start of the answer, which the model continues
     max_tokens: int = 256  # of a text answer
@@ -59,30 +45,20 @@ class Rubric:
         return bool(self.patterns)
 
     def normalise(self, score: float) -> float:
-        return (score - self.zero) / (self.highest - self.zero)
+        return score / self.highest
 
 
 def changed_rubric(rubric: Rubric, changes: Mapping[str, Any]) -> Rubric:
-    """Return a rubric with other fields, written as plain data.
+    """Return a rubric with other fields, written as plain data; scores of tokens set the range.
 
-    Patterns are regular expressions, or objects with the fields of `Pattern`; scores of tokens set
-    the range. Raises ValueError for unknown fields and forms.
+    Raises ValueError for unknown fields and forms.
     """
     fields: dict[str, Any] = dict(changes)
     try:
-        if "questions" in fields:
-            questions = fields["questions"]
-            fields["questions"] = (questions,) if isinstance(questions, str) else tuple(questions)
         if "tokens" in fields:
             tokens = {str(answer): float(score) for answer, score in fields["tokens"].items()}
             scores = {"lowest": min(tokens.values()), "highest": max(tokens.values())}
             fields = scores | fields | {"tokens": tokens}
-        if "patterns" in fields:
-            patterns: dict[str, Any] = fields["patterns"]
-            fields["patterns"] = {
-                name: Pattern(regex=pattern) if isinstance(pattern, str) else Pattern(**pattern)
-                for name, pattern in patterns.items()
-            }
         return replace(rubric, **fields)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"the rubric has a field that it does not take: {error}") from error
@@ -92,99 +68,46 @@ def changed_rubric(rubric: Rubric, changes: Mapping[str, Any]) -> Rubric:
 
 EXPECTATION = Rubric(
     source="",
-    questions=(
+    question=(
         'Somebody asked for a picture of this: "{prompt}"\nHow well does the picture do it? Look '
         "at what is asked for first, at how well it is made second. Answer with exactly one of "
-        "{answers} and nothing else; {answers} go from the worst to the best.",
+        "{answers} and nothing else; {answers} go from the worst to the best."
     ),
     tokens=TO_FIVE,
 )
 YES_NO = Rubric(
     source="VQAScore, arXiv 2404.01291",
-    questions=('Does this picture show "{prompt}"? Answer with yes or no and nothing else.',),
+    question='Does this picture show "{prompt}"? Answer with yes or no and nothing else.',
     tokens={"yes": 1.0, "no": 0.0},
     highest=1.0,
 )
 TEXT = Rubric(
     source="",
-    questions=(
+    question=(
         'Somebody asked for a picture of this: "{prompt}"\nSay in a few sentences what of it the '
         "picture shows, what is missing and how well it is made. Then end with a whole number from "
-        "0 (useless) to 5 (perfect), written as <Score>number</Score>.",
+        "0 (useless) to 5 (perfect), written as <Score>number</Score>."
     ),
-    patterns={"score": Pattern(regex=SCORE_TAG)},
+    patterns={"score": SCORE_TAG},
 )
 QWENVL = Rubric(
     source="Flow-GRPO's reward qwenvl, arXiv 2505.05470",
-    questions=(
+    question=(
         "Here is a generated picture and its caption. Judge how well they match on 0 to 5: 5, "
         "every object, attribute and relation of the caption is there, and exact; 4, a small "
         "detail is off; 3, the main things are right, several details are not; 2, a main thing is "
         "wrong; 1, little of it; 0, nothing.\nWrite what you see in <Thought> </Thought>, and then "
-        "the number in <Score> </Score>.\nText Caption: [{prompt}]",
+        "the number in <Score> </Score>.\nText Caption: [{prompt}]"
     ),
-    patterns={"score": Pattern(regex=SCORE_TAG)},
+    patterns={"score": SCORE_TAG},
 )
 # The server continues a begun answer, as vLLM does; DeQA saw images of 448 pixels.
 DEQA = Rubric(
     source="DeQA-Score, arXiv 2501.11561",
-    questions=("How would you rate the quality of this image?",),
+    question="How would you rate the quality of this image?",
     begins="The quality of the image is",
     tokens={"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0},
     lowest=1.0,
-)
-
-
-# --- texts with several scores --------------------------------------------------------------------
-
-
-def _viescore_pattern(index: int, count: int) -> str:
-    """Return a pattern for one of `count` numbers in a JSON list under "score"."""
-    numbers = [r"[^,\]]*"] * count
-    numbers[index] = r"\s*([^,\]]*?)\s*"
-    return r'"score"\s*:\s*\[' + ",".join(numbers) + r"\]"
-
-
-_VIESCORE_FORM = 'Answer with JSON alone: {"score": [...], "reasoning": "one or two sentences"}.'
-VIESCORE = Rubric(
-    source="VIEScore, arXiv 2312.14867",
-    questions=(
-        "The picture was generated for this prompt: {prompt}\nJudge only whether it follows the "
-        "prompt, from 0 (not at all) to 10 (in every detail). The list of scores has this one "
-        "number. " + _VIESCORE_FORM,
-        "The picture was generated. Judge only how it is made, not what it shows, with two scores "
-        "from 0 to 10: first naturalness (0: distances, shadows or light are wrong throughout, 10: "
-        "it looks natural), second the absence of artifacts (0: distortions, watermarks, broken "
-        "faces or bodies over large parts, 10: none). The list has these two numbers. "
-        + _VIESCORE_FORM,
-    ),
-    patterns={
-        "semantic": Pattern(regex=_viescore_pattern(0, 1)),
-        "naturalness": Pattern(regex=_viescore_pattern(0, 2), question=1),
-        "artifacts": Pattern(regex=_viescore_pattern(1, 2), question=1),
-    },
-    highest=10.0,
-    combine=viescore,
-    max_tokens=512,
-)
-
-
-UNIFIED_REWARD = Rubric(
-    source="UnifiedReward 2.0, arXiv 2503.05236",
-    questions=(
-        "Here is a caption, and a picture that was generated for it. Rate three things from 1 to "
-        "5: Alignment (does the content match the caption), Coherence (is it free of distortions "
-        "and glitches) and Style (is it beautiful, whatever the caption). Write exactly these "
-        "lines:\nAlignment Score (1-5): X\nCoherence Score (1-5): Y\nStyle Score (1-5): Z\n"
-        "Text Caption: [{prompt}]",
-    ),
-    patterns={
-        axis.lower(): Pattern(regex=rf"{axis} Score(?: \(1-5\))?:{_NUMBER}")
-        for axis in ("Alignment", "Coherence", "Style")
-    },
-    lowest=1.0,
-    zero=1.0,
-    max_tokens=1024,
 )
 
 
@@ -198,16 +121,16 @@ def wiscore(scores: Scores) -> float:
 
 WISE = Rubric(
     source="WISE, arXiv 2503.07265",
-    questions=(
+    question=(
         "The picture was generated for a prompt that takes knowledge to understand. Rate three "
         "things, strictly, in doubt with the lower score. Consistency: 0, a main thing is missing "
         "or contradicted; 1, part of it is shown; 2, every detail of what it means. Realism: 0, "
         "plainly artificial or impossible; 1, small faults; 2, like a photograph. Aesthetic "
         "Quality: 0, unappealing; 1, decent; 2, masterly.\nWrite exactly these lines:\n"
-        "Consistency: X\nRealism: X\nAesthetic Quality: X\nPrompt: {prompt}",
+        "Consistency: X\nRealism: X\nAesthetic Quality: X\nPrompt: {prompt}"
     ),
     patterns={
-        axis.lower().replace(" ", "_"): Pattern(regex=rf"{axis}\**:{_NUMBER}")
+        axis.lower().replace(" ", "_"): rf"{axis}\**:{_NUMBER}"
         for axis in ("Consistency", "Realism", "Aesthetic Quality")
     },
     highest=2.0,
@@ -217,13 +140,13 @@ WISE = Rubric(
 # prompts; for attributes it asks about each object, found by spaCy.
 T2I_COMPBENCH = Rubric(
     source="T2I-CompBench++, arXiv 2307.06350",
-    questions=(
+    question=(
         "The picture was generated for this prompt: {prompt}\nHow well do objects, numbers, "
         "colours, shapes, textures, places and actions match? 5, perfectly; 4, but for small "
         "things; 3, key parts are missing or mixed up; 2, little of it; 1, nearly nothing.\nAnswer "
-        'with JSON alone: {"score": a whole number, "explanation": "at most 20 words"}.',
+        'with JSON alone: {"score": a whole number, "explanation": "at most 20 words"}.'
     ),
-    patterns={"score": Pattern(regex=r'"score"\s*:\s*"?\s*([^",}]*?)\s*[",}]')},
+    patterns={"score": r'"score"\s*:\s*"?\s*([^",}]*?)\s*[",}]'},
     lowest=1.0,
 )
 RUBRICS = {
@@ -232,8 +155,6 @@ RUBRICS = {
     "text": TEXT,
     "qwenvl": QWENVL,
     "deqa": DEQA,
-    "viescore": VIESCORE,
-    "unified_reward": UNIFIED_REWARD,
     "wise": WISE,
     "t2i_compbench": T2I_COMPBENCH,
 }

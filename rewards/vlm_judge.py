@@ -1,7 +1,7 @@
 """A vision-language model scores images by a rubric of `rubrics.RUBRICS`."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ class VLMJudge:
         ValueError: for an unknown rubric, and for one that no model can be asked by.
     """
 
+    requests_per_image = 1
     differentiable = False
     deterministic = False  # greedy answers still depend on the other requests of a server's batch
 
@@ -59,39 +60,35 @@ class VLMJudge:
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
         """Score images (B, 3, H, W) in [0, 1]: (B scores, reasons of missing ones)."""
-        rubric, count = self.rubric, len(self.rubric.questions)
+        rubric = self.rubric
         answers = ", ".join(sorted(rubric.tokens, key=rubric.tokens.__getitem__))
         questions = [
             Question(
                 images=(image,),
-                text=template.replace("{answers}", answers).replace("{prompt}", prompt),
+                text=rubric.question.replace("{answers}", answers).replace("{prompt}", prompt),
                 max_tokens=self.max_tokens if rubric.reads_text else 1,
                 alternatives=0 if rubric.reads_text else ALTERNATIVES,
                 begins=rubric.begins,
             )
             for image, prompt in zip(pngs(images, self.longest), prompts, strict=True)
-            for template in rubric.questions
         ]
-        replies = self.chat.ask(questions)
-        rows = [replies[start : start + count] for start in range(0, len(replies), count)]
-        return scored(self.judge, rows)
+        return scored(self.judge, self.chat.ask(questions))
 
-    def judge(self, replies: Sequence[Reply]) -> float:
+    def judge(self, reply: Reply) -> float:
         """Return the score of one image. Raises ValueError without a usable answer."""
         rubric = self.rubric
         if not rubric.reads_text:
-            score = expectation(replies[0].answer().first, rubric.tokens, self.min_mass)
+            score = expectation(reply.answer().first, rubric.tokens, self.min_mass)
             return rubric.normalise(score)
         scores = {}
         for name, pattern in rubric.patterns.items():
-            text = replies[pattern.question].answer().text
-            scores[name] = text_score(text, pattern.regex, rubric.lowest, rubric.highest)
+            text = reply.answer().text
+            scores[name] = text_score(text, pattern, rubric.lowest, rubric.highest)
         return rubric.normalise(rubric.combine(scores))
 
     def fixtures(self) -> list[dict]:
         """Return images of known order, for `flowrl reward-check`."""
-        reads_prompt = any("{prompt}" in question for question in self.rubric.questions)
-        return red_and_blue() if reads_prompt else quality()
+        return red_and_blue() if "{prompt}" in self.rubric.question else quality()
 
 
 def _check_rubric(rubric: Rubric) -> None:
@@ -102,14 +99,14 @@ def _check_rubric(rubric: Rubric) -> None:
         if len({spelled(answer) for answer in rubric.tokens}) < max(2, len(rubric.tokens)):
             raise ValueError(f"tokens need two or more different answers, not {rubric.tokens}")
         check_first_tokens(rubric.tokens)
-    if rubric.highest <= max(rubric.zero, rubric.lowest):
+    if rubric.highest <= max(0.0, rubric.lowest):
         raise ValueError(
-            f"the rubric's highest score is {rubric.highest:g}, expected one above lowest "
-            f"({rubric.lowest:g}) and zero ({rubric.zero:g})"
+            f"the rubric's highest score is {rubric.highest:g}, expected one above 0 and lowest "
+            f"({rubric.lowest:g})"
         )
     for name, pattern in rubric.patterns.items():
         try:
-            groups = re.compile(pattern.regex).groups
+            groups = re.compile(pattern).groups
         except re.error as error:
             raise ValueError(f"pattern {name!r} is no regular expression: {error}") from error
         if groups != 1:

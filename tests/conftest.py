@@ -282,8 +282,8 @@ def launch() -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
 
 @pytest.fixture(scope="session")
 def serving() -> Callable[..., AbstractContextManager[str]]:
-    """(app, limits of its connections) -> a context with the address of its real server."""
-    from flowrl.utils.connections import make_server
+    """(app, limit of its connections) -> a context with the address of its real server."""
+    from flowrl.utils.serving import make_server
 
     @contextmanager
     def serve(app: Any, **limits: Any) -> Iterator[str]:

@@ -58,27 +58,6 @@ def test_mistakes_and_what_users_correct_stay_what_they_are():
     assert as_failure(ValueError("a bug")) is None and exit_code(ValueError()) == 1
 
 
-def test_a_terminal_that_was_closed_is_a_closed_output():
-    script = """
-import time
-from flowrl.cli import report_errors
-def program():
-    while True:
-        print("a line", flush=True)
-        time.sleep(0.01)
-report_errors(program, debug=False)
-"""
-    terminal, its_end = os.openpty()
-    # In a session of its own: no SIGHUP, as under nohup.
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=its_end, stderr=its_end, start_new_session=True
-    )
-    os.close(its_end)
-    assert os.read(terminal, 100).startswith(b"a line")
-    os.close(terminal)
-    assert process.wait(60) == 141
-
-
 def test_a_closed_pipe_is_an_error_of_progress_and_no_silent_end():
     script = """
 import sys

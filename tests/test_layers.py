@@ -24,7 +24,7 @@ LAYERS = [
     {"assembly"},
     {"export", "planning"},
     {"evaluation", "web"},
-    {"api", "testing", "verify"},
+    {"api", "testing"},
     {"voting"},
     {"cli", "__main__"},
 ]

@@ -8,11 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import flowrl
-from flowrl.backbones.lora_files import FILE
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "numpy", "PIL", "cv2")
@@ -131,42 +128,6 @@ def test_presets_are_found_in_the_installed_package(unpacked, tmp_path):
 # --- a training run elsewhere than here ----------------------------------------------------------
 
 SMALL = "train quickstart evaluation.num_images=6 run.trackers=[] pipeline.device=cpu".split()
-WINDOWS = """
-import multiprocessing, os, runpy, signal, sys
-
-multiprocessing.set_start_method("spawn")
-sys.modules["fcntl"] = None  # so that importing it fails
-del os.O_DIRECTORY, signal.SIGHUP
-opened = os.open
-
-def open_file(path, *rest, **more):
-    if os.path.isdir(path):
-        raise PermissionError(13, "Permission denied", path)
-    return opened(path, *rest, **more)
-
-os.open = open_file
-sys.argv = ["flowrl", *sys.argv[1:]]
-runpy.run_module("flowrl", run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_a_run_trains_and_resumes_without_what_only_unix_has(tmp_path):
-    """No fcntl, no SIGHUP, no folder that can be opened, and processes that are spawned."""
-    reward = "rewards=[{name: brightness}]"
-    constant = "optim.schedule=constant"  # or the number of iterations is part of the recipe
-    for iterations in (1, 2):
-        words = [*SMALL, reward, constant, f"run.iterations={iterations}", "run.output_dir=run"]
-        result = python("-c", WINDOWS, *words, cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
-    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())[-1] == "step-000002"
-    words = [*SMALL, reward, constant, "run.iterations=2", "run.output_dir=once"]
-    once = python("-m", "flowrl", *words, cwd=tmp_path)
-    assert once.returncode == 0, once.stderr
-    tensors = [load_file(tmp_path / name / FILE) for name in ("run", "once")]
-    assert all(torch.equal(tensors[0][name], tensor) for name, tensor in tensors[1].items())
-
-
 @pytest.mark.slow
 def test_the_sdist_holds_what_the_wheel_is_built_from_and_no_caches(tmp_path):
     name = f"flowrl_diffusion-{flowrl.__version__}"

@@ -122,14 +122,6 @@ class Undeclared(Weighted):
         return super().loss(models, batch)
 
 
-class CutGradient(Weighted):
-    """A gradient that is not the loss's: its sign is turned on the way."""
-
-    def loss(self, models, batch):
-        loss, metrics = super().loss(models, batch)
-        return 2 * loss.detach() - loss, metrics
-
-
 OBJECTIVES = {  # the fault, and the words that name it
     GraphInMetrics: "objective: detach",
     WrongDirection: "direction",
@@ -139,7 +131,6 @@ OBJECTIVES = {  # the fault, and the words that name it
     WritesIntoRollout: "changes the rollout",
     OtherKernel: "ratio",
     Undeclared: "models.old",
-    CutGradient: "falls along its gradient",
 }
 
 # --- facts --------------------------------------------------------------------------------------
@@ -163,7 +154,7 @@ def custom(kind):
     return {"kind": "custom", "target": f"{__name__}:{kind.__name__}"}
 
 
-QUICK = (WrongDirection, OtherKernel, MaskIgnored, CutGradient)  # without --slow
+QUICK = (WrongDirection, OtherKernel, MaskIgnored)  # without --slow
 
 
 @pytest.mark.parametrize(

@@ -92,23 +92,6 @@ def rows(groups: list[int], children: int = 1) -> Transitions:
     )
 
 
-def test_a_tree_that_moves_leaves_its_shape_on_the_cpu():
-    moved = two_trees().to("meta")
-    for name in ("x", "prompt", "log_prob", "mean_old", "g", "sigmas"):
-        assert getattr(moved, name).device.type == "meta"
-    for name in ("step", "parent", "move", "leaf", "noisy", "edge"):
-        assert getattr(moved, name).device.type == "cpu"
-
-
-def test_parts_hold_no_latents_of_their_own():
-    tree, cond = two_trees(), Conditioning(tensors={"a": torch.zeros(2, 1)})
-    ones = torch.ones(2, 4)
-    batch = transitions(tree, ones, ones.bool(), torch.tensor([6, 7]), cond)
-    for part in (batch, *batch.updates(2), batch.part(1, 3)):
-        assert part.latents.data_ptr() == tree.x.data_ptr()
-        assert part.means.data_ptr() == tree.mean_old.data_ptr()
-
-
 @given(groups=st.lists(st.integers(0, 5), max_size=20), count=st.integers(1, 4))
 def test_updates_hold_every_row_once_and_never_cut_a_group(groups, count):
     parts = rows(groups).updates(count)

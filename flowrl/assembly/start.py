@@ -75,7 +75,6 @@ def begin_session(config: Config, run: Run, start: Start, facts: Facts) -> None:
         facts=facts,
         step=start.state["iteration"] if start.state else None,
         changed=start.changed,
-        run_id=start.state.get("run") if start.state else None,
     )
 
 

@@ -16,7 +16,6 @@ from flowrl.cli._console import (
 from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
-    from flowrl.config.rewards import HTTPOptions
     from flowrl.offline.pairs import Pair
     from flowrl.scoring.check import RewardCheck
     from flowrl.scoring.spec import RewardSpec
@@ -30,13 +29,6 @@ def reward_check(
     everything: Annotated[bool, typer.Option("--all", help="Every built-in reward.")] = False,
     args: Annotated[
         str | None, typer.Option(metavar="YAML", help="Its arguments, as in '{mode: strict}'.")
-    ] = None,
-    server: Annotated[
-        list[str] | None,
-        typer.Option(metavar="URL", help="Use the one served there (flowrl reward-serve)."),
-    ] = None,
-    token_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Variable with the server's token.")
     ] = None,
     prompts: Annotated[
         str | None,
@@ -53,8 +45,7 @@ def reward_check(
     """Try rewards on images of known order: the right word must score above the wrong one.
 
     Scores must be finite, within the reward's bounds, and the same for an image alone and in a
-    batch. Also measures the time of one image, and images per second. Training does the same,
-    without the times, before its first step.
+    batch. Training does the same before its first step.
 
     --pairs measures the share of pairs that the reward ranks as people did, ties counted half, and
     its 95 % interval. ?? says that it is not better than chance, !! that it is worse.
@@ -71,29 +62,18 @@ def reward_check(
 
       flowrl reward-check my_rewards:sharpness --prompts prompts.jsonl
 
-      flowrl reward-check hpsv3 --server http://127.0.0.1:8400
-
       flowrl reward-check pickscore clipscore --pairs pairs.jsonl
 
       flowrl reward-check --all
     """
-    chosen = _chosen(names or [], everything=everything, single=bool(args or server))
+    chosen = _chosen(names or [], everything=everything, single=bool(args))
     with starting():
-        from flowrl.config.rewards import HTTPOptions
         from flowrl.config.yaml12 import load_yaml
         from flowrl.offline.pairs import read_pairs
         from flowrl.prompts.records import load_prompts
         from flowrl.scoring.check import check_named
 
     arguments = arguments_of(chosen, [args] if args is not None else None)
-    if token_env is not None and not server:
-        raise UserError("--token-env is given without --server: add the server's address.")
-    try:
-        remote = HTTPOptions(urls=server, token_env=token_env) if server else None
-    except ValueError as error:
-        raise UserError(
-            f"--server {' '.join(server or ())} is no address: use http://HOST:PORT"
-        ) from error
     records = load_prompts(prompts) if prompts else []
     mapping = load_yaml(columns, "--columns") if columns else None
     if not isinstance(mapping, dict | None) or (columns and not pairs):
@@ -103,16 +83,16 @@ def reward_check(
         say(f"{len(left_out)} rows left out, the first: {left_out[0]}", err=True)
     states = {}
     for name, options in zip(chosen, arguments, strict=True):
-        checked = check_named(name, options, server=remote, prompts=records)
+        checked = check_named(name, options, prompts=records)
         if judged and all(result.state in ("ok", "warning") for result in checked.results):
-            agreement = _agreement(name, options, remote, judged)
+            agreement = _agreement(name, options, judged)
             checked = replace(checked, results=(*checked.results, agreement))
         states[name] = {result.state for result in checked.results}
         if as_json:
             print_table([_row(name, checked, result) for result in checked.results], as_json=True)
         else:
             first, *more = checked.results
-            print_checks([_with_times(checked, first), *more], max(map(len, chosen)))
+            print_checks([_with_version(checked, first), *more], max(map(len, chosen)))
     if wrong := [name for name, its in states.items() if "problem" in its]:
         raise UserError(f"These rewards do not work, lines marked !! say why: {', '.join(wrong)}.")
     missing = [name for name, its in states.items() if "missing" in its]
@@ -120,18 +100,13 @@ def reward_check(
         raise UserError(f"Could not be tried, lines marked -- say why: {', '.join(missing)}.")
 
 
-def _agreement(
-    name: str, args: dict | None, server: "HTTPOptions | None", pairs: "list[Pair]"
-) -> CheckResult:
-    """Return how a reward here, or on a server, agrees with people."""
+def _agreement(name: str, args: dict | None, pairs: "list[Pair]") -> CheckResult:
+    """Return how a reward agrees with people."""
     from flowrl.evaluation.agreement import measure_agreement
-    from flowrl.scoring.executors.http import HTTPExecutor
-    from flowrl.scoring.spec import RewardSpec, closing, load_reward
+    from flowrl.scoring.spec import RewardSpec, load_reward
 
-    remote = HTTPExecutor(name, server) if server else None
-    spec = RewardSpec(name=name, reward=remote or load_reward(name, args), executor=remote)
-    with closing([spec]):
-        return measure_agreement(spec, pairs).result(name)
+    spec = RewardSpec(name=name, reward=load_reward(name, args))
+    return measure_agreement(spec, pairs).result(name)
 
 
 def _chosen(names: list[str], *, everything: bool, single: bool) -> list[str]:
@@ -143,25 +118,22 @@ def _chosen(names: list[str], *, everything: bool, single: bool) -> list[str]:
             f"{', '.join(BUILT_IN)}; your own is module:attribute."
         )
     if single and len(names) != 1:
-        raise UserError("--args and --server are of one reward: give one name with them.")
+        raise UserError("--args are of one reward: give one name with them.")
     return names or list(BUILT_IN)
 
 
 def _row(name: str, checked: "RewardCheck", result: CheckResult) -> dict:
     return {
         "reward": name, "state": result.state, "detail": result.detail, "remedy": result.remedy,
-        "version": checked.version, "images": checked.images, "seconds_p50": checked.latency,
-        "images_per_second": checked.rate,
+        "version": checked.version,
     }  # fmt: skip
 
 
-def _with_times(checked: "RewardCheck", result: CheckResult) -> CheckResult:
-    """Return a result about scores with the time they took."""
-    if result.state not in ("ok", "warning"):
+def _with_version(checked: "RewardCheck", result: CheckResult) -> CheckResult:
+    """Return a result about scores with the version of the reward."""
+    if result.state not in ("ok", "warning") or not checked.version:
         return result
-    times = f"; {1000 * checked.latency:.3g} ms a call, {checked.rate:.3g} images/s"
-    version = f"; {checked.version}" if checked.version else ""
-    return replace(result, detail=result.detail + times + version)
+    return replace(result, detail=f"{result.detail}; {checked.version}")
 
 
 def reward_serve(
@@ -196,8 +168,14 @@ def reward_serve(
     arguments = arguments_of(names, args)
     with starting():
         from flowrl.scoring.server import make_app, warm_up
-        from flowrl.utils.connections import make_server
-        from flowrl.utils.serving import address_of, bind, listen, local_names, read_token
+        from flowrl.utils.serving import (
+            address_of,
+            bind,
+            listen,
+            local_names,
+            make_server,
+            read_token,
+        )
 
     token = read_token(host, token_env)
     with bind(host, port) as listening:

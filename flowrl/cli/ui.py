@@ -67,8 +67,7 @@ def serve_page(app: "FastAPI", what: str, host: str, port: int, token: str) -> N
     """
     from urllib.parse import quote
 
-    from flowrl.utils.connections import make_server
-    from flowrl.utils.serving import address_of, bind, listen
+    from flowrl.utils.serving import address_of, bind, listen, make_server
 
     with bind(host, port) as listening:
         listen(listening)

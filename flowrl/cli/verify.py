@@ -16,10 +16,9 @@ def verify(
         Path, typer.Argument(metavar="RUN|STORE|LORA", help="A folder, or a LoRA file.")
     ],
 ) -> None:
-    """Check the files of a run, an offline data set or a LoRA, and one iteration of a run.
+    """Check the files of a run, an offline data set or a LoRA: intact, finite and consistent?
 
-    Files must be intact, finite and consistent. For a run one iteration is computed again and
-    compared with what was logged, bit for bit. The exit status is 1 if a check fails.
+    The exit status is 1 if a check fails.
 
     Examples:
 
@@ -28,7 +27,7 @@ def verify(
       flowrl verify my_lora.safetensors
     """
     with starting():
-        from flowrl.verify import verify as check
+        from flowrl.training.verify import verify as check
 
     wrong = []
     for result in check(path):

@@ -27,7 +27,6 @@ REWARDS: Mapping[str, Network] = {
     "clipscore": CLIP_L,
     "aesthetic": CLIP_L,
     "hpsv2": Network("xswu/HPSv2", CLIP_H.parameters, CLIP_H.image),
-    "imagereward": Network("THUDM/ImageReward", 446_206_689, 3_227_648),
     "hpsv3": Network("MizzenAI/HPSv3", 7_748_610_610, 101_376_000),
 }
 DETECTORS: Mapping[str, Network] = {

@@ -26,7 +26,6 @@ COLUMNS = ("prompt", "text", "caption", "prompts", "prompt_en")  # the first of 
 TABLES = (".jsonl", ".json", ".csv", ".tsv")  # text files with columns
 WITH_COLUMN = re.compile(r"(.+\.(?:jsonl|json|csv|tsv)):([^:/\\]+)", re.IGNORECASE)
 MAX_FILE = 2**30  # bytes of a file of prompts
-MAX_ROWS = 10**7  # of a data set of prompts
 JSON_TYPES = ("string", "large_string", "bool", "int", "uint", "float", "null")  # Arrow's names
 
 
@@ -252,9 +251,7 @@ def read_dataset(name: str, *, hub: bool) -> Iterator[dict]:
     with tempfile.TemporaryDirectory() as cache, dataset_errors(what):
         table = open_table(place, split, hub=hub, cache=cache)
         table, column = _select(table, place, split, column)
-        for number, fields in enumerate(table):
-            if number == MAX_ROWS:
-                raise UserError(f"{what}: it has more than {MAX_ROWS:,} rows, cut the split")
+        for fields in table:
             yield _as_json_line(fields, column)
 
 

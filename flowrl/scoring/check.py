@@ -8,24 +8,19 @@ images twice: all together, then in reverse order and other batches. A result is
 import importlib
 import math
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.config.rewards import HTTPOptions
 from flowrl.errors import CheckResult, UserError
 from flowrl.prompts.records import PromptRecord
-from flowrl.scoring.executors.base import Answer, Executor, Reward, RewardFailure
+from flowrl.scoring.executors.base import Answer, Executor, RewardFailure
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import ArgumentsRefused, RewardSpec, load_reward, trained
 
-CALLS = 5  # with one image, for the median
 SIZE = (128, 128)  # height and width of plain images, unless a run has others
 PROMPTS = 4  # of those a reward applies to, at most
 GENERIC = (
@@ -67,9 +62,6 @@ class RewardCheck:
 
     results: tuple[CheckResult, ...]  # at least one
     version: str = ""
-    images: int = 0
-    latency: float = math.nan  # median seconds of a call with one image (one group)
-    rate: float = math.nan  # images a second of one large call
 
 
 def check_before_training(
@@ -101,35 +93,15 @@ def check_named(
     name: str,
     args: Mapping[str, Any] | None = None,
     *,
-    server: HTTPOptions | None = None,
     prompts: Sequence[PromptRecord] = (),
 ) -> RewardCheck:
-    """Check the reward of that name, in this process or on a server; raises nothing.
-
-    A server's reward gets the fixtures of the local one, and must have its version, if that can be
-    loaded.
-    """
-    local = None
+    """Check the reward of that name in this process; raises nothing."""
     try:
-        local = load_reward(name, args)
+        spec = RewardSpec(name=name, reward=load_reward(name, args))
     except UserError as error:
-        if server is None:
-            return RewardCheck(results=(_load_failure(name, args, error),))
-    unfit = [] if local is None else list(_unfit(RewardSpec(name=name, reward=local), prompts))
-    if server is None and local is not None:
-        checked = check_reward(RewardSpec(name=name, reward=local), prompts, calls=CALLS)
-        return replace(checked, results=(*checked.results, *unfit))
-    from flowrl.scoring.executors.http import HTTPExecutor
-
-    assert server is not None
-    try:
-        remote = HTTPExecutor(name, server)
-    except UserError as error:
-        return RewardCheck(results=(failure_result(name, error),))
-    with closing(remote):
-        spec = RewardSpec(name=name, reward=remote, executor=remote)
-        checked = check_reward(spec, prompts, like=local, calls=CALLS)
-        return replace(checked, results=(*checked.results, *unfit))
+        return RewardCheck(results=(_load_failure(name, args, error),))
+    checked = check_reward(spec, prompts)
+    return replace(checked, results=(*checked.results, *_unfit(spec, prompts)))
 
 
 def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckResult]:
@@ -157,35 +129,27 @@ def check_reward(
     spec: RewardSpec,
     prompts: Sequence[PromptRecord] = (),
     *,
-    like: Reward | None = None,
-    calls: int = 0,
     size: tuple[int, int] = SIZE,
 ) -> RewardCheck:
     """Score the same images twice, in another order and other batches, and check the scores.
 
     Args:
         prompts: for a reward without fixtures; generic ones if empty.
-        like: the same reward in this process, when that of `spec` is on a server.
-        calls: with one image, to measure the latency.
         size: height and width of plain images.
     """
     try:
         version = str(getattr(spec.reward, "version", ""))  # a server may not say it
-        trials = trials_of(spec, spec.reward if like is None else like, prompts, size)
+        trials = trials_of(spec, prompts, size)
         if not trials:
             detail = "applies to none of the prompts tried, and has no fixtures"
             remedy = "Name prompts that it applies to with --prompts."
             result = _result(spec.name, detail, remedy, state="missing")
             return RewardCheck(results=(result,), version=version)
-        first, again, latency = _score_twice(spec, trials, calls)
-        wrong = [*_differences(spec, like), *_problems(spec, trials, first, again)]
-        return RewardCheck(
-            results=tuple(wrong) or (_passed(spec, trials, first, again),),
-            version=version,
-            images=len(first.scores),
-            latency=latency,
-            rate=again.rate,
+        first, again = _score_twice(spec, trials)
+        results = tuple(_problems(spec, trials, first, again)) or (
+            _passed(spec, trials, first, again),
         )
+        return RewardCheck(results=results, version=version)
     except Exception as error:  # a user's reward may raise anything
         return RewardCheck(results=(failure_result(spec.name, error),))
 
@@ -204,17 +168,13 @@ class Trial:
 
 
 def trials_of(
-    spec: RewardSpec,
-    reward: Reward,
-    prompts: Sequence[PromptRecord],
-    size: tuple[int, int] = SIZE,
+    spec: RewardSpec, prompts: Sequence[PromptRecord], size: tuple[int, int] = SIZE
 ) -> list[Trial]:
     """Return the fixtures of a reward, or plain images for prompts that `spec` applies to.
 
-    Empty when it applies to no prompt. reward: `spec.reward`, or its local copy when that is on a
-    server. Raises UserError for malformed fixtures.
+    Empty when it applies to no prompt. Raises UserError for malformed fixtures.
     """
-    fixtures = getattr(reward, "fixtures", None)
+    fixtures = getattr(spec.reward, "fixtures", None)
     if trials := [_trial(spec.name, entry) for entry in fixtures()] if fixtures else []:
         return trials
     fits = [p for p in prompts or GENERIC if spec.misfit(p.text, p.metadata) is None]
@@ -259,37 +219,29 @@ class _Round:
 
     scores: dict[Row, float] = field(default_factory=dict)
     reasons: dict[Row, str] = field(default_factory=dict)
-    rate: float = 0.0  # images a second of the best call
 
-    def add(self, rows: Sequence[Row], answer: Answer, seconds: float) -> None:
+    def add(self, rows: Sequence[Row], answer: Answer) -> None:
         self.scores |= dict(zip(rows, answer.scores.tolist(), strict=True))
         self.reasons |= {rows[i]: reason for i, reason in answer.reasons.items()}
-        self.rate = max(self.rate, len(rows) / max(seconds, 1e-9))
 
     def finite(self) -> list[float]:
         return [score for score in self.scores.values() if math.isfinite(score)]
 
 
-def _score_twice(spec: RewardSpec, trials: list[Trial], calls: int) -> tuple[_Round, _Round, float]:
-    """Score all images together, then reversed in other batches, then one `calls` times.
-
-    Returns both rounds and the median seconds of a call with one image (or group).
-    """
+def _score_twice(spec: RewardSpec, trials: list[Trial]) -> tuple[_Round, _Round]:
+    """Score all images together, then reversed in other batches; return both rounds."""
     executor, batches = spec.get_executor(), _batches(spec, trials)
-    first, again, seconds = _Round(), _Round(), [math.nan]
+    first, again = _Round(), _Round()
     for rows in batches:
-        first.add(rows, *_ask(executor, trials, rows))
+        first.add(rows, _ask(executor, trials, rows))
     if not first.finite():
-        return first, again, math.nan
+        return first, again
     for rows in batches:
         back = rows[::-1]
         for part in [back] if spec.whole_groups else [back[:1], back[1:]]:
             if part:
-                again.add(part, *_ask(executor, trials, part))
-    if calls:
-        rows = batches[0] if spec.whole_groups else batches[0][:1]
-        seconds = [_ask(executor, trials, rows)[1] for _ in range(calls)]
-    return first, again, median(seconds)
+                again.add(part, _ask(executor, trials, part))
+    return first, again
 
 
 def _batches(spec: RewardSpec, trials: list[Trial]) -> list[list[Row]]:
@@ -301,13 +253,11 @@ def _batches(spec: RewardSpec, trials: list[Trial]) -> list[list[Row]]:
     return list(together.values())
 
 
-def _ask(executor: Executor, trials: list[Trial], rows: Sequence[Row]) -> tuple[Answer, float]:
+def _ask(executor: Executor, trials: list[Trial], rows: Sequence[Row]) -> Answer:
     images = quantise(torch.stack([trials[t].images[m] for t, m in rows]))
     prompts = [trials[t].prompt for t, _ in rows]
     metadata = [dict(trials[t].metadata) for t, _ in rows]
-    began = time.perf_counter()
-    answer = executor.submit(images, prompts, metadata).result()
-    return answer, time.perf_counter() - began
+    return executor.submit(images, prompts, metadata).result()
 
 
 # --- judging the scores ---------------------------------------------------------------------------
@@ -393,17 +343,6 @@ def _unrepeatable(name: str, first: _Round, again: _Round) -> Iterator[CheckResu
 def _gap(first: _Round, again: _Round, row: Row) -> float:
     gap = abs(first.scores[row] - again.scores[row])
     return gap if math.isfinite(gap) else 0.0
-
-
-def _differences(spec: RewardSpec, like: Reward | None) -> Iterator[CheckResult]:
-    """Compare the version of a server's reward with that of the same reward here."""
-    remote, local = (str(getattr(reward, "version", "")) for reward in (spec.reward, like))
-    if like is not None and remote != local:
-        yield _result(
-            spec.name,
-            f"the server's version is {remote!r}, expected {local!r} as here",
-            "Start it with the same arguments and the same flowrl, or give its --args.",
-        )
 
 
 def _passed(spec: RewardSpec, trials: list[Trial], first: _Round, again: _Round) -> CheckResult:

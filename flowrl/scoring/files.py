@@ -49,8 +49,8 @@ def labelled_images(source: Path) -> list[ImageFile] | None:
     """Return the images of a folder that says their prompts; None for one that does not.
 
     GenEval's layout is `00000/metadata.jsonl` with `00000/samples/*.png`, or one such subfolder.
-    Otherwise `metadata.jsonl` or `metadata.csv` has a row an image with `file_name` (or
-    `file_path`) and `prompt` (or `text`); other keys are metadata.
+    Otherwise `metadata.jsonl` or `metadata.csv` has a row an image with `file_name`
+    and `prompt` (or `text`); other keys are metadata.
 
     Raises UserError for labels that are malformed, and for files that are missing or lie outside.
     """
@@ -86,10 +86,9 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, row in enumerate(csv.DictReader(text.splitlines()), start=2):
             yield f"{path}, line {number}", {k: v for k, v in row.items() if k and v != ""}
         return
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if len(lines) > 1 and lines[0][1].strip() == "{":  # one object, written over several lines
-        lines = [(1, text)]
-    for number, line in lines:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
         row = parse_json(line, f"{path}, line {number}")
         if not isinstance(row, dict):
             raise UserError(f"{path}, line {number}: expected an object, got {line[:40]}")
@@ -97,12 +96,11 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _of_row(folder: Path, row: dict[str, Any], where: str) -> ImageFile:
-    row = dict(row)
-    names = [row.pop(key) for key in ("file_name", "file_path") if key in row]
+    name = row.pop("file_name", None)
     texts = [row.pop(key) for key in ("prompt", "text") if isinstance(row.get(key), str)]
-    if not names or not texts:
+    if not name or not texts:
         raise UserError(f"{where}: expected 'file_name' and 'prompt', got {', '.join(row) or '{}'}")
-    path = folder / str(names[0])
+    path = folder / str(name)
     _check_image(path, folder, where)
     nested = {key: _parsed(value) for key, value in row.items()}
     return ImageFile(path=path, prompt=texts[0], metadata=nested)

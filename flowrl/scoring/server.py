@@ -48,6 +48,7 @@ from flowrl.utils.serving import Access, Guard
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
+    from starlette.responses import Response as RawResponse
 
 MAX_BODY = 80 * 2**20  # bytes of a request: 16 images of 1024 x 1024 as pixels
 MAX_BATCH = 256  # images of a request
@@ -119,31 +120,18 @@ def make_app(
             Route("/v1/score", score, methods=["POST"]),
         ],
         middleware=[Middleware(Guard, access=access)],
-        exception_handlers=_error_handlers(),
+        exception_handlers={Refused: _refuse},
         lifespan=lifespan,
     )  # fmt: skip
     app.state.service = service
     return app
 
 
-def _error_handlers() -> dict[Any, Any]:
-    """Return handlers that answer every error with one sentence of JSON."""
-    from starlette.exceptions import HTTPException
+async def _refuse(request: "Request", error: Any) -> "RawResponse":
     from starlette.responses import JSONResponse
 
-    async def refused(request: Any, error: Any) -> JSONResponse:
-        headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
-        return JSONResponse({"error": str(error)}, error.status, headers=headers)
-
-    async def unknown(request: Any, error: Any) -> JSONResponse:
-        text = f"{error.detail}: use GET /healthz, GET /v1/info or POST /v1/score"
-        return JSONResponse({"error": text}, error.status_code)
-
-    async def unexpected(request: Any, error: Any) -> JSONResponse:
-        text = f"{type(error).__name__} in the server; see its log"
-        return JSONResponse({"error": text}, 500)
-
-    return {Refused: refused, HTTPException: unknown, Exception: unexpected}
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
+    return JSONResponse({"error": str(error)}, error.status, headers=headers)
 
 
 class ByteBudget:
@@ -211,7 +199,7 @@ def warm_up(spec: RewardSpec) -> bool:
     """
     if not hasattr(spec.reward, "fixtures") or spec.executor is None:
         return False
-    trials = trials_of(spec, spec.reward, ())
+    trials = trials_of(spec, ())
     if not trials:
         return False
     first, count = trials[0], len(trials[0].images)

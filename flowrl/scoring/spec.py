@@ -33,7 +33,6 @@ BUILT_IN = {
     "clipscore": "flowrl_rewards.clipscore:CLIPScore",
     "hpsv2": "flowrl_rewards.hpsv2:HPSv2",
     "aesthetic": "flowrl_rewards.aesthetic:Aesthetic",
-    "imagereward": "flowrl_rewards.imagereward:ImageReward",
     "hpsv3": "flowrl_rewards.hpsv3:HPSv3",
     "vlm_judge": "flowrl_rewards.vlm_judge:VLMJudge",
     "vlm_questions": "flowrl_rewards.vlm_questions:VLMQuestions",

@@ -9,7 +9,6 @@ Each line carries a digest (`flowrl.utils.journal`); a line that a killed proces
 no event.
 """
 
-import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,12 +47,6 @@ class Ledger:
         """Return the latest event of one of these names."""
         return next((e for e in reversed(self.events()) if e["event"] in names), None)
 
-    @property
-    def run_id(self) -> str | None:
-        """The name that checkpoints of this run carry, wherever its folder is moved."""
-        first = next((e for e in self.events() if "run" in e), None)
-        return None if first is None else str(first["run"])
-
     def begin(
         self,
         *,
@@ -62,7 +55,6 @@ class Ledger:
         facts: Mapping[str, Any],
         step: int | None,
         changed: Mapping[str, Any],
-        run_id: str | None,
     ) -> None:
         """Write the event that begins a session.
 
@@ -70,9 +62,7 @@ class Ledger:
             recipe, facts: what is trained now, see `flowrl.training.resume`.
             step: the iteration of the checkpoint it resumes from; None for a new run.
             changed: options that differ from the session before, as [before, now].
-            run_id: of the checkpoint; None to keep the ledger's, or make one.
         """
-        identifier = self.run_id or run_id or uuid.uuid4().hex
         name = "start" if step is None else "resume"
-        self.append(name, run=identifier, flowrl=version, step=step, recipe=dict(recipe),
+        self.append(name, flowrl=version, step=step, recipe=dict(recipe),
                     facts=dict(facts), changed=dict(changed))  # fmt: skip

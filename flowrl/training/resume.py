@@ -34,7 +34,7 @@ FREE = (
     # Requests to a judge and their cost; not its model nor its prompt.
     *(f"rewards.*.args.server.{name}" for name in (
         "base_url", "api_key_env", "timeout", "deadline", "in_flight",
-        "max_requests", "max_tokens_total", "cache",
+        "max_requests", "cache",
     )),
 )  # fmt: skip
 # Options that affect evaluation only: they may change with --resume, while a rerun with another
@@ -175,26 +175,12 @@ def _same(path: Path, folder: Path) -> bool:
 
 def _check_of_run(path: Path, folder: Path) -> None:
     """Raise UserError unless `path` is a checkpoint of the run in `folder`."""
-    if holds_run(path):
-        raise _of_another(path, path, folder)
-    if not (path / STATE).is_file():
+    if not (path / STATE).is_file() or not _same(path.parent.parent, folder):
         raise UserError(
-            f"cannot resume from {path}: no {STATE} there; give 'latest' or a folder below "
-            f"{folder / 'checkpoints'}"
+            f"cannot resume from {path}: give 'latest' or a folder below "
+            f"{folder / 'checkpoints'}; set run.output_dir to resume another run, or "
+            "lora.init_from to begin a new one with its weights"
         )
-    if holds_run(folder) and _same(path.parent.parent, folder):
-        return
-    run_id = Ledger(folder).run_id if holds_run(folder) else None
-    if run_id is None or read_checkpoint(path).get("run") != run_id:
-        raise _of_another(path, path.parent.parent, folder)
-
-
-def _of_another(path: Path, run: Path, folder: Path) -> UserError:
-    return UserError(
-        f"{path} is of the run in {run}, and this recipe trains in {folder}: set "
-        f"run.output_dir={run} to resume that run, or lora.init_from={path} to begin a new one "
-        "with its weights"
-    )
 
 
 # --- what differs --------------------------------------------------------------------------------

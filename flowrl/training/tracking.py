@@ -6,7 +6,7 @@ that each iteration is in them once, whatever happened to the process before.
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -80,27 +80,16 @@ class TrackingService:
         self._module.finish()
 
 
-def _wandb(folder: Path, resume_step: int | None) -> Tracker:
-    module = _library("wandb")
-    os.environ.setdefault("WANDB_DIR", str(folder))  # else its files go to the working directory
-    return TrackingService(module, folder, resume_step)
-
-
-def _trackio(folder: Path, resume_step: int | None) -> Tracker:
-    return TrackingService(_library("trackio"), folder, resume_step)
-
-
-TRACKERS: dict[str, Callable[[Path, int | None], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": _wandb,
-    "trackio": _trackio,
-}
+TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 def make_tracker(name: str, folder: Path, resume_step: int | None) -> Tracker:
     """Return the tracker called `name`. Raises UserError for an unknown or a missing one."""
     check_tracker(name)
-    return TRACKERS[name](folder, resume_step)
+    if name == "tensorboard":
+        return TensorBoard(folder, resume_step)
+    os.environ.setdefault("WANDB_DIR", str(folder))  # else its files go to the working directory
+    return TrackingService(_library(name), folder, resume_step)
 
 
 def check_tracker(name: str) -> None:

@@ -66,12 +66,8 @@ def run_processes(command: Sequence[str], count: int, *, cpu: bool) -> int:
     store = _open_store()
     common = _variables(store.port, count, cpu=cpu)
     processes: list[subprocess.Popen[bytes]] = []
-    early: list[int] | None = []  # signals that come while processes are being started
 
     def pass_on(number: int) -> None:
-        if early is not None:
-            early.append(number)
-            return
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
@@ -83,9 +79,6 @@ def run_processes(command: Sequence[str], count: int, *, cpu: bool) -> int:
                 environment = os.environ | {name: str(value) for name, value in variables.items()}
                 # In a session of its own: Ctrl-C would reach it twice, which ends it at once.
                 processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
-            waiting, early = early, None
-            for number in waiting:
-                pass_on(number)
             return _wait(processes)
     finally:
         for process in processes:

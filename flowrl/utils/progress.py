@@ -1,6 +1,5 @@
 """Progress of a long job: a live bar on a terminal, an occasional plain line elsewhere."""
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ class Steps:
         every: seconds between printed lines where there is no terminal, or another bar is live.
     """
 
-    live: ClassVar[Console | None] = None  # of the bar or clock on the terminal: one at most
+    live: ClassVar[Console | None] = None  # of the bar on the terminal: one at most
 
     def __init__(
         self,
@@ -51,7 +50,6 @@ class Steps:
         self._what, self._total, self._done, self._start = what, total, start, start
         self._every, self._began, self._printed = every, time.monotonic(), float("-inf")
         self._first = 0.0  # when the first step was done, which is slower than the others
-        self.after = 0.0  # seconds of work after the last step, as far as is known
         if Steps.live is not None:
             self.console, self._bar = Steps.live, None
         else:
@@ -59,21 +57,13 @@ class Steps:
         fields = {"total": total, "completed": start, "left": "", "notes": ""}
         self._task = self._bar and self._bar.add_task(what, **fields)
 
-    def advance(
-        self,
-        values: Mapping[str, float | None] | None = None,
-        *,
-        limit: tuple[float, str] | None = None,
-    ) -> None:
-        """Count one step; show `values` (reward, loss, ...) beside it.
-
-        limit: seconds after which the steps end in any case, and the option that says so.
-        """
+    def advance(self, values: Mapping[str, float | None] | None = None) -> None:
+        """Count one step; show `values` (reward, loss, ...) beside it."""
         self._done += 1
         notes = " ".join(f"{name} {_note(value)}" for name, value in (values or {}).items())
         now = time.monotonic()
         self._first = self._first or now
-        left = self._left(now, limit)
+        left = self._left(now)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done, left=left, notes=notes)
             return
@@ -83,15 +73,10 @@ class Steps:
             line = " ".join(part for part in (done, left, notes) if part)
             self.console.print(line, highlight=False, markup=False)
 
-    def _left(self, now: float, limit: tuple[float, str] | None) -> str:
+    def _left(self, now: float) -> str:
         """Return the time that is left, "" where it is unknown."""
         timed, rest = self._done - self._start - 1, self._total - self._done
-        seconds, reason = math.inf, ""
-        if timed > 0:
-            seconds = (now - self._first) / timed * rest
-        if limit is not None and limit[0] < seconds:
-            seconds, reason = max(limit[0], 0.0), f" by {limit[1]}"
-        return f"(left {clock(seconds + self.after)}{reason})" if seconds < math.inf else ""
+        return f"(left {clock((now - self._first) / timed * rest)})" if timed > 0 else ""
 
     def __enter__(self) -> "Steps":
         if self._bar is not None:
@@ -112,40 +97,18 @@ def open_console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def announced(what: str, *, show: bool = True) -> Iterator[None]:
-    """Show that a job without steps runs, and print how long it took if that was seconds.
-
-    A terminal has a clock meanwhile, anything else a line at the beginning.
+    """Print that a job without steps runs, and how long it took if that was seconds.
 
     Args:
-        show: Whether to show anything; processes but the main one do not.
+        show: Whether to print anything; processes but the main one do not.
     """
     console, began = open_console(stderr=True), time.monotonic()
-    if not show:
-        yield
-    elif Steps.live is None and console.is_terminal:
-        with _clock(what, console):
-            yield
-    else:
+    if show:
         console.print(f"{what} ...")
-        yield
+    yield
     spent = time.monotonic() - began
     if show and spent >= 2:
         console.print(f"{what} took {clock(spent)}")
-
-
-@contextmanager
-def _clock(what: str, console: Console) -> Iterator[None]:
-    """Show seconds on the terminal, and leave nothing there."""
-    from rich.progress import Progress, TextColumn, TimeElapsedColumn
-
-    text = TextColumn("{task.description} ...", markup=False)
-    with Progress(text, TimeElapsedColumn(), console=console, transient=True) as progress:
-        progress.add_task(what)
-        Steps.live = console
-        try:
-            yield
-        finally:
-            Steps.live = None
 
 
 def _note(value: float | None) -> str:

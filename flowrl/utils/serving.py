@@ -3,7 +3,6 @@
 A server listens on loopback unless it gets another address, and then it needs a token. `Guard`
 refuses a request before its body is read: for an unknown Host (a page of another site whose name
 leads to this machine, as in DNS rebinding), from another Origin, or without its token.
-`flowrl.utils.connections` limits how many connections there are, and how long headers take.
 """
 
 import hmac
@@ -18,9 +17,11 @@ from flowrl.errors import UserError
 from flowrl.utils.untrusted import parse_json
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+CONNECTIONS = 256
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -47,20 +48,23 @@ def read_token(host: str, variable: str | None) -> str | None:
             f"--host {host} lets other machines in: name the variable with a token that they must "
             "send, as in --token-env TOKEN."
         )
-    token = os.environ.get(variable)
-    if not token:
-        raise UserError(f"--token-env names {variable}, and the environment has no such variable.")
-    check_token(token)
-    return token
+    return token_of(variable, "--token-env")
 
 
-def check_token(token: str) -> None:
-    """Raise UserError for a token that no HTTP header can hold."""
-    if not all("!" <= character <= "~" for character in token):
+def token_of(variable: str | None, option: str) -> str | None:
+    """Return the token in the environment variable that `option` names, None without a variable.
+
+    Raises UserError for a missing variable, and a token that no HTTP header can hold.
+    """
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    if not token or not all("!" <= character <= "~" for character in token):
         raise UserError(
-            "the server's token must be of visible ASCII characters, without spaces: it travels in "
-            "an HTTP header"
+            f"{option} names {variable}, and the environment has no such variable with a token of "
+            "visible ASCII characters, which an HTTP header can hold"
         )
+    return token
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -93,6 +97,25 @@ def address_of(host: str, listening: socket.socket) -> str:
     if ipaddress.ip_address(bound_host.partition("%")[0]).is_unspecified:
         host = socket.gethostname()
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def make_server(
+    app: Any, *, connections: int = CONNECTIONS, shutdown_timeout: int = 1
+) -> "uvicorn.Server":
+    """Return a server; `run(sockets=[listening])` serves until Ctrl-C.
+
+    Args:
+        app: an ASGI application.
+        connections: open at a time; further ones are answered 503.
+        shutdown_timeout: seconds that open requests have at the end.
+    """
+    import uvicorn
+
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, ws="none", limit_concurrency=connections,
+        timeout_graceful_shutdown=shutdown_timeout,
+    )  # fmt: skip
+    return uvicorn.Server(config)
 
 
 def local_names(host: str) -> frozenset[str] | None:

@@ -22,7 +22,6 @@ REWARDS = {  # and what each needs
     "pickscore": "which of two images people would pick; any prompts; 4 GB download",
     "hpsv2": "people's preferences, HPSv2.1; any prompts; 4 GB download",
     "hpsv3": "people's preferences, HPSv3; any prompts; 16 GB download, 15.5 GB of GPU memory",
-    "imagereward": "people's preferences, ImageReward; any prompts; 1.8 GB download",
     "clipscore": "how well image and prompt agree; any prompts; 1.7 GB download",
     "aesthetic": "LAION's aesthetic predictor; any prompts; 1.7 GB download",
     "ocr": "how much of a text can be read; each prompt has one text in quotes",

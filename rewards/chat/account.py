@@ -1,12 +1,10 @@
-"""What processes that use one judge share: replies, requests and tokens spent.
+"""What processes that use one judge share: replies, and requests sent.
 
-An SQLite file in a folder, also for later runs; without a folder, the same in memory.
+An SQLite file in a folder, also for later runs; without a folder, requests in memory.
 """
 
 import contextlib
-import hashlib
 import json
-import logging
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -15,19 +13,12 @@ from pathlib import Path
 
 from .messages import Reply
 
-LOG = logging.getLogger(__name__)
 FILE = "judge.sqlite"
 WAIT_S = 30.0  # for another process that writes
-REPLIES = 4096  # of an account in memory
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, reply TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS numbers (name TEXT PRIMARY KEY, value REAL NOT NULL);
 """
-
-
-def _digest(key: str, text: str) -> str:
-    """Return 16 hex digits of a reply and its question."""
-    return hashlib.blake2b(f"{key} {text}".encode(), digest_size=8).hexdigest()
 
 
 class BudgetSpent(RuntimeError):
@@ -43,7 +34,6 @@ class Account:
     """
 
     def __init__(self, folder: str | None = None):
-        self.folder = folder
         self._lock = threading.Lock()
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -66,22 +56,14 @@ class Account:
             row = self._file.execute("SELECT reply FROM answers WHERE key = ?", (key,)).fetchone()
         if row is None:
             return None
-        digest, _, text = row[0].partition(" ")
-        if digest != _digest(key, text):
-            LOG.warning("a reply in %s is damaged: the judge is asked again", self.path)
-            return None
-        stored = json.loads(text)
+        stored = json.loads(row[0])
         return Reply(text=stored["text"], first=tuple((t, p) for t, p in stored["first"]))
 
     def store(self, key: str, reply: Reply) -> None:
         fields = {name: value for name, value in asdict(reply).items() if name != "missing"}
-        text = json.dumps(fields)
-        row = key, f"{_digest(key, text)} {text}"
+        row = key, json.dumps(fields)
         with self._lock:
             self._file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", row)
-            if self.folder is None:  # only the newest stay in memory
-                newest = "(SELECT MAX(rowid) FROM answers)"
-                self._file.execute(f"DELETE FROM answers WHERE rowid <= {newest} - ?", (REPLIES,))
 
     def number(self, name: str) -> float:
         """Return a number, 0 until it is set."""

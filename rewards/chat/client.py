@@ -37,7 +37,6 @@ CONNECT_S = 5.0
 PAUSE_S = 0.5  # before the first retry, doubled for each further one
 LONGEST_PAUSE_S = 8.0
 TRIES = 3  # of what may never mend, such as no connection
-MAX_ANSWER = 4 * 2**20  # bytes: the JSON of more would be parsed beyond the deadline
 T = TypeVar("T")
 now = time.monotonic
 
@@ -60,12 +59,11 @@ class Chat:
         in_flight: most questions at a time.
         max_requests: budget, retries included, of all that share a cache folder since it was made;
             beyond it the run ends.
-        max_tokens_total: budget of tokens as the servers count them, as max_requests.
         thinking: False switches it off as vLLM and SGLang understand it, None does not mention it;
             either way an answer with thoughts counts as missing. True cuts the thoughts off.
-        cache: a folder that stores replies for all processes and later runs; True stores them in
-            memory. The same question about the same images is then not sent again; off by default,
-            so that it shows when a model changes its mind.
+        cache: a folder that stores replies for all processes and later runs. The same question
+            about the same images is then not sent again; off by default, so that it shows when a
+            model changes its mind.
     """
 
     def __init__(
@@ -78,21 +76,20 @@ class Chat:
         deadline: float = 300.0,
         in_flight: int = 16,
         max_requests: int | None = None,
-        max_tokens_total: int | None = None,
         thinking: bool | None = False,
-        cache: bool | str = False,
+        cache: str | None = None,
     ):
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is http://..., not {base_url!r}")
         limits = {"timeout": timeout, "deadline": deadline, "in_flight": in_flight}
-        limits |= {"max_requests": max_requests, "max_tokens_total": max_tokens_total}
+        limits |= {"max_requests": max_requests}
         for name, value in limits.items():
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}, expected more than 0")
         self.model, self.api_key_env, self.thinking = model, api_key_env, thinking
         self.timeout, self.deadline = timeout, deadline
         self.in_flight, self.cache = in_flight, cache
-        self.max_requests, self.max_tokens_total = max_requests, max_tokens_total
+        self.max_requests = max_requests
         self.version = f"{model}/thinking-{thinking}"
         self._account: Account | None = None
         self.server = JudgeServer(url=base_url.rstrip("/"), limit=in_flight)
@@ -101,7 +98,7 @@ class Chat:
     def account(self) -> Account:
         """Return the replies and budgets, opened at first use."""
         if self._account is None:
-            self._account = Account(self.cache if isinstance(self.cache, str) else None)
+            self._account = Account(self.cache)
         return self._account
 
     def ask(self, questions: Sequence[Question]) -> list[Reply]:
@@ -239,10 +236,6 @@ class _Batch:
             raise Failure(words, "few") from None
         finally:
             server.open -= 1
-        used = answer.get("usage") if isinstance(answer, dict) else None
-        tokens = used.get("total_tokens") if isinstance(used, dict) else None
-        if isinstance(tokens, int) and 0 < tokens < 1e9:  # more is no count
-            chat.account.add("tokens", tokens)
         reply = read_reply(answer, question, chat.thinking)
         reply = replace(reply, text=redacted(reply.text, self.secret))
         server.note_answer(chat.in_flight)
@@ -278,15 +271,13 @@ class _Batch:
         """Count a request against the budget; return False when that is spent."""
         if self.stopped:
             return False
-        chat, account, spent = self.chat, self.chat.account, ""
-        tokens, limit = account.number("tokens"), chat.max_tokens_total
-        if limit is not None and tokens >= limit:
-            spent = f"used {tokens:.0f} tokens, of max_tokens_total: {limit}"
-        elif not account.add("requests", 1, limit=chat.max_requests):
-            spent = f"got {account.number('requests'):.0f} of max_requests: {chat.max_requests}"
-        if spent:
-            where = f" (all that share {chat.cache} count)" if isinstance(chat.cache, str) else ""
-            self.stopped = f"the judge {chat.model} has {spent}{where}; raise that to continue"
+        chat, account = self.chat, self.chat.account
+        if not account.add("requests", 1, limit=chat.max_requests):
+            where = f" (all that share {chat.cache} count)" if chat.cache else ""
+            self.stopped = (
+                f"the judge {chat.model} has got {account.number('requests'):.0f} of max_requests: "
+                f"{chat.max_requests}{where}; raise that to continue"
+            )
         return not self.stopped
 
     # --- replies that did not come
@@ -326,24 +317,18 @@ def connect(url: str, key: str) -> httpx.AsyncClient:
 
 async def post(client: httpx.AsyncClient, url: str, content: Mapping[str, Any]) -> Any:
     """Return the JSON of a server's answer. Raises Failure for anything else."""
-    body = bytearray()
     try:
-        async with client.stream("POST", url, json=dict(content)) as response:
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > MAX_ANSWER:
-                    raise Failure(f"answered with more than {MAX_ANSWER} bytes", "few")
+        response = await client.post(url, json=dict(content))
     except (httpx.RemoteProtocolError, httpx.ReadError) as error:
         raise Failure(f"broke off its answer ({error})", "again") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         why = str(error) or type(error).__name__
         words = f"cannot be reached ({why}): is it running, is base_url right?"
         raise Failure(words, "few") from error
-    text = body.decode("utf-8", "replace")
     try:
-        answer = json.loads(text)
+        answer = json.loads(response.text)
     except (ValueError, RecursionError):
-        answer = text
+        answer = response.text
     if response.status_code != 200:
         raise refusal(response.status_code, response.headers, answer, content)
     if isinstance(answer, str):

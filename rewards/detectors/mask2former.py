@@ -14,24 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..geneval_rules import Detection
+from ..geneval_rules import COCO, Detection
 from ..networks.loading import DTYPES, check_dtype, device_of, fetching, imported
 from ..networks.sharing import shared
 
 DIVISOR = 32  # of the sides of what the network sees
 MOST = 100  # objects of an image, as published
-COCO = (
-    "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat",
-    "traffic light", "fire hydrant", "stop sign", "parking meter", "bench", "bird", "cat", "dog",
-    "horse", "sheep", "cow", "elephant", "bear", "zebra", "giraffe", "backpack", "umbrella",
-    "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard", "sports ball", "kite",
-    "baseball bat", "baseball glove", "skateboard", "surfboard", "tennis racket", "bottle",
-    "wine glass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange",
-    "broccoli", "carrot", "hot dog", "pizza", "donut", "cake", "chair", "couch", "potted plant",
-    "bed", "dining table", "toilet", "tv", "laptop", "computer mouse", "tv remote",
-    "computer keyboard", "cell phone", "microwave", "oven", "toaster", "sink", "refrigerator",
-    "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
-)  # fmt: skip
 # GenEval's names for what would be ambiguous in a prompt, and names that checkpoints write in
 # another way.
 RENAMES = {

@@ -3,7 +3,7 @@
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-STORED = 256 * 2**20  # bytes of answers that a shared network remembers
+ANSWERS = 8  # that a shared network remembers
 T = TypeVar("T")
 
 
@@ -25,7 +25,7 @@ class Shared:
         self.holders: WeakSet[Any] = WeakSet()
         self._lock = threading.RLock()
         self._network: Any = None
-        self._answers: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._answers: OrderedDict[Hashable, Any] = OrderedDict()
 
     def load(self, make: Callable[[], T]) -> T:
         """Return the network, made at the first call."""
@@ -52,13 +52,10 @@ class Shared:
         key = (question, None if image is None else digest(image))
         with self._lock:  # one who asks meanwhile gets this answer
             if key not in self._answers:
-                answer = run()
-                self._answers[key] = answer, size_of(answer)
-            self._answers.move_to_end(key)
-            answer = self._answers[key][0]
-            while sum(size for _, size in self._answers.values()) > STORED:
+                self._answers[key] = run()
+            while len(self._answers) > ANSWERS:
                 self._answers.popitem(last=False)
-            return answer
+            return self._answers[key]
 
 
 _places: WeakValueDictionary[Hashable, Shared] = WeakValueDictionary()
@@ -82,13 +79,3 @@ def digest(images: Tensor | np.ndarray) -> bytes:
     array = images.detach().cpu().numpy() if isinstance(images, Tensor) else images
     head = f"{array.shape}{array.dtype}".encode()
     return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16, key=head[:64]).digest()
-
-
-def size_of(answer: Any) -> int:
-    """Return about how many bytes an answer holds: of tensors, arrays, and what has a `mask`."""
-    if isinstance(answer, Tensor | np.ndarray):
-        return answer.nbytes
-    if isinstance(answer, Iterable) and not isinstance(answer, str | bytes):
-        return sum(map(size_of, answer), 100)
-    mask = getattr(answer, "mask", None)
-    return 200 if mask is None else 200 + size_of(mask)

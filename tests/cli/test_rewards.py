@@ -68,11 +68,8 @@ def test_arguments_and_prompts_reach_the_reward(check, tmp_path):
         ([], "--all"),
         (["ocr", "--all"], "--all"),
         (["ocr", "geneval", "--args", "{mode: strict}"], "--args"),
-        (["--all", "--server", "http://127.0.0.1:1"], "--server"),
-        (["ocr", "--server", "127.0.0.1:1"], "--server"),
         (["ocr", "--args", "strict"], "--args"),
         (["ocr", "--args", "{mode"], "--args"),
-        (["ocr", "--token-env", "NO_SUCH_TOKEN"], "--token-env"),
     ],
 )
 def test_options_of_the_check_that_do_not_fit_are_named(check, words, option):

@@ -22,8 +22,7 @@ def write_run(folder, *, finished: bool, steps=(1, 2, 3)):
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("run: {iterations: 3}")
     ledger = Ledger(folder)
-    ledger.begin(version="0", recipe={"run": {"iterations": 3}}, facts={}, step=None, changed={},
-                 run_id=None)  # fmt: skip
+    ledger.begin(version="0", recipe={"run": {"iterations": 3}}, facts={}, step=None, changed={})
     for step in steps:
         path = folder / "checkpoints" / f"step-{step:06d}"
         save_state(path / STATE, {"weights": torch.zeros(250_000)})

@@ -136,10 +136,3 @@ def test_a_folder_that_cannot_be_opened_or_continued_is_refused(tmp_path, folder
     (tmp_path / "photos" / "a.png").touch()
     with pytest.raises(UserError, match="something that is no offline data set"):
         create_dataset(tmp_path / "photos", about())
-
-
-def test_a_beginning_that_was_killed_can_be_begun_again(tmp_path):
-    (tmp_path / ".store.json.abcd1234.tmp").touch()
-    (tmp_path / ".lock").touch()
-    create_dataset(tmp_path, about())
-    assert DatasetMetadata.read(tmp_path) == about()

@@ -29,7 +29,7 @@ LARGE = {
     "rewards": [
         {"name": "ocr", "weight": 2.0, "applies_to": {"tag": ["ocr"]}},
         {"name": "pickscore", "held_out": True, "executor": {"kind": "inline", "micro_batch": 4}},
-        {"name": "imagereward", "executor": {"kind": "http", "urls": ["http://127.0.0.1:9"]}},
+        {"name": "hpsv2", "executor": {"kind": "http", "urls": ["http://127.0.0.1:9"]}},
     ],
     "evaluation": {
         "prompts": "theirs.txt",

@@ -117,24 +117,3 @@ def test_images_are_not_read_and_bad_columns_are_refused(tmp_path):
     table([{"prompt": "a"}, {"prompt": None}]).to_parquet(tmp_path / "gap.parquet")
     with pytest.raises(UserError, match="gap.parquet, row 2: expected .* a text"):
         load_prompts(tmp_path / "gap.parquet")
-
-
-def test_files_that_are_no_table_are_refused(tmp_path):
-    # A file that is damaged in its middle is a sentence.
-    path = tmp_path / "rows.parquet"
-    rows = [{"prompt": f"{n} cats {n * 'x'}"} for n in range(2000)]
-    table(rows).to_parquet(path, batch_size=100)
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 3 : len(whole) // 2] = bytes(len(whole) // 2 - len(whole) // 3)
-    path.write_bytes(whole)
-    with pytest.raises(UserError, match="cannot read prompts .*rows.parquet"):
-        load_prompts(path)
-    # A folder or file that is no table is a sentence.
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="cannot read prompts .*empty.*any data files"):
-        load_prompts(tmp_path / "empty")
-    with pytest.raises(UserError, match="none.parquet"):
-        load_prompts(tmp_path / "none.parquet")
-    (tmp_path / "bad.parquet").write_text("no table")
-    with pytest.raises(UserError, match="cannot read prompts .*bad.parquet"):
-        load_prompts(tmp_path / "bad.parquet")

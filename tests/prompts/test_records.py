@@ -104,18 +104,3 @@ def test_weights_of_one_change_nothing_and_those_that_fit_no_prompt_are_refused(
         PromptSampler(prompts, 3, 0, balance="tag", weights={"c": 2})
     with pytest.raises(UserError, match="prompts.weights"):
         PromptSampler(prompts, 3, 0, balance="tag", weights={"a": 0, "b": 0})
-
-
-def test_an_iteration_continues_in_every_kind_where_the_last_one_stopped():
-    prompts = [
-        PromptRecord(text=f"{kind} {i}", uid=f"{kind}{i}", metadata={"tag": kind})
-        for kind in "ab"
-        for i in range(9)
-    ]
-    for weights in ({}, {"a": 2}):
-        in_threes, one_by_one = (
-            PromptSampler(prompts, n, 0, balance="tag", weights=weights) for n in (3, 1)
-        )
-        uids = [p.uid for iteration in range(4) for p in in_threes.at(iteration)]
-        assert uids == [one_by_one.at(turn)[0].uid for turn in range(12)]
-        assert len(set(uids)) == 12

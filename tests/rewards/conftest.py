@@ -62,15 +62,6 @@ def tiny_hps(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="session")
-def tiny_imagereward(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from published_layout import save_imagereward
-
-    folder = tmp_path_factory.mktemp("imagereward")
-    save_imagereward(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
 def tiny_hpsv3(tmp_path_factory: pytest.TempPathFactory) -> str:
     from published_layout import save_hpsv3
 

@@ -22,7 +22,7 @@ OFFLINE = (
     "geneval ocr diversity compressibility incompressibility brightness tiny_colors tiny_quality "
     "tiny_judge tiny_proxy"
 ).split()
-NETWORKS = ("pickscore", "clipscore", "hpsv2", "aesthetic", "imagereward", "hpsv3")
+NETWORKS = ("pickscore", "clipscore", "hpsv2", "aesthetic", "hpsv3")
 JUDGES = ("vlm_judge", "vlm_questions", "pairwise")
 METADATA = {"vqa_list": [["Is it red?", "yes"]], "ocr_text": "CAT"} | OBJECT
 
@@ -70,16 +70,13 @@ def server() -> Iterator[Scripted]:
 
 
 @pytest.fixture(scope="module")
-def cases(
-    server, tiny_clip, tiny_hps, tiny_imagereward, tiny_hpsv3, tiny_aesthetic
-) -> Callable[[str], Case]:
+def cases(server, tiny_clip, tiny_hps, tiny_hpsv3, tiny_aesthetic) -> Callable[[str], Case]:
     clip = {"model": tiny_clip, "device": "cpu"}
     args = {
         "pickscore": clip | {"tokenizer": tiny_clip},
         "clipscore": clip,
         "aesthetic": clip | {"head": tiny_aesthetic},
         "hpsv2": {"architecture": tiny_hps[0], "model": tiny_hps[1], "device": "cpu"},
-        "imagereward": {"model": tiny_imagereward, "tokenizer": tiny_imagereward, "device": "cpu"},
         "hpsv3": {
             "model": tiny_hpsv3, "base": tiny_hpsv3, "device": "cpu", "dtype": "fp32",
             "question": f"{tiny_hpsv3}/data_collator_qwen.py",
@@ -134,7 +131,7 @@ def test_an_unscorable_item_is_missing_with_a_reason_and_never_0(cases, random_i
     assert answer.scores.isnan().all() and answer.reasons[0]
 
 
-@pytest.mark.parametrize("name", ["brightness", "tiny_colors", *NETWORKS[:5]])
+@pytest.mark.parametrize("name", ["brightness", "tiny_colors", *NETWORKS[:4]])
 def test_gradients_of_differentiable_rewards_are_the_slopes_of_their_scores(
     cases, random_images, right_slopes, name
 ):
@@ -171,7 +168,7 @@ def test_weights_that_are_missing_or_could_run_code_are_refused_in_one_sentence(
     if name in ("pickscore", "clipscore", "hpsv3"):
         return  # read by transformers, or from safetensors
     names = {"hpsv2": "HPS_v2.1_compressed.pt", "aesthetic": AESTHETIC_FILE}
-    file = tmp_path / names.get(name, "ImageReward.pt")
+    file = tmp_path / names[name]
     torch.save({"state_dict": torch.nn.Linear(1, 1), "layers": torch.nn.Linear(1, 1)}, file)
     with pytest.raises(ValueError, match="plain weights"):
         case.load(**{field: str(tmp_path)})(random_images(1), ["a"], [{}])

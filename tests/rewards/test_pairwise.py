@@ -49,13 +49,11 @@ def test_the_preferred_image_wins_more_often_and_fewer_rivals_cost_fewer_questio
     assert asked == 12 and compared(redder, rivals=2)[2] == 8
 
 
-def test_a_liking_for_one_place_cancels_when_both_orders_are_asked():
+def test_a_liking_for_one_place_cancels():
     same = IMAGES[:1].expand(3, -1, -1, -1) + torch.tensor([0, 1e-2, 2e-2])[:, None, None, None]
     for taste in (-3.0, 3.0):
         script = functools.partial(redder, taste=taste)
         assert compared(script, same)[0] == [pytest.approx(0.5, abs=0.02)] * 3
-        lopsided, _, asked = compared(script, same, both_orders=False)
-        assert abs(lopsided[0] - 0.5) > 0.4 and asked == 3
 
 
 def test_a_lost_comparison_is_left_out_and_an_image_without_any_is_missing():

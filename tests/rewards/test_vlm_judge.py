@@ -8,7 +8,7 @@ from flowrl_rewards.vlm_judge import VLMJudge
 
 IMAGES = torch.stack([square("red", 32), square("blue", 32)])
 PROMPTS = ["a red square", "a red square"]
-AXES = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
+AXES = "Consistency: {}\nRealism: {}\nAesthetic Quality: {}"
 
 
 def judged(script, rubric="expectation", images=IMAGES, prompts=PROMPTS, **args):
@@ -62,13 +62,13 @@ def test_the_score_is_the_mean_over_answer_tokens_which_hold_half_of_the_probabi
         ("text", "I see <Score>1</Score> no, <Score> 4 </Score>", 0.8),
         ({"base": "text", "highest": 10, "patterns": {"score": r"(\d+)/10"}}, "7/10", 0.7),
         ("qwenvl", "<Thought>a cat</Thought><Score>4</Score>", 0.8),
-        ("unified_reward", AXES.format(5, 3, 1), 0.5),
+        ("wise", AXES.format(2, 1, 0), 0.8),
         *(("text", text, None) for text in (
             "", "4", "<Score>four</Score>", "<Score>9</Score>", "<Score>-1</Score>",
             "<Score>4/10</Score>", "<Score>4</Score>, I mean <Score>4,5</Score>",
         )),
-        ("unified_reward", AXES.format(5, 3, 6), None),
-        ("unified_reward", "Alignment Score (1-5): 3", None),
+        ("wise", AXES.format(2, 1, 3), None),
+        ("wise", "Consistency: 2", None),
     ],
 )  # fmt: skip
 def test_a_text_is_read_by_the_rubrics_patterns_and_missing_without_a_score(rubric, text, expected):
@@ -78,19 +78,6 @@ def test_a_text_is_read_by_the_rubrics_patterns_and_missing_without_a_score(rubr
     else:
         assert scores == [pytest.approx(expected)] * 2 and not reasons
     assert sent[0]["max_tokens"] == 99 and "logprobs" not in sent[0]
-
-
-def test_viescore_asks_twice_and_takes_the_geometric_mean_of_the_worst():
-    def script(body):
-        follows = "a red square" in text_of(body)
-        return completion('{"score": [8], "reasoning": ""}' if follows else '{"score": [9, 2]}')
-
-    scores, reasons, sent = judged(script, "viescore")
-    assert len(sent) == 4
-    assert scores == [pytest.approx(0.4)] * 2  # of 8 and of the worse of 9 and 2
-    for wrong in ('{"score": [8]}', '{"score": [true]}', '{"score": [11]}', "8"):
-        scores, reasons, _ = judged(completion(wrong), "viescore")
-        assert all(map(math.isnan, scores)) and set(reasons) == {0, 1}
 
 
 def test_a_text_that_was_cut_is_missing_but_one_token_counts():
@@ -105,7 +92,7 @@ def test_a_text_that_was_cut_is_missing_but_one_token_counts():
     "args, names",
     [
         ({"rubric": "maybe"}, "rubric"),
-        ({"rubric": {"base": "text", "question": "good?"}}, "question"),
+        ({"rubric": {"base": "text", "questions": "good?"}}, "questions"),
         ({"rubric": {"base": "expectation", "tokens": {"1": 1.0}}}, "tokens"),
         ({"rubric": {"base": "expectation", "tokens": {"a": 1.0, "A": 2.0}}}, "tokens"),
         ({"rubric": {"base": "expectation", "tokens": {"a": 0.0, "b": -1.0}}}, "highest"),

@@ -1,10 +1,6 @@
-import pytest
-
-from flowrl.config.rewards import HTTPOptions
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.check import check_named
-from flowrl.scoring.server import make_app
-from flowrl.scoring.spec import BUILT_IN, load_reward
+from flowrl.scoring.spec import BUILT_IN
 
 OFFLINE = (
     "geneval ocr diversity compressibility incompressibility brightness tiny_colors "
@@ -12,8 +8,7 @@ OFFLINE = (
 ).split()
 # On a machine without weights, packages and servers.
 LACKING = (
-    "pickscore clipscore hpsv2 aesthetic imagereward hpsv3 vlm_judge vlm_questions pairwise "
-    "preference"
+    "pickscore clipscore hpsv2 aesthetic hpsv3 vlm_judge vlm_questions pairwise preference"
 ).split()
 
 
@@ -24,7 +19,7 @@ def test_every_built_in_reward_that_needs_nothing_passes_and_the_others_lack_som
         checked = check_named(name)
         assert [finding.state for finding in checked.results] == ["ok"], checked.results
         assert "right" in checked.results[0].detail, name  # it has fixtures
-        assert checked.version and checked.latency > 0, name
+        assert checked.version, name
 
 
 def test_prompts_of_ones_own_are_counted_by_whether_the_reward_can_judge_them():
@@ -40,20 +35,3 @@ def test_prompts_of_ones_own_are_counted_by_whether_the_reward_can_judge_them():
         fits, judged = check_named("geneval", prompts=prompts).results
         assert (fits.state, judged.state) == ("ok", state) and counted in judged.detail
     assert "'dog'" in judged.detail and "mask2former" in judged.detail
-
-
-@pytest.fixture(scope="module")
-def url(serving):
-    rewards = {"ocr": load_reward("ocr", {"mode": "strict"}), "bright": load_reward("brightness")}
-    with serving(make_app(rewards, hosts=["127.0.0.1"])) as url:
-        yield url
-
-
-def test_a_served_reward_is_asked_with_the_fixtures_of_the_one_here_if_it_is_known(url):
-    checked = check_named("ocr", {"mode": "strict"}, server=HTTPOptions(urls=[url]))
-    assert [finding.state for finding in checked.results] == ["ok"], checked.results
-    assert "fixtures right" in checked.results[0].detail
-    findings = check_named("ocr", server=HTTPOptions(urls=[url])).results
-    assert any("the server's version is 'ocr" in finding.detail for finding in findings)
-    (finding,) = check_named("bright", server=HTTPOptions(urls=[url])).results
-    assert finding.state == "ok" and "plain images" in finding.detail

@@ -1,13 +1,11 @@
 """A reward behind HTTP gives the scores of the reward itself; whatever is sent, it stays up."""
 
 import base64
-import gc
 import json
 import pickle
 import socket
 import threading
 import time
-import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -168,23 +166,7 @@ def test_bodies_that_are_no_json_and_other_addresses_are_refused(url):
         kind = {"Content-Type": "application/json"}
         reply = httpx.post(url + "/v1/score", content=content, headers=kind, trust_env=False)
         assert_refused(reply, 422, "protocol")
-    assert_refused(httpx.get(url + "/", trust_env=False), 404, "POST /v1/score")
-    assert_refused(httpx.get(url + "/v1/score", trust_env=False), 405, "POST /v1/score")
-
-
-def test_pages_of_other_sites_neither_score_nor_read(url):
-    port = urlsplit(url).port
-    info = url + "/v1/info"
-    assert httpx.get(info, headers={"Host": f"example.com:{port}"}).status_code == 421
-    for reply in (
-        httpx.get(info, headers={"Origin": "https://example.com"}, trust_env=False),
-        post(url, message(), Origin="https://example.com"),
-    ):
-        assert_refused(reply, 403, "another site")
-    form = {"request": (None, json.dumps(message())), "image": ("x", b"")}
-    assert_refused(httpx.post(url + "/v1/score", files=form, trust_env=False), 415)
-    text = httpx.post(url + "/v1/score", content=json.dumps(message()), trust_env=False)
-    assert_refused(text, 415)
+    assert httpx.get(url + "/", trust_env=False).status_code == 404
 
 
 def test_a_token_guards_everything_but_the_health_under_any_name(serving):
@@ -199,22 +181,6 @@ def test_a_token_guards_everything_but_the_health_under_any_name(serving):
 
 
 # --- memory and load ------------------------------------------------------------------------------
-
-
-def test_answered_requests_free_their_images_and_metadata(serving):
-    with serving(make_app(REWARDS, hosts=LOCAL)) as url:
-        text = "x" * 2**21
-        content = message()
-        content["items"][0]["metadata"]["text"] = text
-        post(url, content)
-        tracemalloc.start()
-        try:
-            for key in range(20):
-                assert post(url, content | {"key": str(key)}).status_code == 200
-            gc.collect()
-            assert tracemalloc.get_traced_memory()[0] < 3 * len(text)
-        finally:
-            tracemalloc.stop()
 
 
 def test_requests_beyond_the_budget_are_told_to_come_back_and_bodies_must_arrive(

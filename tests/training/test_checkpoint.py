@@ -11,15 +11,13 @@ import torch
 from flowrl.errors import DamagedFile, UserError
 from flowrl.training.checkpoint import (
     CONFIG,
-    STATE,
     Checkpoints,
     claim,
     read_checkpoint,
     remove_checkpoint,
-    set_aside,
 )
 from flowrl.training.owner import owner_of
-from flowrl.utils.files import load_state, write_text
+from flowrl.utils.files import write_text
 
 
 @pytest.fixture
@@ -47,23 +45,6 @@ class Crash(BaseException):
     pass
 
 
-def test_what_came_after_an_older_checkpoint_is_set_aside_and_not_deleted(checkpoints, tmp_path):
-    for step in (1, 2):
-        checkpoints.save(step, state(step))
-        write_text(tmp_path / f"evaluations/step-{step:06d}.safetensors", str(step))
-    write_text(tmp_path / "metrics.jsonl", "lines")
-    assert set_aside(tmp_path, 2) is None  # nothing came after it
-    aside = set_aside(tmp_path, 1)
-    assert checkpoints.steps() == [1] and aside.parent == tmp_path / "set-aside"
-    assert load_state(aside / "checkpoints" / "step-000002" / STATE)["iteration"] == 2
-    evaluations = [folder / "evaluations" for folder in (tmp_path, aside)]
-    assert [p.name for p in evaluations[0].iterdir()] == ["step-000001.safetensors"]
-    assert (evaluations[1] / "step-000002.safetensors").read_text() == "2"
-    assert (aside / "metrics.jsonl").read_text() == "lines"
-    checkpoints.save(2, state(2))
-    assert set_aside(tmp_path, 1) != aside
-
-
 def test_copies_beside_the_checkpoints_are_no_checkpoints(checkpoints):
     checkpoints.save(1, state(1))
     for name in ("step-000001-backup", "step-9", "step-", "copy"):
@@ -72,18 +53,6 @@ def test_copies_beside_the_checkpoints_are_no_checkpoints(checkpoints):
     assert checkpoints.steps() == [1, 2]
     checkpoints.remove_unfinished()
     assert len(list(checkpoints.folder.iterdir())) == 6
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(checkpoints, caplog):
-    for step in (1, 2):
-        checkpoints.save(step, state(step))
-    path = checkpoints.path(2) / STATE
-    path.write_bytes(path.read_bytes()[:-1] + b"!")
-    assert checkpoints.newest()[1]["iteration"] == 1
-    assert str(path) in caplog.text and str(checkpoints.path(1)) in caplog.text
-    (checkpoints.path(1) / STATE).write_bytes(b"")
-    with pytest.raises(DamagedFile, match="no whole checkpoint"):
-        checkpoints.newest()
 
 
 def test_weights_that_are_not_finite_are_not_loaded(checkpoints):

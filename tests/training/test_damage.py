@@ -93,11 +93,6 @@ def test_a_changed_byte_is_refused_by_name_wherever_it_is(kept, tmp_path):
     check_flips(kept, tmp_path, 6)
 
 
-@pytest.mark.slow
-def test_a_changed_byte_is_refused_by_name_wherever_it_is_at_200_places_a_file(kept, tmp_path):
-    check_flips(kept, tmp_path, 200)
-
-
 def test_a_damaged_evaluation_is_made_again(kept, tiny_config, tmp_path, caplog):
     folder = Path(shutil.copytree(kept / "run", tmp_path / "run"))
     path = folder / "evaluations" / "step-000000.safetensors"

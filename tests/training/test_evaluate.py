@@ -119,23 +119,6 @@ def test_every_number_of_steps_is_scored_as_alone_and_in_between_only_the_first(
     assert [row.name for row in compare(whole, part)] == ["mean"]
 
 
-def test_as_deployed_is_the_pipelines_own_call_from_the_same_noise(make_evaluator, runtime):
-    options = {"num_inference_steps": 2, "guidance_scale": 3.0}
-    ours, called = (make_evaluator(**options, as_deployed=own) for own in (False, True))
-    own = ours(ours.backbone.velocity, runtime)
-    found = called(called.backbone.velocity, runtime)
-    # The same Euler steps in fp32, by other code.
-    torch.testing.assert_close(found.scores, own.scores, rtol=0, atol=1e-5)
-    request, backbone = called.request(), called.backbone
-    noise = request.noise((), 0, "init", backbone.latent_shape())
-    texts = [p.text for p in called.prompts]
-    call = {"num_inference_steps": 2, "guidance_scale": 3.0, "max_sequence_length": 12}
-    with torch.no_grad():
-        images = backbone.pipeline(texts, latents=noise, output_type="pt", **call).images
-    assert torch.equal(found.images, (images * 255).round().to(torch.uint8))
-    assert called.key != ours.key
-
-
 def scored(*rows: list[float], names=("a", "b")) -> Evaluation:
     return Evaluation(
         scores=torch.tensor(rows), names=names, prompt=torch.arange(len(rows)),

@@ -60,7 +60,7 @@ WHOLE = {"encode": 0, "save": 2, "evaluate": 2, "gallery": 3}
 WHOLE |= dict.fromkeys(("rollout", "decode", "score", "learn"), 1)
 ASKED = WHOLE | dict.fromkeys(("rollout", "decode", "score", "learn"), 2)
 CELLS = list(itertools.product(PHASES, INJECTED))
-SAMPLE = [("rollout", "memory"), ("save", "ENOSPC"), ("load", "TERM")]
+SAMPLE = [("rollout", "memory"), ("save", "ENOSPC"), ("load", "TERM"), ("learn", "INT")]
 
 
 @pytest.fixture(scope="module")

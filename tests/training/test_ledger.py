@@ -6,11 +6,11 @@ from flowrl.training.ledger import Ledger
 def test_events_come_back_in_order_and_from_a_moved_folder(tmp_path):
     ledger = Ledger(tmp_path / "a")
     (tmp_path / "a").mkdir()
-    assert ledger.events() == [] and ledger.run_id is None and ledger.last("stop") is None
-    ledger.begin(version="1", recipe={}, facts={}, step=None, changed={}, run_id=None)
+    assert ledger.events() == [] and ledger.last("stop") is None
+    ledger.begin(version="1", recipe={}, facts={}, step=None, changed={})
     ledger.append("checkpoint", step=1, digests={})
     (tmp_path / "a").rename(tmp_path / "b")
     again = Ledger(tmp_path / "b")
-    assert again.events() == ledger.events() and again.run_id == ledger.run_id is not None
-    again.begin(version="1", recipe={}, facts={}, step=1, changed={}, run_id="another")
-    assert again.run_id == ledger.run_id and again.last("checkpoint")["step"] == 1
+    assert again.events() == ledger.events()
+    again.begin(version="1", recipe={}, facts={}, step=1, changed={})
+    assert again.last("checkpoint")["step"] == 1

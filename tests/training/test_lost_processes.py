@@ -65,30 +65,6 @@ report_errors(lambda: align(config, rewards={"mine": mine}), debug=False)
 """
 
 
-# The same without a run: messages outlast the group's timeout, and end by name.
-MESSAGES = """
-import time
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo", timeout=timedelta(seconds=2))
-from flowrl.errors import MachineFailure
-from flowrl.utils.distributed import Runtime
-
-runtime = Runtime(device="cpu", timeout=4.0)
-last = runtime.rank == 1
-time.sleep(3.0 * last)  # longer than the group waits
-print(runtime.any(last), runtime.gather(torch.tensor([runtime.rank])).tolist(), flush=True)
-time.sleep(1000.0 * last)
-try:
-    runtime.any(False)
-except MachineFailure as failure:
-    print(failure, flush=True)
-"""
-
-
 @pytest.fixture
 def start(launch, tiny_config, tmp_path):
     """Start both processes of a run, of which `victim` does something."""
@@ -122,14 +98,6 @@ def saved(folder: Path) -> int:
     newest = run.steps()[-1]
     assert load_state(run.path(newest) / STATE)["iteration"] == newest
     return newest
-
-
-@pytest.mark.slow
-def test_messages_outlast_the_groups_timeout_and_name_the_silent_process(launch):
-    code, output = ended(launch("-c", MESSAGES)[0])
-    assert code == 0, output
-    assert "True [0, 1]" in output  # though the group's timeout had passed
-    assert "rank 1" in output and "runtime.timeout = 4 s" in output
 
 
 @pytest.mark.slow

@@ -1,25 +1,18 @@
 """Killed, interrupted or out of time: a run that goes on ends as if nothing had happened."""
 
-import json
 import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 
 from flowrl.api import align
-from flowrl.backbones.lora_formats import FILE, open_lora
-from flowrl.config import config_yaml
+from flowrl.backbones.lora_formats import open_lora
 from flowrl.training.checkpoint import STATE
 from flowrl.training.evaluate import Evaluation
-from flowrl.training.tracking import read_metrics, read_rows
+from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import load_state
 from flowrl.web.runs import RunFiles
 
@@ -71,27 +64,6 @@ def whole(config_for, tmp_path_factory) -> Path:
     return folder
 
 
-def lora(folder: Path) -> dict[str, torch.Tensor]:
-    with safe_open(folder / FILE, "pt") as file:
-        return {k: file.get_tensor(k) for k in file.keys()}
-
-
-def assert_same_run(folder: Path, expected: Path) -> None:
-    """Bit-identical weights; every iteration's line once, with the same numbers."""
-    ours, theirs = lora(folder), lora(expected)
-    assert ours.keys() == theirs.keys()
-    assert [k for k in ours if not torch.equal(ours[k], theirs[k])] == []
-    lines = read_rows(folder)
-    steps = [line["step"] for line in lines if "loss" in line]
-    assert steps == list(range(1, ITERATIONS + 1))
-    for a, b in zip(read_metrics(folder), read_metrics(expected), strict=True):
-        assert timeless(a) == timeless(b)
-
-
-def timeless(line: dict) -> dict:
-    return {k: v for k, v in line.items() if not k.startswith("time/")}
-
-
 def test_the_last_files_hold_the_average_and_the_best(whole):
     # What is trained moved in that run. Or the tests below would say nothing of schedules.
     lines = [line for line in read_metrics(whole) if "tree/forwards" in line]
@@ -123,60 +95,8 @@ def test_the_last_files_hold_the_average_and_the_best(whole):
     assert kept == {best, ITERATIONS}
 
 
-# --- real processes ------------------------------------------------------------------------------
-
-
-def launch(config, tmp_path: Path, *words: str) -> subprocess.Popen:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(config_yaml(config))
-    return subprocess.Popen(
-        [sys.executable, "-m", "flowrl", "train", str(recipe), "run.threads=1", *words],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-
-
-def wait_for(process: subprocess.Popen, folder: Path, iteration: int) -> None:
-    """Until the metrics hold that iteration."""
-    path = folder / "metrics.jsonl"
-    while process.poll() is None:
-        text = path.read_text() if path.exists() else ""
-        done = [json.loads(line)["step"] for line in text.split("\n")[:-1]]
-        if done and max(done) >= iteration:
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"it ended before iteration {iteration}: {process.communicate()[0]}")
-
-
-def finish(process: subprocess.Popen) -> str:
-    output = process.communicate(timeout=900)[0]
-    assert process.returncode == 0, output
-    return output
-
-
-def test_ctrl_c_saves_exits_with_0_and_the_run_goes_on(whole, config_for, tmp_path):
-    folder = tmp_path / "run"
-    config = config_for(folder)
-    process = launch(config, tmp_path)
-    wait_for(process, folder, 1)
-    process.send_signal(signal.SIGINT)
-    finish(process)
-    stopped = read_metrics(folder)[-1]["step"]
-    assert stopped < ITERATIONS
-    assert load_state(newest(folder))["iteration"] == stopped
-    assert (folder / FILE).exists() and (folder / "README.md").exists()
-    align(config, resume="latest")
-    assert_same_run(folder, whole)
-
-
 def newest(folder: Path) -> Path:
     return max(folder.glob(f"checkpoints/step-*/{STATE}"))
-
-
-# --- inside one process --------------------------------------------------------------------------
 
 
 def test_a_time_limit_stops_after_an_iteration_and_is_no_end(config_for, tmp_path):
@@ -214,21 +134,6 @@ def test_metrics_are_on_the_disk_before_what_a_resumed_run_takes_for_written(
     monkeypatch.setattr(os, "replace", check)
     align(config_for(tmp_path / "run", iterations=2, checkpoint_every=1))
     assert late == [] and on_disk
-
-
-def test_too_little_cpu_time_is_said_once_with_the_remedy(
-    tiny_config, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr("flowrl.training.run.CPU_CHECK", 0.0)
-    monkeypatch.setattr("flowrl.training.run.cpu_share", lambda: 0.4)
-    # This process keeps its one thread.
-    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    rollout = {"prompts_per_iteration": 1, "group_size": 2, "num_inference_steps": 2}
-    run = {"output_dir": str(tmp_path / "run"), "iterations": 2, "threads": 2}
-    align(tiny_config(rollout=rollout, run=run))
-    (said,) = [r.getMessage() for r in caplog.records if "run.threads" in r.getMessage()]
-    assert "40 %" in said and "2 threads" in said
 
 
 def test_the_base_is_evaluated_without_the_adapter(make_run):

@@ -1,12 +1,7 @@
 """A run that goes on under a changed recipe, one that a reward stops, and what is left after."""
 
-import os
-import signal
-import time
-
 import pytest
 
-from flowrl.errors import Interrupted
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.loop import train
 
@@ -62,16 +57,3 @@ def test_a_warmed_up_learning_rate_rises_evenly_and_then_falls(small):
     falling, _ = small(optim={"lr": 1.0, "schedule": "linear", "warmup": 1})
     rates = [falling.optim.lr_at(i, falling.iterations) for i in (0, 1, 3, 4)]
     assert rates == [0.5, 0.75, 0.25, 0.0]
-
-
-def test_signals_are_given_back_after_the_run(small):
-    before = signal.getsignal(signal.SIGINT)
-    _, run = small()
-    with run.session():
-        assert signal.getsignal(signal.SIGINT) is not before
-        os.kill(os.getpid(), signal.SIGINT)
-        assert run.interrupted and run.should_stop()
-        with pytest.raises(Interrupted):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
-    assert signal.getsignal(signal.SIGINT) is before

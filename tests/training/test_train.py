@@ -1,9 +1,7 @@
 """The loop: its first ratio is 1, its gradient does not depend on how it is cut, it learns."""
 
 import math
-import weakref
 from dataclasses import replace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from flowrl.backbones.policy import OLD, POLICY
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring.executors.base import RewardFailure
-from flowrl.training.loop import Learner, train
 from flowrl.training.metrics import RowMeans, rollout_metrics
 
 
@@ -252,25 +249,3 @@ def test_a_run_can_start_from_an_exported_lora(make_learner, tmp_path):
     assert all(torch.equal(a, b) for a, b in pairs)
     with pytest.raises(UserError, match="alpha / rank = 1.5"):
         make_learner(lora=lora | {"alpha": 8})
-
-
-def test_a_rollout_is_gone_before_evaluation_and_the_next_one(make_learner, monkeypatch):
-    """Or its latents would need memory beside theirs; what is shown of it stays."""
-    held, shown, whole = [], [], Learner.iterate
-
-    def iterate(self, iteration):
-        assert all(ref() is None for ref in held)
-        rollout, metrics = whole(self, iteration)
-        held.append(weakref.ref(rollout.tree.x))
-        return rollout, metrics
-
-    def after(iteration, sheet, metrics):
-        assert held[-1]() is None
-        shown.append(len(sheet.images) == len(sheet.captions) > 0)
-
-    run = MagicMock(saved=0, done=1, after=after, interrupted=False, kl_coef=None)
-    run.options.seed = 0
-    run.begin.return_value, run.should_stop.return_value = 0, False
-    monkeypatch.setattr(Learner, "iterate", iterate)
-    train(make_learner(), run, iterations=2)
-    assert shown == [True, True] and len(held) == 2

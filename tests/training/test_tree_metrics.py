@@ -11,7 +11,6 @@ from flowrl.trees.plan import Fan, Step, TreePlan, shape_of
 NOISY, ODE = Step(noise=True), Step()
 SPLITS = TreePlan(1, (Step(branch=2, noise=True), NOISY, Step(branch=3, noise=True), ODE))
 COMB = TreePlan(1, (ODE,) * 3, fans=(Fan(step=0, width=2), Fan(step=1, width=2)))
-CHAIN = TreePlan(1, (NOISY, NOISY, ODE))
 
 
 def ancestors(plan: TreePlan):
@@ -48,10 +47,3 @@ def test_small_distances_are_exact_though_all_images_share_a_large_part():
     moved = base + 1e-3 * torch.tensor([0, 0, 0, 1, 1, 1])[:, None]
     found = pairwise_distance_by_ancestor(moved, ancestors(SPLITS), torch.zeros(1))
     assert found == {0: pytest.approx(1e-3, rel=1e-6), 2: pytest.approx(0, abs=1e-9)}
-
-
-def test_chains_have_only_distances_between_trees():
-    x0 = randn(3, 1, 5)
-    found = pairwise_distance_by_ancestor(x0, ancestors(CHAIN), torch.tensor([0, 0, 1]))
-    assert found == {-1: pytest.approx((x0[0] - x0[1]).square().mean().sqrt().item())}
-    assert pairwise_distance_by_ancestor(x0, ancestors(CHAIN), torch.arange(3)) == {}

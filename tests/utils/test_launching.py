@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -63,22 +62,6 @@ def test_a_signal_reaches_each_process_once(tmp_path):
     threading.Thread(target=interrupt).start()
     assert run_processes(program(text), 2, cpu=True) == 3
     assert [(tmp_path / f"got-{rank}").read_text() for rank in "01"] == ["x", "x"]
-
-
-def test_a_signal_while_processes_are_started_reaches_those_that_come_after_it(monkeypatch):
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(*words, **options):
-        started.append(subprocess.Popen(*words, **options))
-        if len(started) == 1:
-            signal.raise_signal(signal.SIGTERM)
-        return started[-1]
-
-    monkeypatch.setattr(launching, "subprocess", SimpleNamespace(Popen=start))
-    monkeypatch.setattr(launching, "PATIENCE", 10.0)
-    monkeypatch.setattr(launching, "SAVING", -8.0)  # one that was not told is killed, not asked
-    assert run_processes(program("time.sleep(600)"), 3, cpu=True) == 128 + signal.SIGTERM
-    assert [process.returncode for process in started] == [-signal.SIGTERM] * 3
 
 
 def test_ranks_listen_on_loopback_alone_and_end_with_a_killed_launcher():

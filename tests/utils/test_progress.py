@@ -32,14 +32,6 @@ def test_progress_is_told_in_lines_or_a_bar():
     lines = run(0, reward=0.5, kl=None, skipped=2)
     assert [line.split()[1] for line in lines] == ["3/5", "4/5", "5/5"]
     assert lines[-1] == "train 5/5 0:00 (left 0:00) reward 0.500 kl n/a skipped 2"
-    # The time that is left counts what follows, and ends at a limit that is named.
-    out = io.StringIO()
-    with Steps("train", 9, console=Console(file=out, width=99), every=0) as steps:
-        steps.after = 60.0
-        steps.advance(limit=(120.0, "run.max_minutes"))
-        steps.advance(limit=(1000.0, "run.max_minutes"))
-    first, second = out.getvalue().splitlines()
-    assert first.endswith("(left 3:00 by run.max_minutes)") and second.endswith("(left 1:00)")
     # Between the first and the last line there is silence for a while.
     assert [line.split()[1] for line in run(1000)] == ["3/5", "5/5"]
     # A terminal gets a bar with the same numbers.

@@ -2,6 +2,7 @@
 
 import socket
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -82,6 +83,12 @@ def test_a_deep_body_is_refused_in_one_sentence():
         head = {"content-type": "application/json"}
         answer = client.post("/v1/echo", content=text, headers=head)
         assert answer.status_code == 400 and "request" in answer.json()["error"]
+
+
+def test_more_connections_than_the_limit_are_refused(serving):
+    for connections, code in ((1, 503), (2, 200)):
+        with serving(make_app(token=None), connections=connections) as url:
+            assert httpx.get(url).status_code == code
 
 
 def test_names_of_hosts_are_read_without_ports_and_brackets():

@@ -4,9 +4,11 @@ import json
 import random
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import count as laps
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from flowrl.errors import UserError
 from flowrl.utils.files import write_text
@@ -152,23 +154,9 @@ def write_sets(folder: Path, sets: Sets) -> list[Path]:
 
 # --- The words that generated prompt sets are made of: names of objects, colours, plain words --
 
-# The 80 classes of COCO (Lin et al. 2014, arXiv 1405.0312), three of them as GenEval renames them
-# (Ghosh et al. 2023, arXiv 2310.11513): computer mouse, tv remote, computer keyboard.
-COCO = (
-    "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat",
-    "traffic light", "fire hydrant", "stop sign", "parking meter", "bench", "bird", "cat", "dog",
-    "horse", "sheep", "cow", "elephant", "bear", "zebra", "giraffe", "backpack", "umbrella",
-    "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard", "sports ball", "kite",
-    "baseball bat", "baseball glove", "skateboard", "surfboard", "tennis racket", "bottle",
-    "wine glass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange",
-    "broccoli", "carrot", "hot dog", "pizza", "donut", "cake", "chair", "couch", "potted plant",
-    "bed", "dining table", "toilet", "tv", "laptop", "computer mouse", "tv remote",
-    "computer keyboard", "cell phone", "microwave", "oven", "toaster", "sink", "refrigerator",
-    "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
-)  # fmt: skip
-COLORS = (
-    "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white",
-)  # fmt: skip
+RULES: Any = import_module("flowrl_rewards.geneval_rules")
+COCO: tuple[str, ...] = RULES.COCO
+COLORS: tuple[str, ...] = RULES.COLORS
 PLURALS = {
     "person": "people", "sheep": "sheep", "skis": "pairs of skis", "knife": "knives",
     "computer mouse": "computer mice", "scissors": "pairs of scissors",

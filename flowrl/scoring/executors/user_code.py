@@ -2,13 +2,9 @@
 
 import gc
 import linecache
-import locale
-import logging
 import os
 import random
 import signal
-import socket
-import sys
 import sysconfig
 import threading
 import traceback
@@ -42,11 +38,6 @@ OF_THREAD: Mapping[str, Setting] = {
         lambda: {device: torch.is_autocast_enabled(device) for device in DEVICES},
         lambda value: [torch.set_autocast_enabled(*pair) for pair in value.items()],
     ),
-    "torch.set_autocast_dtype": (
-        lambda: {device: torch.get_autocast_dtype(device) for device in DEVICES},
-        lambda value: [torch.set_autocast_dtype(*pair) for pair in value.items()],
-    ),
-    "numpy.seterr": (np.geterr, lambda value: np.seterr(**value)),
 }
 OF_PROCESS: Mapping[str, Setting] = {
     "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -62,18 +53,10 @@ OF_PROCESS: Mapping[str, Setting] = {
         ),
         lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
     ),
-    "torch.autograd.set_detect_anomaly": (
-        torch.is_anomaly_enabled,
-        torch.autograd.set_detect_anomaly,
-    ),
-    "torch.utils.deterministic.fill_uninitialized_memory": _attribute(
-        torch.utils.deterministic, "fill_uninitialized_memory"
-    ),
     **{
         f"torch.backends.cudnn.{name}": _attribute(torch.backends.cudnn, name)
         for name in ("deterministic", "benchmark", "enabled")
     },
-    "torch.backends.mkldnn.enabled": _attribute(torch.backends.mkldnn, "enabled"),
     **{
         f"torch.backends.cuda.enable_{name}_sdp": (
             getattr(torch.backends.cuda, f"{name}_sdp_enabled"),
@@ -81,22 +64,12 @@ OF_PROCESS: Mapping[str, Setting] = {
         )
         for name in ("flash", "mem_efficient", "math", "cudnn")
     },
-    "numpy.set_printoptions": (np.get_printoptions, lambda value: np.set_printoptions(**value)),
     "os.chdir": (os.getcwd, os.chdir),
-    "locale.setlocale": (
-        lambda: locale.setlocale(locale.LC_ALL),
-        lambda value: locale.setlocale(locale.LC_ALL, value),
-    ),
-    "socket.setdefaulttimeout": (socket.getdefaulttimeout, socket.setdefaulttimeout),
-    "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
 }
 # What flowrl changes itself in the main thread, so that calls beside it must not restore it, and
 # handlers of signals, which that thread alone can set.
 OF_MAIN_THREAD: Mapping[str, Setting] = {
     "gc.disable": (gc.isenabled, lambda value: gc.enable() if value else gc.disable()),
-    "logging.disable": (lambda: logging.root.manager.disable, logging.disable),
-    "sys.stdout": _attribute(sys, "stdout"),
-    "sys.stderr": _attribute(sys, "stderr"),
     **{
         f"signal.{number.name}": (partial(signal.getsignal, number), partial(signal.signal, number))
         for number in (signal.SIGINT, signal.SIGTERM)

@@ -3,10 +3,9 @@
 import functools
 import random
 
-import cv2
 import numpy as np
 import pytest
-from flowrl_rewards.detectors.tiny import UNKNOWN, TinyDetector
+from flowrl_rewards.detectors.tiny import TinyDetector
 from flowrl_rewards.geneval import GenEval
 
 from flowrl.tiny.draw import INK, draw
@@ -84,37 +83,3 @@ def test_sizes_and_places_are_told_and_judged(detector):
         [draw(p | {"include": [e]}, rng) for p, e in zip(prompts, unsized, strict=True)]
     )
     assert np.mean(strict_scores(detector, large, prompts)) == 0
-
-
-def _filled(points) -> np.ndarray:
-    canvas = np.full((256, 256, 3), 240, np.uint8)
-    cv2.fillPoly(canvas, [np.round(points).astype(np.int32)], BLUE)
-    return cv2.resize(canvas, (64, 64), interpolation=cv2.INTER_AREA)
-
-
-def _radial(radius, count: int = 120, turn: float = 0.0) -> np.ndarray:
-    """A closed outline from its radius, a number or a function of the angle."""
-    angle = np.linspace(0, 2 * np.pi, count, endpoint=False)
-    r = np.asarray(radius(angle) if callable(radius) else radius, dtype=float)
-    return np.stack([128 + r * np.sin(angle + turn), 128 - r * np.cos(angle + turn)], 1)
-
-
-MALFORMED = {
-    "diamond": _radial(60, 4),
-    "pentagon": _radial(60, 5),
-    "triangle on its tip": _radial(60, 3, np.pi),
-    "oval": _radial(lambda a: 60 / np.hypot(np.sin(a), 1.35 * np.cos(a))),
-    "long rectangle": np.array([[60, 90], [196, 90], [196, 170], [60, 170]]),
-    "six-pointed star": _radial(lambda a: np.where(np.arange(len(a)) % 2, 30, 65), 12),
-    "four-pointed star": _radial(lambda a: np.where(np.arange(len(a)) % 2, 27, 65), 8),
-    "blob": _radial(lambda a: 50 + 9 * np.cos(2 * a + 1) + 7 * np.cos(3 * a)),
-    "octagonal square": np.array([[68, 92], [92, 68], [164, 68], [188, 92],
-                                  [188, 164], [164, 188], [92, 188], [68, 164]]),
-}  # fmt: skip
-
-
-def test_a_malformed_blob_has_no_class(detector):
-    for name, outline in MALFORMED.items():
-        names = [d.name for d in detector(_filled(outline)[None])[0]]
-        # An outline between square and circle is never both.
-        assert names == [UNKNOWN] or (name == "octagonal square" and names == ["square"]), name

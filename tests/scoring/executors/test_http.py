@@ -41,16 +41,12 @@ def test_images_keep_their_order_and_requests_their_limits(monkeypatch):
         assert server.most_at_once == 2
 
 
-def test_groups_are_never_split_and_images_with_nan_are_not_sent():
+def test_groups_are_never_split():
     with Faulty(good, scope="group") as server, closing(remote(server, micro_batch=2)) as executor:
         assert_right(scored(executor, 5))
         assert [len(request["items"]) for request in server.received] == [5]
         with pytest.raises(RewardFailure, match="17 .*--max-body"):
             scored(executor, 17)  # of 16 unless a server says otherwise
-        images = images_of(3)
-        images[1, 0, 0, 0] = torch.nan
-        answer = executor.submit(images, ["a"] * 3, [{}] * 3).result()
-        assert answer.scores.isnan().all() and len(server.received) == 1
 
 
 def test_proxies_of_the_environment_are_not_used(monkeypatch):
@@ -108,11 +104,11 @@ def test_what_may_pass_is_retried_with_the_same_key(fault):
 
 
 def test_retry_after_is_waited_for_within_the_deadline_and_capped(monkeypatch):
-    with Faulty(status(429, Retry_After="0.5"), good) as server:
+    with Faulty(status(429, Retry_After="1"), good) as server:
         with closing(remote(server)) as executor:
             began = time.monotonic()
             assert_right(scored(executor))
-            assert time.monotonic() - began >= 0.5
+            assert time.monotonic() - began >= 1.0
     monkeypatch.setattr(http, "LONGEST_RETRY_AFTER_S", 1.5)
     with Faulty(status(503, "tea", Retry_After="86400"), good) as server:
         with closing(remote(server, deadline=1.0, timeout=1.0)) as executor:
@@ -153,7 +149,6 @@ def test_a_refusal_stops_the_run_with_the_servers_sentence_and_is_not_retried(co
         body(b"\x80\x04K\x01."),
         body(b'{"protocol": 1, "results": ['),
         body(b"[" * 100_000),
-        endless(0, 2**20),
         changed(lambda content: content["results"][0].update(score="0.5")),
         changed(lambda content: content["results"].pop()),
         changed(lambda content: content.update(results=content["results"] * 2)),
@@ -170,7 +165,6 @@ def test_a_nonsensical_answer_is_a_missing_score_and_is_not_retried(fault):
     with Faulty(fault) as server, closing(remote(server)) as executor:
         answer = scored(executor)
         assert answer.scores.isnan().all() and len(server.received) == 1
-        assert answer.seconds < executor.options.deadline  # an endless answer is cut off
         assert all(server.url in text for text in answer.reasons.values())
 
 
@@ -214,6 +208,3 @@ def test_a_request_fits_the_limits_of_each_server():
             assert_right(scored(executor, 16))
             assert_right(scored(executor, 16))
         assert max(len(request["items"]) for request in small.received) <= 2
-    with Faulty(good, limits={"max_body": 100}) as small:
-        with closing(remote(small, deadline=0.5, timeout=0.5)) as executor:
-            assert "executor.micro_batch" in scored(executor).reasons[0]

@@ -1,43 +1,28 @@
-"""Check a run, a checkpoint, an offline data set or a LoRA: files intact, finite and consistent?
+"""Check a run, a checkpoint, an offline data set or a LoRA: files intact, finite and consistent?"""
 
-A run's newest logged iteration is also computed again and compared with what was logged.
-"""
-
-import math
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
-from flowrl.api import training_runtime
-from flowrl.assembly.learner import ProvidedObjects, build_learner, build_run, training_prompts
-from flowrl.assembly.text import prompts_to_encode
 from flowrl.backbones.lora_formats import FILE, open_lora
 from flowrl.backbones.original_layers import layers_of
-from flowrl.config import Config, load_config
+from flowrl.config import load_config
 from flowrl.config.sections import LoRAOptions
 from flowrl.errors import CheckResult, UserError
-from flowrl.evaluation.drawing import lora_digest
 from flowrl.offline.format import METADATA, open_dataset
-from flowrl.scoring.spec import closing
 from flowrl.training.checkpoint import CONFIG, STATE, Checkpoints, read_checkpoint, step_of
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.ledger import Ledger
-from flowrl.training.tracking import read_rows
 from flowrl.utils.digests import sealed_digest
-from flowrl.utils.files import load_state
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, SafetensorError, UserError)
-OTHER_MACHINE = 1e-3  # largest relative difference of a metric that other arithmetic explains
 
 
-def verify(path: Path, *, pipeline: Any = None) -> Iterator[CheckResult]:
-    """Check what lies at `path`; pipeline: a loaded one in place of the run's, without adapters."""
+def verify(path: Path) -> Iterator[CheckResult]:
+    """Check what lies at `path`."""
     if (path / CONFIG).is_file():
-        return _check_run(path, pipeline)
+        return _check_run(path)
     if (path / METADATA).is_file():
         return _check_store(path)
     if (path / STATE).is_file():
@@ -136,25 +121,14 @@ def _check_store(folder: Path) -> Iterator[CheckResult]:
 # --- runs ---------------------------------------------------------------------------------------
 
 
-def _check_run(folder: Path, pipeline: Any) -> Iterator[CheckResult]:
+def _check_run(folder: Path) -> Iterator[CheckResult]:
     config, checkpoints = load_config(folder / CONFIG), Checkpoints(folder, keep=1)
-    steps = checkpoints.steps()
-    results: list[CheckResult] = []
-    for step in steps:
-        results += _check_checkpoint(checkpoints.path(step), config.lora)
-    results += _check_ledger(folder, checkpoints)
-    results += [
-        _check_evaluation(path) for path in sorted(folder.glob("evaluations/*.safetensors"))
-    ]
-    results += _check_exported(folder, checkpoints, config.lora)
-    yield from results
-    if not steps:
-        yield _warning("replay", "the run has no checkpoint to compute an iteration from")
-    elif all(result.state != "problem" for result in results):
-        try:
-            yield from _replay(config, folder, steps, pipeline)
-        except Exception as error:  # a reward of one's own may raise anything
-            yield _result("replay", False, f"{type(error).__name__}: {_reason(error)}")
+    for step in checkpoints.steps():
+        yield from _check_checkpoint(checkpoints.path(step), config.lora)
+    yield from _check_ledger(folder, checkpoints)
+    for path in sorted(folder.glob("evaluations/*.safetensors")):
+        yield _check_evaluation(path)
+    yield from _check_exported(folder, checkpoints, config.lora)
 
 
 def _check_exported(
@@ -167,7 +141,7 @@ def _check_exported(
         return
     newest = checkpoints.path(steps[-1])
     try:
-        same = lora_digest(open_lora(folder)) == lora_digest(open_lora(newest))
+        same = sealed_digest(folder / FILE) == sealed_digest(newest / FILE)
         detail = f"it {'equals' if same else 'differs from'} the LoRA of {newest.name}"
     except UNREADABLE as error:
         same, detail = False, _reason(error)
@@ -189,54 +163,3 @@ def _check_ledger(folder: Path, checkpoints: Checkpoints) -> Iterator[CheckResul
         detail = f"{len(files) - len(wrong)} of {len(files)} files are as they were saved"
         remedy = f"Changed since: {', '.join(wrong[:3])}. Resume from another checkpoint."
         yield _result("ledger", not wrong, detail, remedy)
-
-
-def _replay(
-    config: Config, folder: Path, steps: Sequence[int], pipeline: Any
-) -> Iterator[CheckResult]:
-    """Compute the iteration after a checkpoint again, in a folder of its own."""
-    logged = {row["step"]: row for row in read_rows(folder) if "loss" in row}
-    start = next((step for step in reversed(steps) if step + 1 in logged), None)
-    if start is None:
-        yield _warning("replay", "no iteration after a checkpoint was logged to compare with")
-        return
-    state = load_state(Checkpoints(folder, keep=1).path(start) / STATE)
-    with tempfile.TemporaryDirectory() as scratch:
-        section = config.run.model_copy(update={"output_dir": scratch, "trackers": []})
-        config = config.model_copy(update={"run": section})
-        provided = ProvidedObjects(pipeline=pipeline)
-        training = training_prompts(config, provided)
-        needed = prompts_to_encode(config, training, (), range(start, start + 1))
-        learner = build_learner(config, training_runtime(config), provided, needed=needed)
-        with closing(learner.specs):
-            run = build_run(config, learner, None, state, resumed=True)
-            run.begin(learner.policy, learner.optimizer)
-            with run.report or nullcontext():
-                _, metrics = learner.iterate(start)
-    yield _compare(start + 1, metrics, logged[start + 1])
-
-
-def _compare(step: int, metrics: dict[str, float], logged: dict[str, Any]) -> CheckResult:
-    """Compare an iteration's metrics with the logged ones, except times.
-
-    Images of remote workers came back in 8 bits, which changes their brightness and contrast.
-    """
-    skipped = ("time/", "workers/", *(("image/",) if "workers/joined" in logged else ()))
-    names = [name for name in logged if name != "step" and not name.startswith(skipped)]
-    changes = {name: _change(logged[name], metrics.get(name, math.nan)) for name in names}
-    worst = max(changes, key=lambda name: changes[name], default="")
-    equal = sum(change == 0 for change in changes.values())
-    detail = f"iteration {step} again: {equal} of {len(names)} metrics equal in every bit"
-    if equal == len(names):
-        return _result("replay", True, detail)
-    detail += f", {worst} differs by {changes[worst]:.1e}"
-    if changes[worst] < OTHER_MACHINE:
-        return _warning("replay", detail, "Another machine, thread count or library does that.")
-    remedy = "Recipe, prompts, reward, checkpoint or code have changed."
-    return _result("replay", False, detail, remedy)
-
-
-def _change(before: float | None, now: float) -> float:
-    if before is None or not math.isfinite(now):
-        return 0.0 if before is None and not math.isfinite(now) else math.inf
-    return abs(now - before) / max(abs(before), abs(now), 1e-12)
