@@ -82,11 +82,10 @@ def test_a_peft_folder_changes_the_weights_as_peft_does_and_says_so_in_diffusers
 def test_every_field_of_pefts_configuration_is_understood_irrelevant_or_refused(copy):
     """A new field of PEFT is refused; one that it writes with a default of its own fails above."""
     fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
-    taken = lora_formats.UNDERSTOOD | lora_formats.IRRELEVANT
+    taken = lora_formats.PlainLoRA.model_fields.keys() | lora_formats.IRRELEVANT
     assert taken < fields and len(fields - taken) > 15
-    values = {"bias": "all", "init_lora_weights": "pissa"}
     for name in [*sorted(fields - taken), "a_field_of_tomorrow"]:
-        copy.change(**{name: values.get(name, [1])})
+        copy.change(**{name: [1]})
         with pytest.raises(UserError, match=f"adapter_config.json has {name} ="):
             open_lora(copy.folder)
 
@@ -94,13 +93,9 @@ def test_every_field_of_pefts_configuration_is_understood_irrelevant_or_refused(
 @pytest.mark.parametrize(
     "entry",
     [
-        {"init_lora_weights": "olora"}, {"fan_in_fan_out": True}, {"r": "4"}, {"r": 4.0},
-        {"r": True}, {"rank_pattern": [4]},
-        *({"lora_alpha": value} for value in (
-            "8", None, 0, -1, True, float("nan"), float("inf"), 1e308)),
-        {"alpha_pattern": {"(": 2}}, {"alpha_pattern": {"([a-z._0-9]+)+!": 2}},
-        {"use_rslora": "false"}, {"use_rslora": 1}, {"rank_pattern": {".*": 4}},
-        {"alpha_pattern": {"to_q": -1}},
+        {"init_lora_weights": "olora"}, {"bias": "all"}, {"fan_in_fan_out": True}, {"r": 4.0},
+        {"rank_pattern": [4]}, *({"lora_alpha": value} for value in ("8", None, 0, float("nan"))),
+        {"alpha_pattern": {"([a-z._0-9]+)+!": 2}}, {"use_rslora": 1}, {"alpha_pattern": {"to_q": -1}},
     ],
     ids=str,
 )  # fmt: skip
@@ -279,19 +274,8 @@ def test_a_folder_above_the_lora_is_searched_and_several_are_an_error(peft_folde
     assert open_lora(tmp_path / "run" / "checkpoint-3").path == expected
     assert open_lora(tmp_path / "run").path == expected
     shutil.copytree(peft_folder[0], tmp_path / "run" / "checkpoint-6" / "lora")
-    with pytest.raises(UserError, match="name one of checkpoint-3, checkpoint-6 in it"):
+    with pytest.raises(UserError, match="name one of checkpoint-3/lora, checkpoint-6/lora in it"):
         open_lora(tmp_path / "run")
-
-
-def test_pickles_and_cut_files_are_refused(copy):
-    data = copy.file.read_bytes()
-    copy.file.write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match="not a safetensors file, or not whole"):
-        open_lora(copy.folder)
-    copy.file.unlink()
-    copy.file.with_suffix(".bin").write_bytes(b"")
-    with pytest.raises(UserError, match="holds a pickle"):
-        open_lora(copy.folder)
 
 
 def test_a_name_on_the_hub_is_its_folder_there_at_a_revision(
