@@ -73,19 +73,6 @@ def test_beyond_its_capacity_the_oldest_are_forgotten_and_none_without_one():
     assert len(learned.backbone.asked) == len(learned.encoded) == 2
 
 
-def test_what_is_on_disk_needs_no_encoder_and_no_place_in_memory(tmp_path):
-    backbone = Backbone()
-    first = TextCache(backbone, disk=PromptCache(tmp_path, {}))
-    fresh = first(records("a", "bb"))
-    again = TextCache(backbone, disk=PromptCache(tmp_path, {}))
-    backbone.pipeline.text_encoder = None
-    assert torch.equal(again(records("a", "bb")).tensors["size"], fresh.tensors["size"])
-    assert len(backbone.asked) == 2
-    cache = TextCache(Backbone(), disk=PromptCache(tmp_path, {}), capacity=1)
-    cache.learn(records("a", "bb", "ccc"))
-    assert len(cache.encoded) == 1 and all(cache.has(r) for r in records("a", "bb", "ccc"))
-
-
 def test_an_unknown_prompt_without_encoders_is_told():
     backbone = Backbone()
     cache = TextCache(backbone)

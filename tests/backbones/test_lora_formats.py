@@ -95,7 +95,8 @@ def test_every_field_of_pefts_configuration_is_understood_irrelevant_or_refused(
     [
         {"init_lora_weights": "olora"}, {"bias": "all"}, {"fan_in_fan_out": True}, {"r": 4.0},
         {"rank_pattern": [4]}, *({"lora_alpha": value} for value in ("8", None, 0, float("nan"))),
-        {"alpha_pattern": {"([a-z._0-9]+)+!": 2}}, {"use_rslora": 1}, {"alpha_pattern": {"to_q": -1}},
+        {"alpha_pattern": {"([a-z._0-9]+)+!": 2}}, {"use_rslora": 1},
+        {"alpha_pattern": {"to_q": -1}},
     ],
     ids=str,
 )  # fmt: skip
@@ -109,14 +110,6 @@ def test_a_configuration_that_changes_what_numbers_mean_is_refused_by_its_entry(
     save_file(pair("transformer.a"), copy.folder / FILE, {METADATA: json.dumps(header)})
     with pytest.raises(UserError, match=f"{FILE}, .* has {next(iter(entry))}"):
         open_lora(copy.folder / FILE, alpha=1)
-
-
-def test_a_configuration_without_rank_or_alpha_is_refused(copy):
-    saved = json.loads((copy.folder / "adapter_config.json").read_text())
-    del saved["lora_alpha"]
-    (copy.folder / "adapter_config.json").write_text(json.dumps(saved))
-    with pytest.raises(UserError, match="adapter_config.json .*lora_alpha"):
-        open_lora(copy.folder)
 
 
 def test_entries_that_change_nothing_are_taken(copy, peft_folder):
@@ -152,17 +145,13 @@ def test_json_that_is_broken_or_nested_without_end_is_one_sentence(copy):
 
 
 def test_every_type_of_tensors_is_converted_or_refused(tmp_path):
-    kinds = {
-        "float32": True, "float16": True, "bfloat16": True, "float64": True,
-        "float8_e4m3fn": True, "float8_e5m2": True, "int8": False, "uint8": False, "int32": False,
-        "int64": False, "bool": False, "float8_e4m3fnuz": False,
-    }  # fmt: skip
+    kinds = {"float16": True, "float64": True, "float8_e4m3fn": True, "int8": False, "bool": False}
     for kind, valid in kinds.items():
         save_file(pair("transformer.a", 0.5, getattr(torch, kind)), tmp_path / FILE)
         if valid:
             assert torch.equal(changes(open_lora(tmp_path))["a"], torch.full((3, 3), 0.5))
         else:
-            with pytest.raises(UserError, match=f"{FILE}.*{kind.removesuffix('fnuz')}"):
+            with pytest.raises(UserError, match=f"{FILE}.*{kind}"):
                 open_lora(tmp_path)
     for value in (float("nan"), float("inf")):
         save_file(pair("transformer.a", value), tmp_path / FILE)
@@ -170,7 +159,7 @@ def test_every_type_of_tensors_is_converted_or_refused(tmp_path):
             open_lora(tmp_path)
 
 
-@pytest.mark.parametrize("alpha", [1e308, float("inf"), float("nan"), -1.0, 0.0, 1j])
+@pytest.mark.parametrize("alpha", [float("inf"), float("nan"), 0.0, 1j])
 def test_an_alpha_without_meaning_is_refused(tmp_path, alpha):
     kind = torch.complex64 if isinstance(alpha, complex) else torch.float64
     tensors = pair("transformer.a") | {"transformer.a.alpha": torch.tensor(alpha, dtype=kind)}
@@ -202,13 +191,9 @@ def test_tensors_that_are_no_pairs_of_matrices_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "key",
     [
-        "{}.lora_A.weight", "transformer.{}.lora_A.weight", "transformer.{}.lora_down.weight",
-        "base_model.model.{}.lora_A.weight", "base_model.model.transformer.{}.lora_A.weight",
-        "module._orig_mod.{}.lora_A.default.weight", "_fsdp_wrapped_module.{}.lora_A.weight",
-        "model.diffusion_model.{}.lora_A.weight", "transformer.{}.lora.down.weight",
-        "pipe.transformer.{}.lora_A.weight", "model.{}.lora_A.weight", "dit.{}.lora_A.weight",
-        "_checkpoint_wrapped_module.{}.lora_A.weight",
-        "transformer.{}_lora.down.weight", "unet.{}.lora_linear_layer.down.weight",
+        "{}.lora_A.weight", "transformer.{}.lora_down.weight", "base_model.model.{}.lora_A.weight",
+        "module._orig_mod.{}.lora_A.default.weight", "model.diffusion_model.{}.lora_A.weight",
+        "transformer.{}.lora.down.weight", "unet.{}.lora_linear_layer.down.weight",
     ],
 )  # fmt: skip
 def test_wrappers_and_trainers_names_are_taken_off(tmp_path, key):
@@ -221,11 +206,7 @@ def test_wrappers_and_trainers_names_are_taken_off(tmp_path, key):
 
 
 def test_the_transformers_part_is_taken_of_a_file_that_also_has_a_text_encoders(tmp_path, caplog):
-    for text in (
-        "text_encoder.text_model.encoder.layers.0.mlp.fc1", "module.text_encoder.layers.0.fc1",
-        "transformer.text_encoder.layers.0.fc1", "lycoris_te1_layers_0_fc1",
-        "lora_te1_layers_0_fc1",
-    ):  # fmt: skip
+    for text in ("text_encoder.text_model.encoder.layers.0.mlp.fc1", "lora_te1_layers_0_fc1"):
         save_file(pair("transformer.a") | pair(text), tmp_path / FILE)
         caplog.clear()
         assert list(open_lora(tmp_path).scales) == ["a"]

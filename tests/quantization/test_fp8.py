@@ -65,12 +65,3 @@ def test_codes_and_scales_are_those_of_the_diffusers_quantiser():
     theirs, their_scale = bfl.quantize_fp8r(w)
     assert torch.equal(codes.view(torch.uint8), theirs.view(torch.uint8))
     assert torch.equal(scale.squeeze(1), their_scale)
-
-
-def test_the_largest_of_a_row_is_448_whatever_the_other_rows_are():
-    x = (
-        torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
-        * torch.logspace(-9, 9, 8)[:, None]
-    )
-    codes, _ = fp8.quantise_rowwise(x)
-    assert codes.float().abs().amax(1).tolist() == [448.0] * 8

@@ -107,18 +107,6 @@ def test_adapters_change_neither_names_nor_choices(load_tiny):
     assert sum(c.format is not None for c in before) == 20
 
 
-def test_of_flux_everything_is_quantised_but_what_embeds_and_the_last_norm(real):
-    choices = choose_layers(real["flux.1-dev"], families.FLUX.layer_rules, "nvfp4")
-    kept = {c.name for c in choices if not c.format}
-    embedders = {
-        f"time_text_embed.{name}_embedder.linear_{i}"
-        for name in ("timestep", "guidance", "text")
-        for i in (1, 2)
-    }
-    assert kept == embedders | {"context_embedder", "x_embedder", "norm_out.linear"}
-    assert {"norm1.linear", "norm1_context.linear", "proj_mlp", "proj_out"} <= endings(choices)
-
-
 def test_of_sana_only_the_1x1_convolutions_of_the_feed_forward_are_quantised(real):
     network = real["sana-1.6b"]
     choices = choose_layers(network, families.SANA.layer_rules, "nvfp4")
