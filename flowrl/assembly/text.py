@@ -168,14 +168,9 @@ class TextCaches:
         index = self._index()
         if self.config.memory.text_encoders != "free" or index is None:
             return []
-        disks = {guided: self._disk(guided) for guided in (False, True)}
-        default = self.config.rollout.negative_prompt
-        for guidance, prompt in prompts:
-            disk = disks[guidance > 1]
-            negative = default if prompt.negative is None else prompt.negative
-            if disk is None or not disk.has(prompt.text, negative):
-                self._identity = None  # a branch may have moved on: known once they are loaded
-                return []
+        if self.count_on_disk(prompts) < len(prompts):
+            self._identity = None  # a branch may have moved on: known once they are loaded
+            return []
         return encoder_names(index)
 
     def count_on_disk(self, prompts: GuidedPrompts) -> int:

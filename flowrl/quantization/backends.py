@@ -26,7 +26,6 @@ from flowrl.quantization.formats import e2m1, fp8, nvfp4
 
 PRECISIONS = ("auto", "nvfp4", "fp8", "bf16", "nvfp4-emulated")
 Format = Literal["nvfp4", "fp8", "bf16"]
-FORMATS: tuple[Format, ...] = ("nvfp4", "fp8", "bf16")  # from few bits to many
 
 # First NVIDIA generation whose tensor cores multiply the format: Blackwell, and Ada with Hopper.
 FIRST: dict[Format, tuple[int, int]] = {"nvfp4": (10, 0), "fp8": (8, 9)}

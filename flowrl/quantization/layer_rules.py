@@ -4,7 +4,6 @@ The names and sizes are those of Sol-RL's released code (2604.06916), put into d
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -148,27 +147,3 @@ def _kept_by_size(shape: tuple[int, int], rules: LayerRules, min_dim: int) -> st
 def quantised_share(choices: Sequence[LayerChoice]) -> float:
     """Return the share of all linear layers' and convolutions' weights that is quantised."""
     return sum(c.size for c in choices if c.format) / sum(c.size for c in choices)
-
-
-def layer_table(choices: Sequence[LayerChoice]) -> list[dict[str, object]]:
-    """Return rows for display: layers of one shape, format and reason together, largest first.
-
-    Numbers in names become `*`.
-    """
-    total = sum(c.size for c in choices)
-    groups: dict[tuple, list[LayerChoice]] = {}
-    for choice in choices:
-        groups.setdefault((choice.shape, choice.format, choice.reason), []).append(choice)
-    rows = []
-    for (shape, format, reason), members in groups.items():
-        names = Counter(re.sub(r"\b\d+\b", "*", c.name) for c in members)
-        row: dict[str, object] = {
-            "layers": len(members),
-            "out x in": f"{shape[0]} x {shape[1]}",
-            "format": format or "exact",
-            "share": f"{sum(c.size for c in members) / total:.1%}",
-            "reason": reason,
-            "names": ", ".join(names),
-        }
-        rows.append((sum(c.size for c in members), row))
-    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]

@@ -32,7 +32,6 @@ from flowrl.quantization.layer_rules import (
     LayerChoice,
     choose_layers,
     is_pointwise,
-    layer_table,
     quantised_share,
 )
 from flowrl.quantization.linear import RolloutLinear, SamePrecisionLinear
@@ -249,7 +248,7 @@ def write_precision(
         "format": resolved.format if quantised else None,
         "lora": lora,
         "quantised_share": share,
-        "layers": layer_table(choices),
+        "layers": [asdict(choice) for choice in choices],
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / file, json.dumps(content, indent=2) + "\n")
