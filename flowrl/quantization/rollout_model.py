@@ -23,7 +23,6 @@ from flowrl.errors import UserError
 from flowrl.quantization.backends import (
     Backend,
     Resolved,
-    State,
     backend_of,
     check_kernels,
     precision_name,
@@ -93,14 +92,6 @@ class RolloutModel:
             else:
                 one.layer.weight.copy_(merged)
 
-    def nbytes(self) -> int:
-        """Return the size of what this copy holds beside the policy's own tensors."""
-        shared = {t.untyped_storage().data_ptr() for t in _tensors(self.policy.network)}
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage() for t in _tensors(self.network)
-        }
-        return sum(storage.nbytes() for start, storage in storages.items() if start not in shared)
-
     @torch.no_grad()
     def _layer(self, name: str, lora: Any | None, backend: Backend | None) -> nn.Module:
         base: Any = self.policy.network.get_submodule(name)
@@ -119,7 +110,6 @@ class RolloutModel:
                 base.bias,
                 backend,
                 pointwise=_is_convolution(name, base),
-                packed=_packed_already(base, backend) if merged is None else None,
             )
         if lora is not None:
             self._adapted.append(_Adapted(layer=layer, lora=lora, weight=weight))
@@ -158,13 +148,6 @@ def _is_convolution(name: str, layer: nn.Module) -> bool:
     raise UserError(
         f"layer {name} is a {type(layer).__name__}, which cannot be quantised: keep it exact"
     )
-
-
-def _packed_already(layer: Any, backend: Backend) -> State | None:
-    """Return the packed weight of a layer trained in low precision with the same backend."""
-    if isinstance(layer, SamePrecisionLinear) and backend == layer.packed.backend:
-        return layer.packed.state()
-    return None
 
 
 def _adapted_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -37,7 +37,7 @@ def test_a_right_kernel_passes_with_its_error_by_distinct_shape(monkeypatch):
             assert max(errors.values()) <= max(torch.finfo(dtype).eps, 1e-6)
 
 
-FAULTS = {  # in what a backend packs of a weight
+FAULTS = {  # in how a kernel reads a packed weight
     "high nibble first": (NVFP4Native, "codes", lambda codes: (codes >> 4) | (codes << 4)),
     "scales in another order": (NVFP4Native, "scale", lambda scale: scale.view(-1, 16).T.flatten()),
     "no global scale": (NVFP4Native, "global_scale", torch.ones_like),
@@ -55,9 +55,8 @@ def test_a_wrong_kernel_is_refused_with_its_shape_and_an_error_far_above_the_lim
     kind, part, change = FAULTS[fault]
 
     class Wrong(kind):
-        def pack(self, weight):
-            state = kind.pack(self, weight)
-            return state | {part: change(state[part])}
+        def matmul(self, x, state, bias=None):
+            return kind.matmul(self, x, {**state, part: change(state[part])}, bias)
 
     with pytest.raises(UserError, match="48 x 64 .*emulation by ") as refusal:
         check_kernels(Wrong(), [(48, 64)], CPU, torch.bfloat16)

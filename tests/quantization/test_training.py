@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.quantization.backends import FP8Dequantised, NVFP4Emulated, PerRow
+from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, PerRow
 from flowrl.quantization.linear import (
     SamePrecisionLinear,
 )
 
 SHAPE = OUT, IN = 48, 64
-BACKENDS = [NVFP4Emulated(), PerRow(NVFP4Emulated()), FP8Dequantised()]
+BACKENDS = [NVFP4Emulated(), PerRow(NVFP4Emulated()), FP8Rowwise()]
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
