@@ -59,10 +59,10 @@ def test_the_recipe_is_sampled_as_it_explores_and_learns_nothing(recipe, tiny_co
     )
     r = config.rollout
     assert (r.prompts_per_iteration, r.num_inference_steps, config.objective.kind) == (3, 3, "sft")
-    # A recipe that does not explore gets the defaults, with one step less than its own.
+    # A recipe that does not explore gets the defaults.
     plain = tmp_path / "plain.yaml"
-    plain.write_text(config_yaml(tiny_config(rollout={"num_inference_steps": 4})))
-    for options, steps in (({}, 3), ({"steps": [2]}, 2)):
+    plain.write_text(config_yaml(tiny_config(rollout={"num_inference_steps": 8})))
+    for options, steps in (({}, 6), ({"steps": [2]}, 2)):
         (config,) = audit_configs(plain, prompts=1, **options)
         explore = config.rollout.explore
         assert explore and (explore.candidates, explore.num_inference_steps) == (96, steps)
