@@ -1,4 +1,4 @@
-"""The layout of block scales that cuBLAS reads: a bijection, undone, and that of torchao."""
+"""The layout of block scales that cuBLAS reads: a bijection, and undone."""
 
 import torch
 from hypothesis import given

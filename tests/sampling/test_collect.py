@@ -108,19 +108,6 @@ def test_rewards_get_a_batch_of_images_while_the_next_is_drawn(make_learner):
     assert events == ["drawn"] * 4 + ["given 4"] + ["drawn"] * 4 + ["given 4"]
 
 
-def test_a_forest_that_is_drawn_in_parts_is_the_whole_one(make_learner):
-    for tree in [{"kind": "flow_grpo"}, {"kind": "branch_grpo", "splits": [0]}]:
-        learner = make_learner(rollout=ROLLOUT | {"tree": tree})
-        disturb(learner)
-        whole = sampling(learner, batch_size=8).collect(0, Timer())
-        parts = sampling(learner, batch_size=3).collect(0, Timer())
-        for name in ("x", "prompt", "log_prob", "mean_old", "parent", "leaf"):
-            a, b = (getattr(rollout.tree, name) for rollout in (whole, parts))
-            torch.testing.assert_close(b, a, rtol=0, atol=1e-3)  # fp32 rounding over the steps
-        assert whole.tree.forwards == parts.tree.forwards and whole.prompts == parts.prompts
-        assert torch.equal(whole.group, parts.group)
-
-
 class Compares:
     scope = "group"
 

@@ -3,7 +3,7 @@ import torch
 from toy_forest import Counting, D, chain, grown, named_noise, schedule, velocity
 
 from flowrl.functional.sde import KERNELS
-from flowrl.sampling.sampler import Schedule, sample_tree
+from flowrl.sampling.sampler import Schedule
 from flowrl.trees.plan import INDEPENDENT, Fan, NoiseCoupling, Step, TreePlan, count, ode_plan
 
 T = 6
@@ -122,25 +122,3 @@ def test_without_noise_the_steps_are_the_schedulers_own_bit_for_bit():
         x = scheduler.step(velocity(x, sigma, prompt), timestep, x, return_dict=False)[0]
     assert torch.equal(tree.leaves(), x)
     assert len(tree.edge) == 0 and tree.mean_old.shape == (3, 0, D)
-
-
-def test_pruned_steps_change_no_latent_and_leave_nothing_to_learn():
-    for plan in PLANS.values():
-        whole, pruned = grown(plan), grown(plan.without_training({1, 2}))
-        assert torch.equal(whole.x, pruned.x) and torch.equal(whole.log_prob, pruned.log_prob)
-        steps = pruned.step[pruned.parent[pruned.edge]].tolist()
-        assert not {1, 2} & set(steps) and len(pruned.edge) < len(whole.edge)
-
-
-def test_a_tree_does_not_depend_on_the_trees_beside_it():
-    plan = branching(0, 2, roots=2)
-    together = grown(plan, prompts=2)
-    alone = sample_tree(
-        velocity,
-        named_noise([2])((), 0, "init"),
-        torch.tensor([1]),
-        plan,
-        schedule(T),
-        named_noise([2]),
-    )
-    assert torch.equal(alone.x[0], together.x[2])
