@@ -318,10 +318,8 @@ IRRELEVANT = {
     "layers_pattern", "megatron_core", "runtime_config", "qalora_group_size", "velora_config",
 }  # fmt: skip
 LARGEST = 1e6  # rank or alpha
-Rank, Alpha = (
-    Annotated[Count, Field(le=LARGEST)],
-    Annotated[Positive, Field(strict=True, le=LARGEST)],
-)
+Rank = Annotated[Count, Field(le=LARGEST)]
+Alpha = Annotated[Positive, Field(strict=True, le=LARGEST)]
 # A name, or the end of one, as PEFT and diffusers write them: escaped, with ^ and $ or without.
 LayerPattern = Annotated[str, Field(pattern=r"^\^?(?:\w|\\?[.-])+\$?$")]
 
