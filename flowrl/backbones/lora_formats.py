@@ -61,12 +61,21 @@ class LoRA:
     @property
     def scale(self) -> float:
         """The scale of all layers. Raises UserError where it differs."""
-        if len(scales := set(self.scales.values())) > 1:
+        return self._common("scale", self.scales.values())
+
+    @property
+    def rank(self) -> int:
+        """The rank of all layers. Raises UserError where it differs."""
+        return int(self._common("rank", (len(down) for down, _ in self.layers.values())))
+
+    def _common(self, what: str, values: Iterable[float]) -> float:
+        distinct = set(values)
+        if len(distinct) > 1:
             raise UserError(
-                f"{self.name} has layers of scale {min(scales):g} to {max(scales):g}, expected "
-                "one for all layers here"
+                f"{self.name} has layers of {what} {min(distinct):g} to {max(distinct):g}, "
+                f"expected one {what} for all layers here"
             )
-        return scales.pop()
+        return distinct.pop()
 
     def header(self) -> dict[str, Any]:
         """Return PEFT's configuration of it, with the ranks and alphas of single layers.
