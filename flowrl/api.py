@@ -538,7 +538,7 @@ def audit(
     Args:
         prompts, candidates: how many prompts, and candidates of each; None for the recipe's.
         steps, precisions: of candidates; empty for the recipe's, or the defaults of
-            `rollout.explore`, with fewer steps where the rollout itself has fewer.
+            `rollout.explore`.
         lora: run or file of the LoRA that generates.
         pipeline, rewards: loaded objects in place of those that the recipe names.
 

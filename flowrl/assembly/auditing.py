@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flowrl.assembly.rollout import RolloutParts, build_preview_generator, preview_layers
 from flowrl.config import Config, load_config
-from flowrl.config.load import load_recipe
 from flowrl.config.rollout import ExploreOptions
 from flowrl.quantization.backends import Resolved, precision_name
 from flowrl.quantization.layer_rules import quantised_share
@@ -39,13 +38,9 @@ def audit_configs(
     if candidates is not None:
         changes.append(f"rollout.explore.candidates={candidates}")
     changes = [*overrides, *changes]
-    option = "num_inference_steps"
-    if not steps and option not in load_recipe(recipe, changes)["rollout"]["explore"]:
-        whole = load_config(recipe, [*changes, f"rollout.explore.{option}=null"]).rollout
-        default = ExploreOptions.model_fields[option].default
-        most = whole.num_inference_steps
-        steps = [max(2, most - 1)] if most < default else []
-    kinds = [[f"rollout.explore.{option}={number}"] for number in dict.fromkeys(steps)] or [[]]
+    kinds = [
+        [f"rollout.explore.num_inference_steps={number}"] for number in dict.fromkeys(steps)
+    ] or [[]]
     return [load_config(recipe, [*changes, *kind]) for kind in kinds]
 
 

@@ -25,8 +25,8 @@ from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.quantized_base import (
     BaseBits,
     check_base_bits,
+    is_quantised,
     loading_config,
-    quantise_in_place,
 )
 from flowrl.backbones.sharding import NETWORK, check_shardable, shard_network
 from flowrl.config import Config
@@ -144,11 +144,14 @@ def build_pipeline(
             parts=loaded,
         )
     else:
+        if base is not None and not is_quantised(provided.transformer):
+            raise UserError(
+                "memory.base_bits rounds weights as they load, and the pipeline is loaded already: "
+                "load it with diffusers' quantization_config, or give its name instead"
+            )
         pipeline = place_pipeline(provided, device, away)
-        if base is not None:
-            quantise_in_place(pipeline.transformer, base)
     if p.attention is not None:
-        set_attention(pipeline.transformer, p.attention, device)
+        set_attention(pipeline.transformer, p.attention)
     if m.gradient_checkpointing:
         enable_gradient_checkpointing(pipeline.transformer)
     if m.vae_tiling:

@@ -194,7 +194,7 @@ def check_parts(
         check_offline(config, needs)
     if needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
-    check_evaluations(config, specs, held_out)
+    check_evaluation(specs, held_out)
     build_hacking_rule(config, specs, held_out)
     for spec in specs:
         if not held_out and not spec.asked_in("rollout"):
@@ -474,13 +474,6 @@ def build_run(
         hacking=build_hacking_rule(config, learner.specs, evaluator.prompts if evaluator else ()),
         resume=resume,
     )
-
-
-def check_evaluations(
-    config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
-) -> None:
-    """Check that evaluations have the scores they need. Raises UserError."""
-    check_evaluation(specs, held_out)
 
 
 def build_hacking_rule(

@@ -28,7 +28,6 @@ from flowrl.backbones.text_cache import (
     TextCache,
     encoder_names,
     identify_by_files,
-    identify_by_weights,
     index_file,
 )
 from flowrl.config import Config
@@ -99,6 +98,11 @@ class TextCaches:
     """The encoded prompts of a run: one `TextCache` with guidance and one without."""
 
     def __init__(self, config: Config, pipeline: Any = None):
+        if pipeline is not None and config.memory.prompt_cache is not None:
+            raise UserError(
+                "memory.prompt_cache is set, and nothing says whose text encoders a pipeline "
+                "object has: name the pipeline in the recipe, or set memory.prompt_cache to null"
+            )
         self.config, self.pipeline = config, pipeline  # one that was provided, if any
         self._caches: dict[bool, TextCache] = {}
         self._identity: dict[str, Any] | None = None
@@ -168,14 +172,9 @@ class TextCaches:
         index = self._index()
         if self.config.memory.text_encoders != "free" or index is None:
             return []
-        disks = {guided: self._disk(guided) for guided in (False, True)}
-        default = self.config.rollout.negative_prompt
-        for guidance, prompt in prompts:
-            disk = disks[guidance > 1]
-            negative = default if prompt.negative is None else prompt.negative
-            if disk is None or not disk.has(prompt.text, negative):
-                self._identity = None  # a branch may have moved on: known once they are loaded
-                return []
+        if self.count_on_disk(prompts) < len(prompts):
+            self._identity = None  # a branch may have moved on: known once they are loaded
+            return []
         return encoder_names(index)
 
     def count_on_disk(self, prompts: GuidedPrompts) -> int:
@@ -235,9 +234,7 @@ class TextCaches:
 
     def _identify(self) -> dict[str, Any] | None:
         """Return what identifies the encoders; None before a Hub pipeline is downloaded."""
-        if self._identity is None and self.pipeline is not None:
-            self._identity = identify_by_weights(self.pipeline)
-        elif self._identity is None and (index := self._index()) is not None:
+        if self._identity is None and (index := self._index()) is not None:
             self._identity = identify_by_files(index)
         return self._identity
 

@@ -6,7 +6,7 @@ images of all processes. The number of GPUs decides only how long it takes.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
@@ -130,30 +130,13 @@ def units(load: IterationWork) -> int:
     return load.prompts if load.whole_prompts else load.prompts * load.roots
 
 
-def nearest_gpus(load: IterationWork, gpus: int) -> tuple[int, ...]:
-    """Return the numbers of GPUs nearest to `gpus`, below and above, with an even split."""
-    last = units(load)
-    good = [n for n in range(1, last + 1) if _is_even(load, n)]
-    below, above = [n for n in good if n <= gpus], [n for n in good if n > gpus]
-    return (*below[-1:], *above[:1])
+def even_prompts(load: IterationWork, gpus: int) -> list[int]:
+    """Return the numbers of prompts nearest to the load's that surely split evenly.
 
-
-def nearest_prompts(load: IterationWork, gpus: int) -> tuple[int, ...]:
-    """Return the numbers of prompts nearest to the load's, below and above, with an even split."""
-
-    def good(prompts: int) -> bool:
-        return _is_even(replace(load, prompts=prompts), gpus)
-
-    unit, start = load.updates, load.prompts - load.prompts % load.updates
-    below = next((n for n in range(start, 0, -unit) if good(n)), None)
-    # A multiple of GPUs and updates is always even.
-    above = next((n for n in range(start + unit, start + unit * gpus + 1, unit) if good(n)), None)
-    return tuple(n for n in (below, above) if n is not None)
-
-
-def _is_even(load: IterationWork, gpus: int) -> bool:
-    # The first test is quick, and rules out most.
-    return not units(load) % gpus and _solve(load, gpus).even
+    A multiple of GPUs and updates does.
+    """
+    unit = gpus * load.updates
+    return [n for n in (load.prompts // unit * unit, -(-load.prompts // unit) * unit) if n]
 
 
 def _solve(load: IterationWork, gpus: int) -> WorkSplit:

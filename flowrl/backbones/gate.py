@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-ENCODERS = ("encode_prompt", "generate_prior_tokens")
 NETWORKS = ("transformer", "unet")
 # What a scheduler notes of the schedule that it is in.
 STATE = ("timesteps", "sigmas", "num_inference_steps", "_step_index", "_begin_index")
@@ -83,15 +82,10 @@ def _opened(pipeline: Any, visit: Visit, device: torch.device) -> Iterator[None]
         (scheduler, "set_timesteps", _set_timesteps(scheduler, visit, device)),
         (scheduler, "step", _step(scheduler, visit)),
         (pipeline, "progress_bar", functools.partial(tqdm, disable=True)),  # a bar a velocity
+        (pipeline, "encode_prompt", _encode(pipeline.encode_prompt, visit, device)),
     ]
     if hasattr(pipeline, "prepare_latents"):
         patches.append((pipeline, "prepare_latents", _prepare_latents(pipeline, visit)))
-    replay = iter(visit.texts or ())
-    for name in ENCODERS:
-        if hasattr(pipeline, name):
-            patches.append(
-                (pipeline, name, _encode(getattr(pipeline, name), visit, replay, device))
-            )
     before = {name: vars(scheduler)[name] for name in STATE if name in vars(scheduler)}
     kind = type(pipeline)
     inherited = vars(kind).get("_execution_device")
@@ -171,9 +165,9 @@ def _stop_if_complete(visit: Visit) -> None:
         raise Stop
 
 
-def _encode(
-    plain: Callable[..., Any], visit: Visit, replay: Iterator[Any], device: torch.device
-) -> Callable[..., Any]:
+def _encode(plain: Callable[..., Any], visit: Visit, device: torch.device) -> Callable[..., Any]:
+    replay = iter(visit.texts or ())
+
     @functools.wraps(plain)
     def encode(*args: Any, **kwargs: Any) -> Any:
         if visit.texts is not None:

@@ -233,33 +233,19 @@ def enable_vae_tiling(vae: Any) -> None:
 
 
 NATIVE = "native"  # torch's scaled_dot_product_attention
-ANYWHERE = (NATIVE, "_native_math", "flex")  # the others need an accelerator
 
 
-def set_attention(network: Any, name: str, device: torch.device) -> None:
+def set_attention(network: Any, name: str) -> None:
     """Set the attention back end of a diffusers transformer; copies of the network keep it.
 
     diffusers also takes the choice as the default of every other network in the process. Some
     networks have no switch and always call torch's own function.
 
     Raises:
-        UserError: diffusers does not know the name, the device cannot run it, its library is
-            missing, or the network has no switch for it.
+        UserError: diffusers does not know the name, its library is missing, or the network has no
+            switch for it.
     """
-    from diffusers.models.attention_dispatch import AttentionBackendName
-
     name = name.lower()
-    names = [member.value for member in AttentionBackendName]
-    if name not in names:
-        raise UserError(
-            f"pipeline.attention is {name!r}, expected null or a back end of diffusers: "
-            f"{', '.join(n for n in names if not n.startswith('_'))}"
-        )
-    if name not in ANYWHERE and device.type == "cpu":
-        raise UserError(
-            f"pipeline.attention is {name!r}, which needs a GPU, and this run is on the CPU: set "
-            f"it to {NATIVE} or null"
-        )
     parts = (getattr(module, "processor", None) for module in network.modules())
     if not any(hasattr(part, "_attention_backend") for part in parts):
         if name == NATIVE:

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from flowrl.backbones.original_layers import Factors, layers_of
 from flowrl.errors import DamagedFile, UserError
 from flowrl.utils.digests import check_seal, notes_of, seal
 from flowrl.utils.distributed import Runtime
+from flowrl.utils.fields import Count, Flag, Positive
 from flowrl.utils.files import parse_state, state_bytes
 from flowrl.utils.progress import announced
 from flowrl.utils.untrusted import parse_json, read_bytes, read_json
@@ -165,21 +167,15 @@ def lora_file(source: str | Path) -> Path:
 
 
 def _in_folder(folder: Path) -> Path | None:
-    for place in (folder, folder / "lora"):
-        for name in (FILE, PEFT_FILE):
-            if (place / name).is_file():
-                return place / name
-        if any((place / f"{name}.bin").is_file() for name in ("adapter_model", Path(FILE).stem)):
-            raise UserError(
-                f"{place} holds a pickle, which runs code when it is read: save it anew with "
-                "safe_serialization=True"
-            )
-    checkpoints = [p for p in sorted(folder.glob("checkpoint-*")) if p.is_dir()]
-    nested = {p.name: file for p in checkpoints if (file := _in_folder(p)) is not None}
-    if len(nested) > 1:
-        raise UserError(f"{folder} holds several LoRAs: name one of {', '.join(nested)} in it")
+    for place in ("", "lora/", "checkpoint-*/", "checkpoint-*/lora/"):
+        files = [file for name in (FILE, PEFT_FILE) for file in sorted(folder.glob(place + name))]
+        folders = sorted({str(file.parent.relative_to(folder)) for file in files})
+        if len(folders) > 1:
+            raise UserError(f"{folder} holds several LoRAs: name one of {', '.join(folders)} in it")
+        if files:
+            return files[0]
     files = sorted(folder.glob("*.safetensors"))
-    return next(iter(nested.values()), files[0] if len(files) == 1 else None)
+    return files[0] if len(files) == 1 else None
 
 
 def _download(source: str, name: str, subfolder: str, revision: str | None) -> Path:
@@ -259,7 +255,9 @@ def _factors(
         if TEXT_ENCODERS.match(plain_name(key)):
             text += 1
         elif key.endswith(".alpha") and tensor.numel() == 1 and not tensor.is_complex():
-            alphas[plain_name(key).removesuffix(".alpha")] = float(tensor)
+            alphas[plain_name(key).removesuffix(".alpha")] = value = float(tensor)
+            if not 0 < value <= LARGEST:
+                raise UserError(f"{path} has {key} = {value:g}, expected a number above 0")
         elif (match := SUFFIX.search(key)) is not None:
             side = SIDES[match["side"] or match["old"]]
             name = f"{plain_name(key[: match.start()])}.lora_{side}.weight"
@@ -322,22 +320,49 @@ def few(names: Iterable[str]) -> str:
 
 # --- PEFT's configuration -------------------------------------------------------------------------
 
-UNDERSTOOD = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
 # Fields that do not change what the tensors of a trained LoRA mean.
 IRRELEVANT = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "layers_to_transform",
     "layers_pattern", "megatron_core", "runtime_config", "qalora_group_size", "velora_config",
 }  # fmt: skip
-# All other fields change the base, other tensors or the formula: refused unless false or empty.
-PLAIN = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
-# A name, or the end of one, as PEFT and diffusers write them: escaped, with ^ and $ or without.
-PATTERN = re.compile(r"\^?(?:\w|\\?[.-])+\$?")
 LARGEST = 1e6  # rank or alpha
+Rank = Annotated[Count, Field(le=LARGEST)]
+Alpha = Annotated[Positive, Field(strict=True, le=LARGEST)]
+# A name, or the end of one, as PEFT and diffusers write them: escaped, with ^ and $ or without.
+LayerPattern = Annotated[str, Field(pattern=r"^\^?(?:\w|\\?[.-])+\$?$")]
 
 
-def _configuration(texts: Mapping[str, str], path: Path, make: str) -> dict[str, Any] | None:
-    """Return PEFT's configuration beside the file, or of its header; None without r and alpha.
+class PlainLoRA(BaseModel):
+    """PEFT's configuration of a plain LoRA.
+
+    Fields beyond these change the base, other tensors or the formula, unless false or empty.
+    """
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    peft_type: Literal["LORA"] = "LORA"
+    r: Rank
+    lora_alpha: Alpha
+    rank_pattern: dict[LayerPattern, Rank] | None = None
+    alpha_pattern: dict[LayerPattern, Alpha] | None = None
+    use_rslora: Flag | None = None
+    bias: Literal["none"] = "none"
+    init_lora_weights: Literal[True, False, "gaussian", "orthogonal"] = True
+
+    def scale(self, layer: str, rank: int) -> float:
+        """Return a layer's alpha / rank. Raises ValueError where it is given another rank."""
+        from peft.utils.other import get_pattern_key
+
+        ranks, alphas = self.rank_pattern or {}, self.alpha_pattern or {}
+        if (r := ranks.get(get_pattern_key([*ranks], layer), self.r)) != rank:
+            raise ValueError(f"rank {r} for {layer}, whose tensors have {rank}")
+        alpha = alphas.get(get_pattern_key([*alphas], layer), self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _configuration(texts: Mapping[str, str], path: Path, make: str) -> PlainLoRA | None:
+    """Return PEFT's configuration beside the file, or of its header; None where it has neither.
 
     Raises UserError, naming the entry, unless it is a plain LoRA's.
     """
@@ -352,77 +377,48 @@ def _configuration(texts: Mapping[str, str], path: Path, make: str) -> dict[str,
             for key, value in header.items()
             if not TEXT_ENCODERS.match(key)
         }
-    if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
+        if config == {}:
+            return None
+    if not isinstance(config, dict):
         raise UserError(f"{where} has no configuration of a LoRA: {REMEDY}")
-    complete = {"r", "lora_alpha"} <= set(config)
-    if make == "PEFT" and not complete and (config or beside.is_file()):
-        raise UserError(f"{where} has no r and lora_alpha: {REMEDY}")
-    _check_entries(config, where)
-    return config if complete else None
-
-
-def _check_entries(config: Mapping[str, Any], where: str) -> None:
-    """Raise UserError, naming the entry, unless a configuration is a plain LoRA's."""
     for name, value in config.items():
-        if not (name in UNDERSTOOD | IRRELEVANT or not value or value in PLAIN.get(name, ())):
+        if value and name not in PlainLoRA.model_fields.keys() | IRRELEVANT:
             raise UserError(
                 f"{where} has {name} = {value!r:.40}, but flowrl reads plain LoRAs only: convert "
                 "it, for example with PEFT's merge_and_unload"
             )
-    if not isinstance(config.get("use_rslora"), bool | None):
+    try:
+        return PlainLoRA.model_validate(config)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        name, value = wrong["loc"][0], config.get(wrong["loc"][0], "missing")
         raise UserError(
-            f"{where} has use_rslora = {config['use_rslora']!r:.40}, expected true or false: "
-            f"{REMEDY}"
-        )
-    for name in ("r", "lora_alpha"):
-        if name in config:
-            _check_number(name, config[name], whole=name == "r", where=where)
-    for name in ("rank_pattern", "alpha_pattern"):
-        patterns = config.get(name) or {}
-        if not isinstance(patterns, dict):
-            raise UserError(f"{where} has {name} = {patterns!r:.40}, expected an object: {REMEDY}")
-        for key, value in patterns.items():
-            if not PATTERN.fullmatch(key):
-                raise UserError(
-                    f"{where} has {name}[{key!r:.60}], expected a layer's full name or its "
-                    "end; other regular expressions are not supported"
-                )
-            _check_number(f"{name}[{key!r:.60}]", value, whole=name[0] == "r", where=where)
-
-
-def _check_number(name: str, value: Any, *, whole: bool, where: str) -> None:
-    """Raise UserError unless a rank is a whole number, or an alpha any, above 0."""
-    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not (number and 0 < value <= LARGEST):
-        raise UserError(
-            f"{where} has {name} = {value!r:.40}, expected {'a whole' if whole else 'a'} number "
-            f"above 0 and at most {LARGEST:.0f}: {REMEDY}"
-        )
-
-
-def _matches(pattern: str, layer: str) -> bool:
-    """Return whether PEFT applies a pattern to a layer; dots stand for themselves."""
-    name = pattern.removeprefix("^").removesuffix("$").replace("\\", "")
-    return layer == name or (not pattern.startswith("^") and layer.endswith(f".{name}"))
+            f"{where} has {name} = {value!r:.60}: {wrong['msg'].lower()}; {REMEDY}"
+        ) from error
 
 
 def _scales(
     state: Mapping[str, Tensor],
     alphas: Mapping[str, float],
-    config: Mapping[str, Any] | None,
+    config: PlainLoRA | None,
     path: Path,
     alpha: float | None,
     default_alpha: float | None,
 ) -> dict[str, float]:
     """Return alpha / rank by layer: of a configuration, or tensors, or `alpha`, or as assumed."""
     ranks = {name: len(down) for name, (down, _) in layers_of(state).items()}
+    if alpha is not None and (config is not None or alphas):
+        trained = min(alphas.values()) if config is None else config.lora_alpha
+        raise UserError(
+            f"{path} was trained with alpha {trained:g}, and --lora-alpha is {alpha:g}: leave it "
+            "out"
+        )
     if config is not None:
-        _check_alpha(config["lora_alpha"], alpha, path)
-        return {name: _configured(name, rank, config, path) for name, rank in ranks.items()}
+        try:
+            return {name: config.scale(name, rank) for name, rank in ranks.items()}
+        except ValueError as error:
+            raise UserError(f"{path} says {error}") from error
     if alphas:
-        for value in alphas.values():
-            _check_number("alpha", value, whole=False, where=str(path))
-            _check_alpha(value, alpha, path)
         if missing := sorted(set(ranks) - set(alphas)):
             raise UserError(f"{path} has alphas, but none for {few(missing)}")
         return {name: alphas[name] / rank for name, rank in ranks.items()}
@@ -435,25 +431,6 @@ def _scales(
             path, min(scales.values()), why,
         )  # fmt: skip
     return scales
-
-
-def _check_alpha(trained: float, alpha: float | None, path: Path) -> None:
-    if alpha is not None and alpha != trained:
-        raise UserError(
-            f"{path} was trained with alpha {trained:g}, and --lora-alpha is {alpha:g}: leave it "
-            "out"
-        )
-
-
-def _configured(layer: str, rank: int, config: Mapping[str, Any], path: Path) -> float:
-    """Return a layer's scale by its configuration. Raises UserError for another rank than that."""
-    values = {}
-    for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-        patterns = config.get(pattern) or {}
-        values[name] = next((v for k, v in patterns.items() if _matches(k, layer)), config[name])
-    if values["r"] != rank:
-        raise UserError(f"{path} says rank {values['r']} for {layer}, whose tensors have {rank}")
-    return values["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def lora_bytes(lora: LoRA) -> bytes:

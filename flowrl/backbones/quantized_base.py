@@ -5,7 +5,6 @@ are loaded, for both rollouts and training.
 """
 
 import importlib.util
-import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +13,6 @@ from torch import nn
 
 from flowrl.errors import UserError
 
-LOG = logging.getLogger(__name__)
 Library = Literal["bitsandbytes", "torchao"]
 
 
@@ -46,7 +44,9 @@ def loading_config(base: BaseBits, dtype: torch.dtype) -> Any:
     from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
 
     if base.library == "torchao":
-        config = TorchAoConfig(_int8())
+        from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
+
+        config = TorchAoConfig(Int8WeightOnlyConfig())
     elif base.bits == 8:
         config = BitsAndBytesConfig(load_in_8bit=True)
     else:
@@ -54,31 +54,6 @@ def loading_config(base: BaseBits, dtype: torch.dtype) -> Any:
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
         )
     return PipelineQuantizationConfig(quant_mapping={"transformer": config})
-
-
-def _int8() -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
-
-    return Int8WeightOnlyConfig()
-
-
-def quantise_in_place(network: nn.Module, base: BaseBits) -> None:
-    """Quantise the linear layers of a network that is loaded already, unless they are.
-
-    Raises UserError for bitsandbytes, which rounds while loading.
-    """
-    if is_quantised(network):
-        LOG.warning("the pipeline is quantised already: memory.base_bits does not change it")
-        return
-    if base.library == "bitsandbytes":
-        raise UserError(
-            "memory.base_bits is set for a pipeline that is loaded already, and bitsandbytes "
-            "rounds weights while they load: load it with diffusers' quantization_config, give "
-            "its name instead, or set memory.base_library to torchao with 8 bits"
-        )
-    from torchao.quantization import quantize_  # type: ignore[import-not-found]
-
-    quantize_(network, _int8())
 
 
 def is_quantised(network: nn.Module) -> bool:

@@ -120,7 +120,6 @@ class Override:
         pipeline: Arguments of the pipeline itself.
         packed: The pipeline folds 2 x 2 latents into channels (4 times the autoencoder's).
         vae: Arguments of the autoencoder.
-        scheduler: Its class, where the annotation names another one than published folders have.
     """
 
     network: dict[str, Any] = field(default_factory=dict)
@@ -128,7 +127,6 @@ class Override:
     pipeline: dict[str, Any] = field(default_factory=dict)
     packed: bool = False
     vae: dict[str, Any] = field(default_factory=dict)
-    scheduler: str = ""
 
 
 _KLEIN = Override(
@@ -187,8 +185,6 @@ OVERRIDES: dict[str, Override] = {
     ),
     "PRXPipeline": Override({"axes_dim": (8, 8)}),
     "WanPipeline": Override({"text_dim": TEXT_WIDTH}),
-    "PRXPixelPipeline": Override({"axes_dim": (8, 8)}),
-    "SanaSprintPipeline": Override(scheduler="SCMScheduler"),
     "CogView4Pipeline": Override({"rope_axes_dim": (16, 16)}),
     "HunyuanImagePipeline": Override({"rope_axes_dim": (8, 8), "text_embed_2_dim": TEXT_WIDTH}),
     "Kandinsky5T2IPipeline": Override({"patch_size": (1, 2, 2)}),
@@ -309,7 +305,7 @@ def _component(name: str, classes: list[type], pipeline: str, override: Override
     if name == "vae":
         return kind(**{**AUTOENCODERS[kind.__name__][1], **override.vae})
     if name == "scheduler":
-        return _scheduler(kind, override.scheduler)
+        return _scheduler(kind)
     if "encoder" in name:
         return _text_encoder(kind, pipeline, override.texts.get(name, {}))
     return _network(kind, pipeline, override)
@@ -328,12 +324,10 @@ def _vision_processor() -> Any:
     )
 
 
-def _scheduler(kind: Any, name: str) -> Any:
+def _scheduler(kind: Any) -> Any:
     """Build a scheduler that steps a flow; annotations of pipelines may be more general."""
     import diffusers
 
-    if name:
-        return getattr(diffusers, name)()
     if kind.__name__ == "DPMSolverMultistepScheduler":
         return kind(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0)
     return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)

@@ -206,7 +206,6 @@ class TextCache:
 
 
 INDEX = "model_index.json"
-SAMPLED = 64  # values of each weight
 
 
 def index_file(path: str, revision: str | None) -> Path | None:
@@ -238,17 +237,3 @@ def identify_by_files(index: Path) -> dict[str, Any]:
     parts = sorted(p for name in kinds for p in folder.glob(f"{name}*/**/*") if p.is_file())
     stats = [(p.relative_to(folder).as_posix(), p.stat()) for p in parts]
     return {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]}
-
-
-@torch.no_grad()
-def identify_by_weights(pipeline: Any) -> dict[str, Any]:
-    """Identify text encoders by a digest of some values, the name and shape of every weight."""
-    digest = blake2b(digest_size=16)
-    for part in encoders_of(pipeline):
-        digest.update(type(part).__name__.encode())
-        for name, weight in part.named_parameters():
-            flat = weight.detach().flatten()
-            some = flat[:: max(1, flat.numel() // SAMPLED)].to("cpu", torch.float32)
-            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-            digest.update(some.numpy().tobytes())
-    return {"weights": digest.hexdigest()}

@@ -122,14 +122,13 @@ def _rows(planned: "Plan") -> str:
 
 
 def _uneven(planned: "Plan") -> str:
-    from flowrl.assembly.work_split import nearest_gpus, nearest_prompts
+    from flowrl.assembly.work_split import even_prompts
 
     geometry = planned.geometry
     busy = ", ".join(f"{share:.0%} of {phase}" for phase, share in geometry.busy.items())
-    gpus = " or ".join(map(str, nearest_gpus(geometry.load, geometry.gpus)))
-    prompts = " or ".join(map(str, nearest_prompts(geometry.load, geometry.gpus)))
+    prompts = " or ".join(map(str, even_prompts(geometry.load, geometry.gpus)))
     return (
-        f"GPUs wait for each other: they work {busy}. None waits with {gpus} GPUs, or with "
+        f"GPUs wait for each other: they work {busy}. None waits with "
         f"rollout.prompts_per_iteration={prompts}."
     )
 

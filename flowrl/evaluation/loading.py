@@ -7,7 +7,6 @@ from flowrl.assembly.learner import (
     ProvidedObjects,
     build_evaluated_pipeline,
     build_evaluator,
-    check_evaluations,
     check_unseen,
     evaluation_prompts,
 )
@@ -16,7 +15,7 @@ from flowrl.backbones.lora_formats import LoRA
 from flowrl.config import Config
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
-from flowrl.scoring.spec import RewardSpec
+from flowrl.scoring.spec import RewardSpec, check_evaluation
 from flowrl.training.evaluate import Evaluator
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.progress import announced
@@ -30,7 +29,7 @@ def held_out_prompts(config: Config, specs: Sequence[RewardSpec]) -> list[Prompt
     prompts = evaluation_prompts(config, ProvidedObjects())
     if not prompts:
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
-    check_evaluations(config, specs, prompts)
+    check_evaluation(specs, prompts)
     check_unseen(config, prompts)
     return prompts
 

@@ -64,13 +64,8 @@ def paired_contrast(
         resamples: a multiple of CHUNK, see `resamples_for`; p is at least 1 / (1 + resamples).
 
     Raises:
-        ValueError: shapes differ, or no pair has both scores.
+        ValueError: no pair has both scores.
     """
-    if not before.shape == after.shape == prompt.shape or before.ndim != 1:
-        raise ValueError(
-            f"shapes are {tuple(before.shape)}, {tuple(after.shape)} and {tuple(prompt.shape)}, "
-            "expected three equal vectors"
-        )
     both = (before.isfinite() & after.isfinite()).cpu()
     change = (after.cpu().double() - before.cpu().double())[both].numpy()
     if not len(change):

@@ -1,6 +1,5 @@
 """The contract between the training loop and an objective."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
@@ -128,11 +127,4 @@ def check_objective(objective: Any, name: str) -> None:
         raise UserError(
             f"{name} made a {type(objective).__name__}, which is no objective: it needs "
             "`needs` (a flowrl.objectives.base.Needs), `prepare` and `loss`"
-        )
-    parameters = inspect.signature(objective.loss).parameters
-    if len(parameters) != 2:
-        raise UserError(
-            f"the `loss` of {name} takes ({', '.join(parameters)}): write loss(self, models, "
-            "batch), which calls models.policy, models.reference, models.old and "
-            "models.reward_gradient"
         )

@@ -29,7 +29,7 @@ def suffix_loss(s: Tensor, reward: Tensor, group: Tensor, tau: float, order_key:
     # The first of a suffix is always in it, or padded lines would be empty sums.
     first = places[:, None] == places
     suffix = (places[:, None] <= places) & rows.mask[:, None, :] | first
-    if _valid_tau(tau):
+    if tau > 0:
         target = _softmax_target(reward[rows.index][:, None, :], suffix, tau)
     else:
         target = first.to(reward.dtype)
@@ -46,7 +46,7 @@ def top1_loss(s: Tensor, reward: Tensor, group: Tensor, tau: float) -> Tensor:
     require_finite(reward)
     rows = group_rows(group)
     table = reward[rows.index]
-    if _valid_tau(tau):
+    if tau > 0:
         target = _softmax_target(table, rows.mask, tau)
     else:
         best = best_of_group(reward, group)[rows.index] & rows.mask
@@ -86,13 +86,6 @@ def _cross_entropy(s: Tensor, target: Tensor, member: Tensor) -> Tensor:
     """logsumexp of the members' s, less its mean under the target. (..., K) -> (...)"""
     total = s.masked_fill(~member, -torch.inf).logsumexp(-1)
     return total - (target * s).sum(-1)
-
-
-def _valid_tau(tau: float) -> bool:
-    """Whether the target is soft. Raises ValueError for tau < 0."""
-    if not tau >= 0:
-        raise ValueError(f"tau is {tau}; it must be positive, or 0 for the hard ranking")
-    return tau > 0
 
 
 @dataclass(frozen=True)

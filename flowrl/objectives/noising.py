@@ -109,9 +109,8 @@ def noisiest(sigmas: Tensor, fraction: float) -> Tensor:
 def without_replacement(u: Tensor, sigmas: Tensor) -> Tensor:
     """Return D different sigmas for each row, every ordered choice equally likely. (..., D)
 
-    u: (..., D); sigmas: (M,). Raises ValueError if D > M.
+    u: (..., D); sigmas: (M,).
     """
-    _check_enough(u, sigmas)
     left = torch.arange(len(sigmas), device=u.device).expand(*u.shape[:-1], -1).clone()
     chosen = []
     for i, number in enumerate(u.unbind(-1)):  # Fisher and Yates, all rows at once
@@ -124,9 +123,8 @@ def without_replacement(u: Tensor, sigmas: Tensor) -> Tensor:
 def one_of_each_stretch(u: Tensor, sigmas: Tensor) -> Tensor:
     """Return one sigma from each of D even stretches of the schedule, as in AWM. (..., D)
 
-    u: (..., D); sigmas: (M,). Raises ValueError if D > M.
+    u: (..., D); sigmas: (M,).
     """
-    _check_enough(u, sigmas)
     edge = [len(sigmas) * i // u.shape[-1] for i in range(u.shape[-1] + 1)]
     columns = [_index(n, edge[i], edge[i + 1]) for i, n in enumerate(u.unbind(-1))]
     return sigmas.to(u.device)[torch.stack(columns, -1)]
@@ -134,14 +132,6 @@ def one_of_each_stretch(u: Tensor, sigmas: Tensor) -> Tensor:
 
 def _index(u: Tensor, low: int, high: int) -> Tensor:
     return low + (u * (high - low)).long()
-
-
-def _check_enough(u: Tensor, sigmas: Tensor) -> None:
-    if u.shape[-1] > len(sigmas):
-        raise ValueError(
-            f"{u.shape[-1]} different sigmas asked of {len(sigmas)}: "
-            "take fewer, or a larger part of the schedule"
-        )
 
 
 def noised(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class SPO:
         return node_values(rollout, reward, valid, "uniform")
 
     def loss(self, models: Models, batch: Transitions) -> tuple[Tensor, Metrics]:
-        first = _winner_first(batch)
+        first = batch.advantage.view(-1, 2)[:, 0] > 0  # a pair lies under its parent
         cond, sigma, parent = batch.cond.take(batch.prompt), batch.sigma, batch.parent
         x = batch.x[parent].float()
 
@@ -112,16 +112,3 @@ class SPO:
                 "policy/clip_share": (excess.abs() > CLIP).float().mean(),
             }
         return loss.mean(), metrics
-
-
-def _winner_first(batch: Transitions) -> Tensor:
-    """Mark the pairs whose first edge won. (P,) bool. Raises ValueError for a pair cut in two."""
-    whole = len(batch) % 2 == 0
-    if whole:
-        parent, signal = batch.parent.view(-1, 2), batch.advantage.view(-1, 2)
-        whole = bool(((parent[:, 0] == parent[:, 1]) & (signal.sum(1) == 0)).all())
-    if not whole:
-        raise ValueError(
-            "a pair was cut in two: batches must keep both edges of a pair, under their parent"
-        )
-    return batch.advantage.view(-1, 2)[:, 0] > 0

@@ -4,7 +4,6 @@ The names and sizes are those of Sol-RL's released code (2604.06916), put into d
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +14,6 @@ from flowrl.errors import UserError
 from flowrl.quantization.backends import option_name
 
 Matrix = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-
-
-NAMED, SMALL = "kept by name", "no side above"  # how reasons begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,23 +65,13 @@ def choose_layers(
         )
         choices.append(choice)
     if not any(choice.format for choice in choices):
-        name = type(network).__name__
-        why = _why_none(choices, least, option_name(where, "min_dim"))
-        raise UserError(f"no layer of {name} is left to be quantised: {why}")
+        small = [max(c.shape) for c in choices if c.reason == f"no side above {least}"]
+        raise UserError(
+            f"no layer of {type(network).__name__} is left to be quantised: the longest side of "
+            f"those not kept by name is {max(small, default=0)}, and "
+            f"{option_name(where, 'min_dim')} is {least}: set that lower, or use bf16"
+        )
     return tuple(choices)
-
-
-def _why_none(choices: Sequence[LayerChoice], least: int, min_dim: str) -> str:
-    """Return how many layers stay exact for which reason, and what to change."""
-    by_name = sum(c.reason.startswith(NAMED) for c in choices)
-    small = [max(c.shape) for c in choices if c.reason.startswith(SMALL)]
-    counts = (
-        f"of {len(choices)} layers {by_name} are kept by name, {len(small)} by size ({min_dim}: no "
-        f"side above {least}) and {len(choices) - by_name - len(small)} as no kernel takes them"
-    )
-    if small:
-        return f"{counts}; their longest side is {max(small)}: set {min_dim} below that"
-    return f"{counts}: use bf16, which quantises nothing"
 
 
 def matrices(network: nn.Module) -> Iterator[tuple[str, Matrix]]:
@@ -130,14 +116,14 @@ def _kept_as_kind(layer: Matrix, rules: LayerRules) -> str | None:
 def _kept_by_name(name: str, patterns: Sequence[re.Pattern[str]]) -> str | None:
     for pattern in patterns:
         if pattern.search(name):
-            return f"{NAMED}: {pattern.pattern}"
+            return f"kept by name: {pattern.pattern}"
     return None
 
 
 def _kept_by_size(shape: tuple[int, int], rules: LayerRules, min_dim: int) -> str | None:
     rows, columns = shape
     if max(shape) <= min_dim:
-        return f"{SMALL} {min_dim}"
+        return f"no side above {min_dim}"
     if columns % rules.in_multiple:
         return f"inputs not a multiple of {rules.in_multiple}"
     if rows % rules.out_multiple:
@@ -148,27 +134,3 @@ def _kept_by_size(shape: tuple[int, int], rules: LayerRules, min_dim: int) -> st
 def quantised_share(choices: Sequence[LayerChoice]) -> float:
     """Return the share of all linear layers' and convolutions' weights that is quantised."""
     return sum(c.size for c in choices if c.format) / sum(c.size for c in choices)
-
-
-def layer_table(choices: Sequence[LayerChoice]) -> list[dict[str, object]]:
-    """Return rows for display: layers of one shape, format and reason together, largest first.
-
-    Numbers in names become `*`.
-    """
-    total = sum(c.size for c in choices)
-    groups: dict[tuple, list[LayerChoice]] = {}
-    for choice in choices:
-        groups.setdefault((choice.shape, choice.format, choice.reason), []).append(choice)
-    rows = []
-    for (shape, format, reason), members in groups.items():
-        names = Counter(re.sub(r"\b\d+\b", "*", c.name) for c in members)
-        row: dict[str, object] = {
-            "layers": len(members),
-            "out x in": f"{shape[0]} x {shape[1]}",
-            "format": format or "exact",
-            "share": f"{sum(c.size for c in members) / total:.1%}",
-            "reason": reason,
-            "names": ", ".join(names),
-        }
-        rows.append((sum(c.size for c in members), row))
-    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]

@@ -24,7 +24,6 @@ class RolloutLinear(nn.Module):
     Args:
         weight: (out, in), any float dtype; of a pointwise convolution (out, in, 1, 1).
         pointwise: the layer replaces a 1x1 convolution.
-        packed: what the backend has packed already, to share instead of packing again.
 
     Raises:
         ValueError: a weight that the backend cannot pack.
@@ -37,26 +36,19 @@ class RolloutLinear(nn.Module):
         backend: Backend,
         *,
         pointwise: bool = False,
-        packed: State | None = None,
     ):
         super().__init__()
         self.backend, self.pointwise = backend, pointwise
-        self.shared = packed is not None
         self.out_features, self.in_features = weight.shape[:2]
-        state = self._pack(weight) if packed is None else packed
+        state = self._pack(weight)
         for name, value in state.items():
-            self._hold(PACKED + name, value if self.shared else value.clone())
+            self._hold(PACKED + name, value.clone())  # a plain weight is only cast
         self.names = tuple(state)
         self._hold("bias", None if bias is None else bias.detach())
 
     @torch.no_grad()
     def load(self, weight: Tensor) -> None:
-        """Overwrite the packed weight by another one of its shape; fp32 loses no small update.
-
-        Raises ValueError where the weight is shared.
-        """
-        if self.shared:
-            raise ValueError("this layer shares its weight, which is not its own to overwrite")
+        """Overwrite the packed weight by another one of its shape; fp32 loses no small update."""
         for name, value in self._pack(weight).items():
             self.get_buffer(PACKED + name).copy_(value)
 

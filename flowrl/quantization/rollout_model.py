@@ -23,7 +23,6 @@ from flowrl.errors import UserError
 from flowrl.quantization.backends import (
     Backend,
     Resolved,
-    State,
     backend_of,
     check_kernels,
     precision_name,
@@ -32,7 +31,6 @@ from flowrl.quantization.layer_rules import (
     LayerChoice,
     choose_layers,
     is_pointwise,
-    layer_table,
     quantised_share,
 )
 from flowrl.quantization.linear import RolloutLinear, SamePrecisionLinear
@@ -81,26 +79,13 @@ class RolloutModel:
 
     @torch.no_grad()
     def sync(self, adapter: str) -> None:
-        """Copy one of the policy's adapters into this network, in place: every address stays.
-
-        Raises ValueError for an adapter that the policy does not have.
-        """
+        """Copy one of the policy's adapters into this network, in place: every address stays."""
         for one in self._adapted:
-            if adapter not in one.lora.lora_A:
-                raise ValueError(f"the policy has no adapter {adapter!r}: {[*one.lora.lora_A]}")
             merged = merged_weight(one.lora, one.weight, adapter)
             if isinstance(one.layer, RolloutLinear):
                 one.layer.load(merged)
             else:
                 one.layer.weight.copy_(merged)
-
-    def nbytes(self) -> int:
-        """Return the size of what this copy holds beside the policy's own tensors."""
-        shared = {t.untyped_storage().data_ptr() for t in _tensors(self.policy.network)}
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage() for t in _tensors(self.network)
-        }
-        return sum(storage.nbytes() for start, storage in storages.items() if start not in shared)
 
     @torch.no_grad()
     def _layer(self, name: str, lora: Any | None, backend: Backend | None) -> nn.Module:
@@ -120,7 +105,6 @@ class RolloutModel:
                 base.bias,
                 backend,
                 pointwise=_is_convolution(name, base),
-                packed=_packed_already(base, backend) if merged is None else None,
             )
         if lora is not None:
             self._adapted.append(_Adapted(layer=layer, lora=lora, weight=weight))
@@ -159,13 +143,6 @@ def _is_convolution(name: str, layer: nn.Module) -> bool:
     raise UserError(
         f"layer {name} is a {type(layer).__name__}, which cannot be quantised: keep it exact"
     )
-
-
-def _packed_already(layer: Any, backend: Backend) -> State | None:
-    """Return the packed weight of a layer trained in low precision with the same backend."""
-    if isinstance(layer, SamePrecisionLinear) and backend == layer.packed.backend:
-        return layer.packed.state()
-    return None
 
 
 def _adapted_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -249,7 +226,7 @@ def write_precision(
         "format": resolved.format if quantised else None,
         "lora": lora,
         "quantised_share": share,
-        "layers": layer_table(choices),
+        "layers": [asdict(choice) for choice in choices],
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / file, json.dumps(content, indent=2) + "\n")

@@ -51,15 +51,7 @@ def audit_ranks(
     Args:
         proxy, true: (P, N), NaN where a score is missing: that candidate is left out of both.
         keep: candidates of a prompt that are selected.
-
-    Raises:
-        ValueError: for unequal shapes.
     """
-    if proxy.shape != true.shape or proxy.ndim != 2:
-        raise ValueError(
-            f"scores have shapes {tuple(proxy.shape)} and {tuple(true.shape)}, expected (prompts, "
-            "candidates) for both"
-        )
     pairs = list(zip(proxy.double(), true.double(), strict=True))
     rho = [spearman_rho(p, t) for p, t in pairs]
     contrast = [contrast_share(p, t, keep, select) for p, t in pairs]

@@ -86,14 +86,7 @@ def select_candidates(proxy: Tensor, keep: int, select: SelectRule, rng: torch.G
         select: best_worst: the floor(K/2) highest and the K - floor(K/2) lowest (Sol-RL);
             mean_deviation: those furthest from the mean; extremes_random: the highest, the lowest
             and others at random; random: any.
-
-    Raises:
-        ValueError: N < keep or keep < 1, or there is no such rule.
     """
-    if not 1 <= keep <= len(proxy):
-        raise ValueError(f"{keep} of {len(proxy)} candidates cannot be kept: at least 1, at most N")
-    if select not in SELECT_RULES:
-        raise ValueError(f"select is {select!r}, expected one of {', '.join(SELECT_RULES)}")
     finite = proxy.isfinite().nonzero().squeeze(1)
     if len(finite) <= keep:
         return finite

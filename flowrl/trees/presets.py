@@ -123,7 +123,7 @@ class FlowGRPOFastOptions(TreeOptions):
     window: Window = option(RandomWindow(size=2), INSIDE, "Flow-GRPO-Fast, second version")
 
     def make(self, steps: int, leaves: int, at: Any = None) -> TreePlan:
-        return chains(steps, leaves, noisy=check_window(at, steps))
+        return chains(steps, leaves, noisy=at)
 
 
 class DanceGRPOOptions(TreeOptions):
@@ -137,8 +137,7 @@ class DanceGRPOOptions(TreeOptions):
         return random_share(steps, DANCE_SHARE, seed, iteration)
 
     def make(self, steps: int, leaves: int, at: Any = None) -> TreePlan:
-        trained = check_steps("trained", sorted(at), steps)
-        return chains(steps, leaves, range(steps - 1), trained=trained, same_noise=True)
+        return chains(steps, leaves, range(steps - 1), trained=at, same_noise=True)
 
 
 class MixGRPOOptions(TreeOptions):
@@ -154,9 +153,8 @@ class MixGRPOOptions(TreeOptions):
     window: Window = option(ProgressiveWindow(size=4, period=25), INSIDE, MIX_GRPO)
 
     def make(self, steps: int, leaves: int, at: Any = None) -> TreePlan:
-        noisy = check_window(at, steps)
         check_leaves(leaves)
-        return TreePlan(roots=1, steps=_forest(steps, noisy, noisy, {noisy[0]: leaves}))
+        return TreePlan(roots=1, steps=_forest(steps, at, at, {at[0]: leaves}))
 
 
 # --- trees ---------------------------------------------------------------------------------------
@@ -209,7 +207,7 @@ class BranchGRPOMixOptions(BranchGRPOOptions):
     )
 
     def make(self, steps: int, leaves: int, at: Any = None) -> TreePlan:
-        return self.branching(steps, leaves, {*self.splits, *check_window(at, steps)})
+        return self.branching(steps, leaves, {*self.splits, *at})
 
 
 class TreeGRPOOptions(SiblingOptions):
@@ -227,10 +225,8 @@ class TreeGRPOOptions(SiblingOptions):
     window: Window = option(GeometricWindow(size=3, ratio=0.5), "Which steps branch.", TREE_GRPO)
 
     def make(self, steps: int, leaves: int, at: Any = None) -> TreePlan:
-        inside = check_window(at, steps)
-        roots = _roots_of_power(leaves, self.branch, len(inside))
-        parts = dict.fromkeys(inside, self.branch)
-        return TreePlan(roots=roots, steps=_forest(steps, inside, inside, parts, self.coupling))
+        roots, parts = _roots_of_power(leaves, self.branch, len(at)), dict.fromkeys(at, self.branch)
+        return TreePlan(roots=roots, steps=_forest(steps, at, at, parts, self.coupling))
 
 
 class B2DiffuRLOptions(TreeOptions):
@@ -251,12 +247,6 @@ class B2DiffuRLOptions(TreeOptions):
         return b2_stage(iteration, B2_PERIOD, first, last)
 
     def make(self, steps: int, leaves: int, at: Any = None) -> TreePlan:
-        if not 2 <= at <= steps:
-            raise PlanError(
-                f"the last {at} of {steps} steps cannot be continuations: they begin before the "
-                "last step, which has no noise; the nearest number that works is "
-                f"{min(max(at, 2), steps)}"
-            )
         split, roots = steps - at, _roots_of_power(leaves, self.branch, 1)
         noisy, trained = range(steps - 1), range(split, steps - 1)
         return TreePlan(roots=roots, steps=_forest(steps, noisy, trained, {split: self.branch}))
@@ -489,18 +479,6 @@ def check_leaves(leaves: int, unit: int = 1, made_of: str = "1") -> int:
         f"the {which} {' and '.join(map(str, near))}",
         leaves=near[-1],
     )
-
-
-def check_window(window: range, steps: int) -> range:
-    """Return the window if it is not empty and within the steps that may have noise."""
-    if not window or window.step != 1:
-        raise PlanError(f"the window is {window}, expected at least one step and none left out")
-    if window[0] < 0 or window[-1] > steps - 2:
-        raise PlanError(
-            f"the window covers steps {window[0]} to {window[-1]}, but noise is possible in steps "
-            f"0 to {steps - 2}, never in the last"
-        )
-    return window
 
 
 def check_steps(name: str, chosen: Sequence[int], steps: int) -> Sequence[int]:

@@ -531,8 +531,8 @@ def bench_sizes(
         "compiled": compile,
         "quantised_layers": quantised,
         "quantised_share": quantised_share(networks.choices) if quantised else 0.0,
-        "cheap_copy_gb": networks.low.nbytes() / 1e9,
-        "exact_copy_gb": networks.exact.nbytes() / 1e9,
+        "cheap_copy_gb": copy_bytes(networks.low) / 1e9,
+        "exact_copy_gb": copy_bytes(networks.exact) / 1e9,
     }
     rows = []
     for plan in plans:
@@ -542,6 +542,17 @@ def bench_sizes(
         rows.append({"size": name, "plan": str(plan), **what, **summary(rounds)})
     torch.compiler.reset()  # which would hold on to this network beside the next
     return rows
+
+
+def copy_bytes(model: RolloutModel) -> int:
+    """Return the size of what a copy holds beside the policy's own tensors."""
+
+    def storages(network: torch.nn.Module) -> dict[int, int]:
+        parts = (t.untyped_storage() for t in (*network.parameters(), *network.buffers()))
+        return {part.data_ptr(): part.nbytes() for part in parts}
+
+    shared = storages(model.policy.network)
+    return sum(size for at, size in storages(model.network).items() if at not in shared)
 
 
 def build_networks(

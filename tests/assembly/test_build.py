@@ -33,24 +33,6 @@ def test_what_cannot_work_is_refused(make_learner, tiny_config, tmp_path, monkey
         build_backbone(tiny_config().pipeline, kind(), guidance=1.0)
 
 
-def drifting(pipeline):
-    """Let the network's output depend on how often it was called."""
-    calls = []
-
-    def drift(module, args, output):
-        calls.append(None)
-        return (output[0] * (1 + 0.1 * len(calls)),)
-
-    pipeline.transformer.register_forward_hook(drift)
-    return pipeline
-
-
-def test_a_velocity_that_depends_on_the_step_is_refused_before_training(tiny_config, load_tiny):
-    given = ProvidedObjects(pipeline=drifting(load_tiny()))
-    with pytest.raises(UserError, match="depends on the step"):
-        build_learner(tiny_config(), Runtime(device="cpu"), given)
-
-
 def test_the_velocity_is_compared_once_and_nothing_random_moves(tiny_config, load_tiny, caplog):
     before = torch.random.get_rng_state()
     config = tiny_config(memory={"text_encoders": "free"})

@@ -15,10 +15,9 @@ from flowrl.assembly.learner import (
     build_learner,
     evaluation_key,
 )
-from flowrl.assembly.text import TextCaches, prompts_to_encode
+from flowrl.assembly.text import prompts_to_encode
 from flowrl.backbones.lora_formats import open_lora
 from flowrl.backbones.offload import ENCODER, are_freed, encoders_of
-from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.utils.distributed import Runtime
@@ -162,16 +161,3 @@ def test_prompts_are_encoded_ahead_of_a_run_which_then_loads_no_encoder(
     assert loads == [["text_encoder", "text_encoder_2", "text_encoder_3"]]
     with pytest.raises(UserError, match="memory.prompt_cache is null, so there is nowhere"):
         encode(tiny_config())
-
-
-def test_conditioning_from_disk_is_that_of_the_encoders_bit_for_bit(tiny_config, prompts, tmp_path):
-    config = tiny_config(memory={"prompt_cache": str(tmp_path)}, prompts=prompts)
-    learner = build_learner(config, Runtime(device="cpu"), ProvidedObjects())
-    backbone = learner.policy.backbone
-    records = [PromptRecord(uid=t, text=t) for t in ("a red circle", "a blue square")]
-    fresh = TextCache(backbone)(records)
-    TextCaches(config).get(backbone, 1.0).learn(records)
-    again = TextCaches(config).get(backbone, 1.0)
-    cond = again(records)
-    assert again.has(records[0]) and again.disk is not None
-    assert all(torch.equal(cond.tensors[k], fresh.tensors[k]) for k in fresh.tensors)

@@ -193,14 +193,3 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(learner, monkeypatch)
     with pytest.raises(UserError, match="NaN or infinite"):
         made.iterate(0)
     assert all(torch.equal(a, b) for a, b in zip(before, made.policy.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_negative_prompt_is_used_or_refused(learner, family):
-    rollout = CHAINS | {"guidance_scale": 3.0, "negative_prompt": "a ring"}
-    if family == "flux":
-        with pytest.raises(UserError, match="a ring"):
-            learner(family, rollout=rollout).iterate(0)
-        return
-    for merge in (False, True):
-        assert_learns(learner(family, rollout=rollout | {"merge_lora": merge}))

@@ -12,9 +12,8 @@ from flowrl.assembly.work_split import (
     IterationWork,
     check_split,
     deal,
+    even_prompts,
     micro_batches,
-    nearest_gpus,
-    nearest_prompts,
     split_work,
     units,
 )
@@ -100,15 +99,8 @@ def test_micro_batches_are_those_of_a_batch(groups, draws, size, together):
 
 @given(load=loads(), gpus=st.integers(1, 12))
 def test_what_is_suggested_keeps_every_gpu_busy(load, gpus):
-    suggested = nearest_gpus(load, gpus)
-    assert suggested  # one GPU never waits
-    for n in suggested:
-        assert split_work(load, n).even
-    for prompts in nearest_prompts(load, gpus):
+    for prompts in even_prompts(load, gpus):
         assert split_work(replace(load, prompts=prompts), gpus).even
-        assert prompts % load.updates == 0
-    if units(load) >= gpus and split_work(load, gpus).even:
-        assert gpus in suggested and load.prompts in nearest_prompts(load, gpus)
 
 
 @given(load=loads(), gpus=st.integers(1, 40))

@@ -3,13 +3,9 @@
 import copy
 
 import pytest
-import torch
 
-from flowrl.backbones import loading as attention
 from flowrl.backbones.loading import load_pipeline, set_attention
 from flowrl.errors import UserError
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(scope="module")
@@ -38,22 +34,18 @@ def chosen(network):
 def test_native_attention_is_taken_by_every_family_and_kept_by_copies(networks):
     for family in ["sd3", "flux", "sana"]:
         network = copy.deepcopy(networks[family])
-        set_attention(network, "native", CPU)
+        set_attention(network, "native")
         assert chosen(network) <= {"native", None}
     network = copy.deepcopy(networks["flux"])
-    set_attention(network, "_Native_Math", CPU)
+    set_attention(network, "_Native_Math")
     assert chosen(network) == chosen(copy.deepcopy(network)) == {"_native_math"}
 
 
 def test_a_choice_that_cannot_work_is_refused_by_name(networks):
-    for family, name, device, words in (
-        ("flux", "flush", CPU, "'flush', expected null or .*flash, .*native, .*xformers"),
-        ("flux", "flash", CPU, "'flash', which needs a GPU"),
-        ("sd3", "flash", CUDA, "native or null"),
-        ("sana", "flash", CUDA, "native or null"),
+    for family, name, words in (
+        ("flux", "flush", "'flush'.*flash.*native.*xformers.*native or null"),
+        ("sd3", "flash", "native or null"),
+        ("sana", "flash", "native or null"),
     ):
         with pytest.raises(UserError, match=words):
-            set_attention(networks[family], name, device)
-    from diffusers.models.attention_dispatch import AttentionBackendName
-
-    assert set(attention.ANYWHERE) < {member.value for member in AttentionBackendName}
+            set_attention(networks[family], name)

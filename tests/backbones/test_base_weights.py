@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from flowrl.assembly.backbone import build_pipeline
 from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.backbones import quantized_base as base_weights
 from flowrl.backbones.loading import load_pipeline
@@ -16,7 +17,6 @@ from flowrl.backbones.quantized_base import (
     is_plain,
     is_quantised,
     loading_config,
-    quantise_in_place,
 )
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
@@ -100,9 +100,13 @@ def test_nothing_is_folded_into_rounded_weights(learner):
     assert before and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_bitsandbytes_is_refused_on_a_cpu_and_on_what_is_loaded_already(monkeypatch):
-    with pytest.raises(UserError, match="rounds weights while they load: load it with"):
-        quantise_in_place(nn.Linear(4, 4), BaseBits(bits=8, library="bitsandbytes"))
+@needs_torchao
+def test_a_pipeline_that_is_loaded_already_is_refused_unless_it_is_rounded(tiny_config, load_tiny):
+    with pytest.raises(UserError, match="memory.base_bits rounds weights as they load"):
+        build_pipeline(tiny_config(memory=EIGHT), CPU, load_tiny())
+
+
+def test_bitsandbytes_is_refused_on_a_cpu(monkeypatch):
     monkeypatch.setattr(base_weights.importlib.util, "find_spec", lambda name: object())
     check_base_bits(BaseBits(bits=4, library="bitsandbytes"), CUDA)
     check_base_bits(INT8, CPU)

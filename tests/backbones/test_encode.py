@@ -1,6 +1,5 @@
 """The memory of encoded prompts, with and without a disk and encoders; whose encoders they are."""
 
-import copy
 import os
 from types import SimpleNamespace
 
@@ -8,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from flowrl.assembly.text import TextCaches
 from flowrl.backbones.text_cache import (
     PromptCache,
     TextCache,
     identify_by_files,
-    identify_by_weights,
 )
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
@@ -73,19 +72,6 @@ def test_beyond_its_capacity_the_oldest_are_forgotten_and_none_without_one():
     assert len(learned.backbone.asked) == len(learned.encoded) == 2
 
 
-def test_what_is_on_disk_needs_no_encoder_and_no_place_in_memory(tmp_path):
-    backbone = Backbone()
-    first = TextCache(backbone, disk=PromptCache(tmp_path, {}))
-    fresh = first(records("a", "bb"))
-    again = TextCache(backbone, disk=PromptCache(tmp_path, {}))
-    backbone.pipeline.text_encoder = None
-    assert torch.equal(again(records("a", "bb")).tensors["size"], fresh.tensors["size"])
-    assert len(backbone.asked) == 2
-    cache = TextCache(Backbone(), disk=PromptCache(tmp_path, {}), capacity=1)
-    cache.learn(records("a", "bb", "ccc"))
-    assert len(cache.encoded) == 1 and all(cache.has(r) for r in records("a", "bb", "ccc"))
-
-
 def test_an_unknown_prompt_without_encoders_is_told():
     backbone = Backbone()
     cache = TextCache(backbone)
@@ -137,11 +123,7 @@ def test_a_change_of_an_encoder_or_tokenizer_is_seen_and_of_other_parts_is_not(f
     assert identify_by_files(index) == {"commit": "0123abcd"}
 
 
-def test_weights_in_memory_are_told_apart_by_their_values(load_tiny):
-    pipeline = load_tiny()
-    before = identify_by_weights(pipeline)
-    assert identify_by_weights(load_tiny()) == before
-    pipeline.text_encoder = copy.deepcopy(pipeline.text_encoder)  # shared by all tests
-    with torch.no_grad():
-        next(pipeline.text_encoder.parameters()).mul_(1.5)
-    assert identify_by_weights(pipeline) != before
+def test_encoders_of_a_pipeline_object_are_not_kept_on_disk(tiny_config, load_tiny, tmp_path):
+    config = tiny_config(memory={"prompt_cache": str(tmp_path)})
+    with pytest.raises(UserError, match="memory.prompt_cache"):
+        TextCaches(config, load_tiny())

@@ -37,24 +37,18 @@ def test_errors_of_the_hub_become_sentences_with_what_to_do(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     full = OSError(errno.ENOSPC, "No space left on device")
     for error, words in (
-        (from_the_hub("GatedRepoError", 401), f"{NAME} is gated.*/{NAME}.*HF_TOKEN"),
         (from_the_hub("GatedRepoError", 403), f"{NAME} is gated.*/{NAME}.*HF_TOKEN"),
         (from_the_hub("RepositoryNotFoundError", 401), f"no repository {NAME}"),
         (from_the_hub("RevisionNotFoundError", 404), "no revision 'v9'.*pipeline.revision"),
         (full, "HF_HOME"),
-        (ConnectionError("refused"), f"cannot be reached.*{NAME} --revision v9"),
         (LocalEntryNotFoundError("not here"), f"cannot be reached.*{NAME} --revision v9"),
         (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE"),
-        (OSError(errno.EACCES, "Permission denied"), "^$"),
         (ValueError("a strange file"), "^$"),
     ):
         for wrap in (wrapped, lambda error: error):
             assert re.search(words, hub_error_message(wrap(error), NAME, "v9")), error
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE" in hub_error_message(LocalEntryNotFoundError("not here"), NAME)
-    loop = ValueError("a")
-    loop.__cause__ = loop
-    assert hub_error_message(loop, NAME) == ""
 
 
 def test_loading_tells_what_the_hub_said_and_hides_no_fault(monkeypatch, tmp_path):

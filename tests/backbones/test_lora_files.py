@@ -8,8 +8,8 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
-from safetensors.torch import load_file, save_file
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import save_file
 from torch import nn
 
 from flowrl.backbones.lora_files import (
@@ -187,18 +187,10 @@ def test_names_without_a_map_go_through_diffusers_converter(tmp_path, monkeypatc
             fit_lora(open_lora(tmp_path), ours.transformer, type(ours))
 
 
-def test_tensors_are_those_of_diffusers_own_file(load_tiny, tmp_path):
+def test_a_lora_with_nan_is_not_written(load_tiny, tmp_path):
     pipeline = load_tiny()
-    network = pipeline.transformer
-    network.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=["to_q"]), "default")
-    layers = get_peft_model_state_dict(network, adapter_name="default")
-    type(pipeline).save_lora_weights(tmp_path / "theirs", transformer_lora_layers=layers)
-    save_lora(pipeline, tmp_path / "ours", adapter="default")
-    assert open_lora(tmp_path / "ours").scale == 1.5
-    ours, theirs = (load_file(tmp_path / folder / FILE) for folder in ("ours", "theirs"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    parameter = next(p for n, p in network.named_parameters() if "lora_B" in n)
+    pipeline.transformer.add_adapter(LoraConfig(r=4, target_modules=["to_q"]), "default")
+    parameter = next(p for n, p in pipeline.transformer.named_parameters() if "lora_B" in n)
     parameter.data[0] = float("nan")
     with pytest.raises(UserError, match="NaN"):
         save_lora(pipeline, tmp_path / "bad", adapter="default")

@@ -8,8 +8,6 @@ import diffusers
 import pytest
 import torch
 from diffusers.loaders import single_file_utils as convert
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from flowrl.backbones.original_layers import (
@@ -17,7 +15,6 @@ from flowrl.backbones.original_layers import (
     comfyui_state,
     from_original,
     layers_of,
-    stack_outputs,
     weight_change,
 )
 from flowrl.errors import UserError
@@ -146,29 +143,3 @@ def test_layers_and_networks_that_comfyui_does_not_know_are_named():
         comfyui_state({}, {}, "SanaTransformer2DModel")
     with pytest.raises(UserError, match=r"proj_out\.lora_"):
         layers_of({"proj_out.lora_magnitude_vector": torch.zeros(2)})
-
-
-def factors(rank: int, rows: int, columns: int = 3):
-    kind = torch.float64
-    return torch.randn(rank, columns, dtype=kind), torch.randn(rows, rank, dtype=kind)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=4).filter(
-        lambda parts: any(rank for rank, _ in parts)
-    )
-)
-def test_the_change_of_stacked_layers_is_their_changes_below_each_other(shapes):
-    parts = [factors(rank, rows) if rank else None for rank, rows in shapes]
-    down, up = stack_outputs(parts, [rows for _, rows in shapes])
-    assert down.shape[0] == up.shape[1] == sum(rank for rank, _ in shapes)
-    expected = torch.cat([
-        weight_change(*part, 1.5) if part else torch.zeros(rows, 3, dtype=torch.float64)
-        for part, (_, rows) in zip(parts, shapes, strict=True)
-    ])  # fmt: skip
-    torch.testing.assert_close(weight_change(down, up, 1.5), expected, rtol=1e-14, atol=1e-14)
-
-
-def test_a_change_of_half_precision_factors_is_computed_in_fp32():
-    down, up = (t.bfloat16() for t in factors(2, 4))
-    torch.testing.assert_close(weight_change(down, up, 2.0), 2 * (up.float() @ down.float()))

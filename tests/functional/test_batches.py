@@ -34,13 +34,6 @@ def test_a_call_is_as_large_as_padding_allows(batches, most, allowed):
     assert rows == 1 or calls(rows - 1) > calls(rows)
 
 
-def test_shapes_without_padding_are_preferred_to_larger_ones():
-    assert call_rows([6, 12, 24, 48], 48, 1 / 30) == 6  # of 12 the first would get 6 more in 90
-    assert call_rows([6, 12, 24, 48], 48, 0.2) == 12
-    assert call_rows([96], 96, 0) == 96 and call_rows([192], 96, 0) == 96
-    assert call_rows([100], 96, 1 / 30) == 50
-
-
 @given(SIZES, SIZES, st.integers(0, 3))
 def test_calls_have_every_row_once_and_repeat_the_last(rows, size, more):
     calls = -(-rows // size)

@@ -116,14 +116,6 @@ def test_overshooting_keeps_every_marginal_where_its_ode_step_is_exact():
         assert_exact(variance, flow.var(sigma_next), 1e-12)
 
 
-def test_an_overshoot_past_clean_data_is_noised_anew_from_its_x0():
-    x, v = randn(2, 1, 6)
-    sigma, sigma_next = torch.tensor(0.6, dtype=F64), torch.tensor(0.05, dtype=F64)
-    ours = overshoot_step(x, v, sigma, sigma_next, torch.tensor(0.7, dtype=F64))
-    assert_close(ours[0], (1 - sigma_next) * x0_from_velocity(x, v, sigma))
-    assert_close(ours[1], sigma_next.expand(1))
-
-
 sigmas = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=4).map(
     lambda values: torch.tensor(values, dtype=F64)
 )

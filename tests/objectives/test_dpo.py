@@ -8,7 +8,7 @@ from toy_images import REWARD, at_the_reference, images, make, moved
 from toy_policy import Toy
 
 from flowrl.objectives.base import Models
-from flowrl.objectives.dpo import dgpo_loss, dpo_loss, kto_anchor, kto_loss, pairs, recenter
+from flowrl.objectives.dpo import dgpo_loss, dpo_loss, kto_anchor, kto_loss, recenter
 
 BETA, GROUP = 20.0, torch.tensor([3, 8, 3, 8, 3])
 
@@ -79,9 +79,6 @@ def test_dpo_takes_the_best_and_the_worst_and_breaks_ties_by_lot():
     ties = (0.9, 0.9, 0.1, 0.1) * 2
     chosen = {tuple(make("dpo").prepare(images(ties, seed=s)).image.tolist()) for s in range(100)}
     assert len(chosen) == 16  # two winners, two losers, two prompts
-    for rows in ([0, 2], [0]):
-        with pytest.raises(ValueError, match="cut in two"):
-            pairs(batch.take(torch.tensor(rows)))
 
 
 def test_a_moving_anchor_is_the_old_policy_and_samples():

@@ -36,14 +36,6 @@ def test_chunks_hold_every_image_once_and_never_cut_a_group(counts, size, forwar
             assert (part.group == name).sum() == counts[int(name)]
 
 
-@given(counts=sizes, size=st.integers(1, 20))
-def test_images_that_stand_alone_fill_batches(counts, size):
-    batch = made(side_by_side(counts), compared="image")
-    lengths = [len(part) for part in ALONE.micro_batches(batch, size)]
-    assert sum(lengths) == len(batch) and all(n == size for n in lengths[:-1])
-    assert lengths[-1] <= size
-
-
 def test_what_an_update_compares_stays_whole_and_an_empty_batch_has_no_chunks():
     batch = made(side_by_side([3, 3]), compared="update")
     assert [len(part) for part in ALONE.micro_batches(batch, 2)] == [6]

@@ -29,7 +29,6 @@ from flowrl.objectives.reward_backprop import draft, flowbp, leap_align, refl, s
 from flowrl.objectives.reward_backprop.base import (
     chances,
     fresh_noise,
-    tangent,
     uniform_pairs,
 )
 
@@ -42,15 +41,6 @@ def mean_of(parts):
 
 
 # --- Shared parts -------------------------------------------------------------------------------
-
-
-def test_a_tangent_is_zero_with_its_values_gradient():
-    surrogate, value = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
-    surrogate.requires_grad_()
-    y = value + tangent(surrogate)
-    assert torch.equal(y, value)
-    y.square().sum().backward()
-    assert torch.equal(surrogate.grad, 2 * value)
 
 
 def test_random_numbers_belong_to_the_image_and_the_seed():
@@ -255,18 +245,6 @@ def test_leaps_are_autograd_through_two_predicted_states(section):
     loss, _ = loss_of(objective, toy, batch)
     assert_same(loss.detach(), expected.detach())
     assert_same(gradient(loss, toy), gradient(expected, toy))
-
-
-def test_leaps_over_two_steps_are_a_mixture_of_both_back_propagations():
-    """Both leaps are the chain's own steps, their distance 0 and the weight 1 / (2 floor)."""
-    toy = Toy()
-    batch, objective = chains(toy, steps=2), options.LeapAlignOptions().build()
-    whole = gradient(full(toy, batch), toy)
-    linear = gradient(full(toy, batch, jacobians=False), toy)
-    loss, metrics = loss_of(objective, toy, batch)
-    assert_same(gradient(loss, toy), 5 * (0.3 * whole + 0.7 * linear))
-    assert metrics["path/leap_distance"].item() == pytest.approx(0, abs=1e-12)
-    assert metrics["path/leap_weight"].item() == pytest.approx(5)
 
 
 def test_dirichlet_pairs_are_steps_in_order():

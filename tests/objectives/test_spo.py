@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -125,13 +124,3 @@ def test_ties_and_missing_rewards_make_no_pair_and_are_counted():
     batch = spo().prepare(collect(Toy(), reward=reward, plan=SPLIT))
     assert batch.prompt.tolist() == [0] and len(batch) == 2
     assert batch.advantage.tolist() == [1.0, -1.0]
-
-
-def test_a_pair_that_was_cut_is_refused():
-    for rows in [[0], [0, 2], [0, 3], [1, 2, 3]]:
-        batch = spo().prepare(collect(Toy(), plan=SPLIT))
-        rows = torch.tensor(rows)
-        names = ("child", "edge", "sigma_next", "g", "advantage", "weight", "step", "parent")
-        cut = replace(batch, **{name: getattr(batch, name)[rows] for name in names})
-        with pytest.raises(ValueError, match="cut in two"):
-            loss_of(spo(), Toy(), cut, Toy())

@@ -77,13 +77,6 @@ def test_a_tree_gives_an_edge_the_mean_of_the_images_below_or_their_sum():
     torch.testing.assert_close(credit(r, edges="path")[0], torch.cat([2 * halves, a, a]))
 
 
-def test_branch_grpo_compares_the_nodes_of_one_depth():
-    published = {"scope": "depth", "ddof": 1, "floor": 1e-8}
-    advantage = credit(rollout(TREE, REWARD), **published)[0]
-    first, second = z([0.3, 0.6], 1, 1e-8), z(REWARD, 1, 1e-8)
-    torch.testing.assert_close(advantage, torch.cat([first, second, second]))
-
-
 def test_siblings_get_the_gain_over_their_parent():
     gains = credit(rollout(TREE, REWARD), edges="sibling", scope="leaf", scale="none")[0]
     assert gains[:2].tolist() == pytest.approx([0.3 - 0.45, 0.6 - 0.45])
@@ -286,12 +279,6 @@ def test_selections_are_those_of_their_papers(case):
             assert set((pairs[row] & inside).nonzero().flatten().tolist()) == expected
         above = {n for leaf in tree.leaf[valid[row]].tolist() for n in tree.path(leaf)}
         assert set(edges_above(tree.below, valid)[row].nonzero().flatten().tolist()) == above
-
-
-def test_chains_get_flow_grpos_advantage_at_every_step():
-    advantage, keep = tree_credit(rollout(CHAINS, REWARD), CreditOptions())
-    torch.testing.assert_close(advantage, z(REWARD)[:, None].expand(4, 2))
-    assert bool(keep.all())
 
 
 @given(tree=trees())

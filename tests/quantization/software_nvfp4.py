@@ -3,13 +3,9 @@
 Written from the layout alone, without the package's own packing and swizzling.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from flowrl.quantization.backends import Backend, NVFP4Emulated, NVFP4Native, State
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 RECIPE = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
@@ -50,48 +46,3 @@ def scaled_mm(
         for q, s in ((a, scale_a), (b.t(), scale_b))
     )
     return (left @ right.t() * scale_a[1].double() * scale_b[1].double()).to(output_dtype)
-
-
-@dataclass(frozen=True)
-class SoftwareNVFP4:
-    """NVFP4Native's packing with a product in software, right or with one `fault`."""
-
-    fault: str = ""
-
-    @property
-    def reference(self) -> Backend | None:
-        return NVFP4Emulated()
-
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        return NVFP4Native().pack(weight)
-
-    def unpack(self, state: State) -> Tensor:
-        return NVFP4Native().unpack(state)
-
-    def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
-        left = self._read(NVFP4Native().pack(_padded(x)), of_weight=False)
-        right = self._read(state, of_weight=True)
-        product = (left @ right.t())[: len(x)]
-        if self.fault == "forgets the last rows":
-            product[128:] = 0
-        if self.fault == "overflows":
-            product[3, 5] = torch.inf
-        return product.to(x.dtype)
-
-    def _read(self, state: State, *, of_weight: bool) -> Tensor:
-        codes, scale = state["codes"].view(torch.float4_e2m1fn_x2), state["scale"]
-        rows, columns = len(codes), codes.shape[1] // 8
-        # Swapped in both operands, pairs would meet their own again and nothing would be wrong.
-        swapped = self.fault == "reads the weight's high nibble first" and of_weight
-        q = values(codes, low_first=not swapped)
-        s = block_scales(scale, rows, columns)
-        if self.fault == "takes scales row by row":
-            s = scale[: rows * columns].view(rows, columns).double()
-        if self.fault == "ignores signs":
-            q = q.abs()
-        whole = 1.0 if self.fault == "forgets the global scale" else state["global_scale"].double()
-        return q * s.repeat_interleave(16, 1) * whole
-
-
-def _padded(x: Tensor) -> Tensor:
-    return F.pad(x, (0, 0, 0, -len(x) % 16))

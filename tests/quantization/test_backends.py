@@ -11,7 +11,6 @@ from software_nvfp4 import scaled_mm
 
 from flowrl.quantization.backends import (
     Capability,
-    FP8Dequantised,
     FP8Rowwise,
     NVFP4Emulated,
     NVFP4Native,
@@ -23,7 +22,7 @@ from flowrl.quantization.backends import (
 from flowrl.quantization.formats import fp8, nvfp4
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-QUANTISED = [NVFP4Emulated(), FP8Rowwise(), FP8Dequantised()]
+QUANTISED = [NVFP4Emulated(), FP8Rowwise()]
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -56,15 +55,10 @@ def test_emulated_nvfp4_is_the_product_of_dequantised_operands(m, blocks, n, see
 
 
 def test_fp8_rowwise_is_the_product_of_dequantised_operands():
-    for backend in [FP8Rowwise(), FP8Dequantised()]:
-        x, weight = (
-            randn(33, 64, seed=3) * torch.logspace(-3, 3, 33)[:, None],
-            randn(48, 64, seed=4),
-        )
-        got = backend.matmul(x, backend.pack(weight))
-        assert distance(got, fp8_product(x, weight)) < 1e-6
-        worst = (got - fp8_product(x, weight)).norm(dim=1) / fp8_product(x, weight).norm(dim=1)
-        assert worst.max() < 1e-6, "small rows as exact as large ones"
+    x, weight = randn(33, 64, seed=3) * torch.logspace(-3, 3, 33)[:, None], randn(48, 64, seed=4)
+    got, expected = FP8Rowwise().matmul(x, FP8Rowwise().pack(weight)), fp8_product(x, weight)
+    worst = (got - expected).norm(dim=1) / expected.norm(dim=1)
+    assert worst.max() < 1e-6, "small rows as exact as large ones"
 
 
 def test_the_bias_is_added_and_a_zero_input_gives_it_alone():
@@ -98,9 +92,7 @@ def test_a_kernel_that_follows_the_layout_gives_the_emulations_numbers(monkeypat
         ((257, 32, 272), (torch.float16, 2**-10)),
     ):
         x, weight, bias = randn(m, k).to(dtype), randn(n, k, seed=1), randn(n, seed=2)
-        native = NVFP4Native()
-        emulated = native.reference
-        assert emulated == NVFP4Emulated()
+        native, emulated = NVFP4Native(), NVFP4Emulated()
         got = native.matmul(x, native.pack(weight), bias)
         expected = emulated.matmul(x, emulated.pack(weight), bias)
         assert got.dtype == dtype
@@ -123,22 +115,12 @@ def test_a_resolved_precision_names_its_backend():
 def test_emulation_on_a_gpu_is_that_of_the_cpu():
     for dtype in DTYPES:
         x, weight = randn(130, 256).to(dtype), randn(64, 256, seed=1)
-        for backend in (NVFP4Emulated(), FP8Dequantised()):
+        for backend in (NVFP4Emulated(),):
             here, there = backend.pack(weight), backend.pack(weight.cuda())
             assert all(torch.equal(there[name].cpu(), here[name]) for name in here)
             got = backend.matmul(x.cuda(), there).cpu()
             eps = torch.finfo(dtype).eps
             torch.testing.assert_close(got, backend.matmul(x, here), rtol=2 * eps, atol=1e-5)
-
-
-def test_an_emulated_product_is_exact_before_the_global_scales():
-    state = NVFP4Emulated().pack(randn(16, 32, seed=2))
-    x = torch.diag(randn(32, seed=1))  # one term a sum: no order in which to round
-    values, scale = nvfp4.fake_unscaled(x)
-    exact = values.double() @ state["values"].double().t()
-    assert torch.equal(exact, exact.float().double())
-    expected = exact.float() * (scale * state["global_scale"])
-    assert torch.equal(NVFP4Emulated().matmul(x, state), expected)
 
 
 def test_relative_errors_on_gaussian_data_are_those_of_the_formats():

@@ -90,19 +90,6 @@ def test_the_fake_numbers_are_those_of_the_codes_bit_for_bit_also_in_chunks():
         assert torch.equal(bits(x), bits(before))
 
 
-def test_the_error_is_at_most_half_the_local_step_times_the_scales_outside_clipping():
-    x = uneven(1)
-    q = nvfp4.quantise(x)
-    total = (q.scale.double() * q.global_scale.double()).unsqueeze(-1)
-    inside = (total > 0) & (blocks(x).double().abs() <= 6 * total)
-    y = (blocks(x).double() / total).abs()
-    step = torch.where(y < 2, 0.5, torch.where(y < 4, 1.0, 2.0))
-    error = (blocks(nvfp4.dequantise(q).double() - x)).abs()
-    bound = total * (step / 2 + y * 2**-21)  # float32 rounds s g, x / (s g) and q (s g)
-    assert inside.float().mean() > 0.4
-    assert (error <= bound)[inside].all()
-
-
 def test_tensors_of_any_size_stay_finite():
     for size in (0.0, 1e-45, 1e-38, 1e-30, 1e30, 3e38):
         x = normal(16, 32).clamp(-1, 1) * size

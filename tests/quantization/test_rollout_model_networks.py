@@ -45,31 +45,20 @@ def small(load_tiny):
     return make
 
 
-def test_exact_twins_of_other_networks_are_their_policies_merged(small):
-    for policy, choices, inputs in map(small, ("sana", "flux")):
-        with torch.no_grad():
-            expected = policy.velocity(*inputs)
-            with policy.merged():
-                merged = policy.velocity(*inputs)
-        assert torch.equal(velocity(RolloutModel(policy, (), EXACT), *inputs), merged)
-        found = velocity(RolloutModel(policy, choices, EXACT), *inputs)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        assert relative(policy.reference(*inputs), expected) > 0.01
-
-
-def test_twins_of_other_networks_are_quantised_and_follow_in_place(small):
-    for name in ("sana", "flux"):
-        policy, choices, inputs = small(name)
-        model = RolloutModel(policy, choices, EMULATED)
-        before = {name: t.data_ptr() for name, t in tensors(model.network).items()}
-        disturb(policy, seed=1)
-        model.sync(POLICY)
-        with torch.no_grad():
-            error = relative(velocity(model, *inputs), policy.velocity(*inputs))
-        assert 0.01 < error < 0.5, name
-        fresh = RolloutModel(policy, choices, EMULATED)
-        assert torch.equal(velocity(model, *inputs), velocity(fresh, *inputs))
-        assert {name: t.data_ptr() for name, t in tensors(model.network).items()} == before
+def test_a_twin_with_convolutions_is_exact_or_quantised_and_follows_in_place(small):
+    policy, choices, inputs = small("sana")
+    with torch.no_grad():
+        expected = policy.velocity(*inputs)
+    exact = velocity(RolloutModel(policy, choices, EXACT), *inputs)
+    torch.testing.assert_close(exact, expected, rtol=1e-4, atol=1e-5)
+    model = RolloutModel(policy, choices, EMULATED)
+    before = {name: t.data_ptr() for name, t in tensors(model.network).items()}
+    disturb(policy, seed=1)
+    model.sync(POLICY)
+    with torch.no_grad():
+        error = relative(velocity(model, *inputs), policy.velocity(*inputs))
+    assert 0.01 < error < 0.5
+    assert {name: t.data_ptr() for name, t in tensors(model.network).items()} == before
 
 
 @pytest.fixture

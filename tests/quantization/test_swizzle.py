@@ -1,8 +1,5 @@
-"""The layout of block scales that cuBLAS reads: a bijection, undone, and that of torchao."""
+"""The layout of block scales that cuBLAS reads: a bijection, and undone."""
 
-import warnings
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,14 +36,3 @@ def test_unswizzling_undoes_it_whatever_the_padding(height, width):
     back = unswizzle(flat, height, width)
     assert back.dtype == scale.dtype
     assert torch.equal(back.view(torch.uint8), scale.view(torch.uint8))
-
-
-def test_the_layout_is_that_of_torchao():
-    for shape in [(128, 4), (1, 1), (200, 6), (384, 9)]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            reason = "torchao has a reference of this layout"
-            utils = pytest.importorskip("torchao.prototype.mx_formats.utils", reason=reason)
-        scale = numbered(*shape, 251)
-        assert torch.equal(swizzle(scale), utils.to_blocked(scale))
-        assert torch.equal(unswizzle(utils.to_blocked(scale), *shape), scale)

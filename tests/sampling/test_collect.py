@@ -4,11 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.assembly.learner import check_work_split
 from flowrl.backbones.policy import OLD, POLICY
 from flowrl.errors import UserError
-from flowrl.objectives.base import Needs
-from flowrl.sampling.rollout import Timer, learning_seed
+from flowrl.sampling.rollout import Timer
 from flowrl.scoring.executors.base import Answer
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec
@@ -80,20 +78,6 @@ def test_every_network_sees_a_micro_batch_at_most(make_learner):
     assert max(rows) == 2  # groups of 4 in two even parts
 
 
-def test_groups_that_are_compared_need_a_prompt_for_each_process(tiny_config):
-    class Two:
-        world_size = 2
-
-    config = tiny_config(rollout=ROLLOUT | {"prompts_per_iteration": 1}, objective={"kind": "gdro"})
-    compares = [RewardSpec(name="compares", reward=Compares())]
-    for needs, specs, told in (
-        ({"complete_groups": True}, [], "2 processes take whole prompts"),
-        ({}, compares, "whose images a reward compares"),
-    ):
-        with pytest.raises(UserError, match=told):
-            check_work_split(config, Two(), Needs(states="endpoints", **needs), specs)  # type: ignore[arg-type]
-
-
 class Told:
     def __init__(self, events: list[str]):
         self.events = events
@@ -124,19 +108,6 @@ def test_rewards_get_a_batch_of_images_while_the_next_is_drawn(make_learner):
     assert events == ["drawn"] * 4 + ["given 4"] + ["drawn"] * 4 + ["given 4"]
 
 
-def test_a_forest_that_is_drawn_in_parts_is_the_whole_one(make_learner):
-    for tree in [{"kind": "flow_grpo"}, {"kind": "branch_grpo", "splits": [0]}]:
-        learner = make_learner(rollout=ROLLOUT | {"tree": tree})
-        disturb(learner)
-        whole = sampling(learner, batch_size=8).collect(0, Timer())
-        parts = sampling(learner, batch_size=3).collect(0, Timer())
-        for name in ("x", "prompt", "log_prob", "mean_old", "parent", "leaf"):
-            a, b = (getattr(rollout.tree, name) for rollout in (whole, parts))
-            torch.testing.assert_close(b, a, rtol=0, atol=1e-3)  # fp32 rounding over the steps
-        assert whole.tree.forwards == parts.tree.forwards and whole.prompts == parts.prompts
-        assert torch.equal(whole.group, parts.group)
-
-
 class Compares:
     scope = "group"
 
@@ -161,32 +132,3 @@ def test_rewards_that_compare_get_each_whole_group_of_more_than_one_in_one_call(
     result = score([spec], torch.zeros(3, 3, 4, 4), ["a", "a", "b"], [{}] * 3, group=[0, 0, 1])
     assert result.applicable[:, 0].tolist() == [True, True, False]
     assert result.scores[2].isnan().all()
-
-
-def test_the_old_policy_follows_by_its_decay_unless_the_rollout_fails(make_learner):
-    # Or a run that is stopped by its rewards and resumed would move it twice.
-    learner = make_learner(objective=NFT, rollout=ROLLOUT, rewards={"broken": broken})
-    disturb(learner)
-    before = [p.clone() for p in learner.policy._by_name[OLD]]
-    with pytest.raises(UserError):
-        learner.iterate(3)
-    assert all(torch.equal(a, b) for a, b in zip(before, learner.policy._by_name[OLD], strict=True))
-    learner = make_learner(objective=NFT, rollout=ROLLOUT)
-    old, policy = (learner.policy._by_name[name] for name in (OLD, POLICY))
-    start = [p.clone() for p in old]
-    disturb(learner)
-    learner.iterate(3)
-    for now, first, policy_now in zip(old, start, policy, strict=True):
-        torch.testing.assert_close(now, 0.75 * first + 0.25 * policy_now)
-
-
-def test_what_an_objective_did_not_declare_cannot_be_called(make_learner):
-    learner = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT)
-    models = learner.models(learner.source.collect(0, Timer()), 8, 8)
-    for name in ("reference", "old"):
-        with pytest.raises(ValueError, match=f"models.{name}, which `needs` does not declare"):
-            getattr(models, name)(None, None, None)
-
-
-def test_learning_draws_by_seed_and_iteration_apart_from_the_rollout():
-    assert len({learning_seed(s, i) for s in range(3) for i in range(3)}) == 9

@@ -55,16 +55,6 @@ def test_when_all_are_kept_the_rollout_is_that_of_one_stage(make_learner):
         assert whole.explored is None and staged.explored.chosen.tolist() == [[*range(roots)]] * 2
 
 
-def test_full_previews_have_the_scores_of_what_is_drawn_again(make_learner):
-    for steps in [None, 4]:
-        explore = FEW | {"candidates": 12, "num_inference_steps": steps}
-        rollout = rollout_of(make_learner, explore, rollout=ODE | {"batch_size": 4})
-        proxy = rollout.explored.proxy.gather(1, rollout.explored.chosen)
-        assert torch.equal(rollout.reward.view(2, 4), proxy)
-        ranked = rollout.explored.proxy.sort(1).values
-        assert torch.equal(proxy.sort(1).values, ranked[:, [0, 1, 10, 11]])
-
-
 def test_both_stages_start_from_the_same_noise_bit_for_bit(make_learner, drawn):
     explore = ROUGH | {"candidates": 10}
     rollout = rollout_of(make_learner, explore, rollout=ODE | {"batch_size": 7})
@@ -76,16 +66,6 @@ def test_both_stages_start_from_the_same_noise_bit_for_bit(make_learner, drawn):
     # 20 candidates take their 2 steps, the 8 kept ones the rollout's own 4.
     counts = [(len(tree), len(tree.sigmas) - 1) for tree in drawn]
     assert counts == [(7, 2), (7, 2), (6, 2), (4, 4), (4, 4)]
-
-
-def test_step_noise_and_likelihoods_are_those_of_the_exact_policy(make_learner):
-    noisy = {"tree": {"kind": "flow_grpo"}}
-    explore = ROUGH | {"candidates": 8}
-    staged = rollout_of(make_learner, explore, {"kind": "grpo"}, noisy)
-    whole = rollout_of(make_learner, None, {"kind": "grpo"}, noisy | {"group_size": 8})
-    rows = (staged.explored.chosen + torch.tensor([[0], [8]])).flatten()
-    torch.testing.assert_close(staged.tree.x, whole.tree.x[rows])
-    torch.testing.assert_close(staged.tree.log_prob, whole.tree.log_prob[rows])
 
 
 class Twofold:

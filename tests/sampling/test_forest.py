@@ -2,9 +2,8 @@ import pytest
 import torch
 from toy_forest import Counting, D, chain, grown, named_noise, schedule, velocity
 
-from flowrl.functional.sde import KERNELS, lift
-from flowrl.sampling.sampler import Schedule, sample_tree
-from flowrl.trajectory import transitions
+from flowrl.functional.sde import KERNELS
+from flowrl.sampling.sampler import Schedule
 from flowrl.trees.plan import INDEPENDENT, Fan, NoiseCoupling, Step, TreePlan, count, ode_plan
 
 T = 6
@@ -78,22 +77,6 @@ def test_replaying_one_leaf_with_its_recorded_noise_is_exact():
         assert torch.equal(tree.x[:, tree.leaf[-1]], x0)
 
 
-def test_edges_are_the_trained_steps_drawn_around_their_means():
-    for kernel in KERNELS.values():
-        for dtype in [torch.float32, torch.bfloat16]:
-            tree = grown(branching(0, 2), schedule(T, kernel, 1.0), dtype=dtype)
-            assert tree.x.dtype == dtype and tree.mean_old.dtype == torch.float32
-            everything = torch.ones(len(tree), len(tree.edge))
-            batch = transitions(tree, everything, everything.bool(), tree.prompt, None)  # type: ignore[arg-type]
-            v = velocity(batch.x, lift(batch.sigma, batch.x).to(batch.x), batch.prompt)
-            x, v, s = (t[batch.parent] for t in (batch.x, v, batch.sigma))
-            if dtype == torch.float32:
-                mean, std = kernel.step(x, v, s, batch.sigma_next, batch.g)
-                torch.testing.assert_close(mean, batch.mean_old, rtol=1e-6, atol=1e-6)
-                z = (batch.x_next - batch.mean_old) / lift(std, mean)
-                assert 0.8 < z.std() < 1.2
-
-
 def test_the_density_of_a_step_is_that_of_its_mean_and_std():
     for plan in PLANS.values():
         tree = grown(plan)
@@ -139,31 +122,3 @@ def test_without_noise_the_steps_are_the_schedulers_own_bit_for_bit():
         x = scheduler.step(velocity(x, sigma, prompt), timestep, x, return_dict=False)[0]
     assert torch.equal(tree.leaves(), x)
     assert len(tree.edge) == 0 and tree.mean_old.shape == (3, 0, D)
-
-
-def test_micro_batches_change_no_latent():
-    for plan in PLANS.values():
-        for size in [1, 3]:
-            assert torch.equal(grown(plan).x, grown(plan, field=Counting(size)).x)
-
-
-def test_pruned_steps_change_no_latent_and_leave_nothing_to_learn():
-    for plan in PLANS.values():
-        whole, pruned = grown(plan), grown(plan.without_training({1, 2}))
-        assert torch.equal(whole.x, pruned.x) and torch.equal(whole.log_prob, pruned.log_prob)
-        steps = pruned.step[pruned.parent[pruned.edge]].tolist()
-        assert not {1, 2} & set(steps) and len(pruned.edge) < len(whole.edge)
-
-
-def test_a_tree_does_not_depend_on_the_trees_beside_it():
-    plan = branching(0, 2, roots=2)
-    together = grown(plan, prompts=2)
-    alone = sample_tree(
-        velocity,
-        named_noise([2])((), 0, "init"),
-        torch.tensor([1]),
-        plan,
-        schedule(T),
-        named_noise([2]),
-    )
-    assert torch.equal(alone.x[0], together.x[2])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from gaussian_flow import GaussianFlow, Sampler, extract
 from torch import Tensor
 
 from flowrl.functional.sde import KERNELS
@@ -17,24 +18,17 @@ from flowrl.training.metrics import common_ancestor
 from flowrl.trajectory import Tree
 from flowrl.trees.plan import Fan, NoiseCoupling, Step, TreePlan
 
-T, MEAN, STD = 8, 0.5, 0.6
+T, FLOW = 8, GaussianFlow(0.5, 0.6)
 ODE, NOISY = Step(), Step(noise=True, train=True)
 EXACT = 2e-5  # the sampler computes in fp32
 
 
-def schedule(kernel: str, level: float, steps: int = T) -> Schedule:
-    return Schedule(
-        sigmas=torch.linspace(1, 0, steps + 1), kernel=KERNELS[kernel], noise_level=level
-    )
-
-
-def variance(sigma: Tensor) -> Tensor:
-    return (1 - sigma) ** 2 * STD**2 + sigma**2
+def schedule(kernel: str, level: float) -> Schedule:
+    return Schedule(sigmas=torch.linspace(1, 0, T + 1), kernel=KERNELS[kernel], noise_level=level)
 
 
 def velocity(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
-    slope = (sigma - (1 - sigma) * STD**2) / variance(sigma)
-    return slope * (x - (1 - sigma) * MEAN) - MEAN
+    return FLOW.velocity(x, sigma)
 
 
 @dataclass
@@ -60,15 +54,10 @@ def response(plan: TreePlan, numbers: Schedule) -> tuple[Tree, Tensor, Tensor]:
 
 def slopes(numbers: Schedule, noisy: set[int]) -> tuple[list[float], list[float]]:
     """a_i and std_i of every step as x' = a x + c + std xi, read off the kernel."""
-    found = []
-    for i in range(T):
-        s, s1 = numbers.sigmas[i].double(), numbers.sigmas[i + 1].double()
-        g = numbers.g(i, i + 1).double() if i in noisy else torch.zeros(()).double()
-        kernel = numbers.kernel if i in noisy else KERNELS["flow_sde"]
-        points = torch.tensor([[0.0], [1.0]]).double()
-        mean, std = kernel.step(points, velocity(points, s, points), s, s1, g)
-        found.append(((mean[1] - mean[0]).item(), std[0].item()))
-    return [a for a, _ in found], [std for _, std in found]
+    sigmas = numbers.sigmas.double()
+    g = torch.stack([numbers.g(i, i + 1) * (i in noisy) for i in range(T)]).double()
+    steps = extract(FLOW, Sampler(numbers.kernel, numbers.noise_level), sigmas, g)
+    return steps.a.tolist(), steps.c.tolist()
 
 
 def covariance(a: list[float], std: list[float], parted: int | None, rho: float) -> float:
@@ -99,7 +88,7 @@ def test_two_leaves_share_what_came_before_they_parted():
     ]:
         for branch in [2, 3, 4]:
             for kernel in ["flow_sde", "dance_sde", "cps", "overshoot"]:
-                numbers = schedule(kernel, 0.6, T)
+                numbers = schedule(kernel, 0.6)
                 split = Step(branch=branch, noise=True, coupling=coupling, train=True)
                 plan = TreePlan(
                     1, tuple(split if i in (1, 4) else NOISY for i in range(T - 1)) + (ODE,)
@@ -117,11 +106,9 @@ def test_two_leaves_share_what_came_before_they_parted():
                         expected = covariance(a, std, parted, rho(coupling, branch, *number))
                         assert (slope[i] @ slope[j]).item() == pytest.approx(expected, abs=EXACT)
 
-    # The noise is normal, so mean and variance are the whole distribution.
-
 
 def test_a_fan_is_a_chain_with_noise_in_one_step():
-    numbers = schedule("flow_sde", 0.7, T)
+    numbers = schedule("flow_sde", 0.7)
     tree, _, slope = response(TreePlan(1, (ODE,) * T, fans=(Fan(step=3, width=2),)), numbers)
     a, std = slopes(numbers, {3})
     own, both = (slope[0] @ slope[0]).item(), (slope[0] @ slope[1]).item()

@@ -122,15 +122,6 @@ def test_a_worker_on_another_kind_of_machine_gets_no_work(config_for, monkeypatc
 
 
 @pytest.mark.slow
-def test_what_workers_cannot_load_ends_the_run_with_its_sentence(config_for, monkeypatch):
-    config = config_for("ray", {"count": 1})
-    recipe = config.model_dump_json().replace('"brightness"', '"no-such-reward"')
-    monkeypatch.setattr(type(config), "model_dump_json", lambda self: recipe)
-    with pytest.raises(UserError, match="worker 0 .*no-such-reward"):
-        align(config)
-
-
-@pytest.mark.slow
 def test_ray_listens_on_loopback_and_a_killed_trainer_leaves_no_worker(config_for, tmp_path):
     recipe, folder = tmp_path / "recipe.yaml", tmp_path / "ray"
     recipe.write_text(config_yaml(config_for("ray", {"count": 1}, 999)))

@@ -11,7 +11,7 @@ from flowrl_rewards.tiny_judge import QUARTERS, TinyJudge, meets
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import TAGS, altered, split_prompts
 
-EACH = 24  # prompts of a kind
+EACH = 10  # prompts of a kind
 
 
 @pytest.fixture(scope="module")

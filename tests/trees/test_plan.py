@@ -24,13 +24,6 @@ def test_moves_are_sorted_and_their_sources_are_made_before_use(made):
         assert at == move.step < move.to <= len(made.steps)
 
 
-@given(plans())
-def test_every_way_ends_after_the_last_step_unless_it_is_a_trunk_with_fans(made):
-    sources = {m.source for m in made.moves}
-    ends = [m.to for n, m in enumerate(made.moves) if n + 1 not in sources]
-    assert ends and set(ends) == {len(made.steps)}
-
-
 def test_a_merged_step_and_strides_jump_over_steps_and_end_at_the_last():
     made = plan(*[Step()] * 9, fans=(Fan(step=0, width=1, length=2, strides=(3,)),))
     assert [(m.step, m.to) for m in made.moves] == [(0, 2), (2, 5), (5, 8), (8, 9)]

@@ -3,9 +3,8 @@ from collections import Counter
 
 from any_plan import plans, preset
 from hypothesis import given
-from hypothesis import strategies as st
 
-from flowrl.trees.plan import Fan, PlanCounts, Step, TreePlan, count, shape_of, widths
+from flowrl.trees.plan import Fan, PlanCounts, Step, TreePlan, count, shape_of
 
 EXAMPLE = preset("branch_grpo", 20, 16)
 
@@ -59,20 +58,6 @@ def test_the_worked_example_of_branchgrpo():
     split = [n for n, m in enumerate(shape_of(EXAMPLE).move) if EXAMPLE.moves[m].branch == 2]
     split = [n for n in split if n]  # the root has move -1
     assert len(split) == 30 and len({shape_of(EXAMPLE).parent[n] for n in split}) == 15
-
-
-@given(steps=st.integers(2, 12), roots=st.integers(1, 3), branch=st.integers(2, 3), data=st.data())
-def test_the_cost_of_a_forest_follows_its_widths(steps, roots, branch, data):
-    """n_0 = R, n_(i+1) = n_i k_i; F = sum of n_i, E = sum of n_(i+1), N = n_T."""
-    splits = data.draw(st.sets(st.integers(0, steps - 2), min_size=1, max_size=4))
-    leaves = roots * branch ** len(splits)
-    plan = preset("branch_grpo", steps, leaves, branch=branch, splits=sorted(splits))
-    n = [roots]
-    for i in range(steps):
-        n.append(n[-1] * (branch if i in splits else 1))
-    total = count(plan)
-    assert (total.forwards, total.edges, total.leaves) == (sum(n[:-1]), sum(n[1:]), n[-1])
-    assert [roots * w for w in widths(plan)] == n
 
 
 def test_a_fan_adds_the_forwards_of_its_tails():

@@ -63,16 +63,6 @@ def test_the_geometric_window_starts_with_the_published_frequencies():
             assert abs(found[i] / number - p) < 5 * (p * (1 - p) / number) ** 0.5
 
 
-@given(steps=st.integers(2, 12), size=st.integers(1, 11), seed=st.integers(0, 99))
-def test_the_geometric_window_ends_before_the_last_step(steps, size, seed):
-    if size > steps - 1:
-        return
-    window = GeometricWindow(size=size, ratio=0.9)
-    places = [window.steps(i, steps, seed) for i in range(20)]
-    assert all(len(p) == size and p.start >= 0 and p.stop <= steps - 1 for p in places)
-    assert places == [window.steps(i, steps, seed) for i in range(20)]
-
-
 def test_depth_pruning_moves_later_and_stays_at_its_stop():
     pruning = DepthPruning(start=9, size=4, period=30, stop=11)
     starts = [pruning.steps(i, 20).start for i in (0, 29, 30, 60, 89, 90, 5000)]
