@@ -128,6 +128,8 @@ def test_presets_are_found_in_the_installed_package(unpacked, tmp_path):
 # --- a training run elsewhere than here ----------------------------------------------------------
 
 SMALL = "train quickstart evaluation.num_images=6 run.trackers=[] pipeline.device=cpu".split()
+
+
 @pytest.mark.slow
 def test_the_sdist_holds_what_the_wheel_is_built_from_and_no_caches(tmp_path):
     name = f"flowrl_diffusion-{flowrl.__version__}"

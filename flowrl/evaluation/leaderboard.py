@@ -78,6 +78,15 @@ def rank(comparison: Comparison, entry: Entry) -> int:
     return 1 + better
 
 
+def equal_ranks(comparison: Comparison) -> str:
+    """Return why entries share a rank; "" where none do."""
+    ranks = [rank(comparison, entry) for entry in comparison.entries]
+    if len(set(ranks)) == len(ranks):
+        return ""
+    measure = next(iter(comparison.entries[0].measures))
+    return f"Equal ranks: by {measure} these do not differ significantly on these images."
+
+
 def pair_rows(comparison: Comparison) -> list[Row]:
     """Return a row for each measure of each pair."""
     return [

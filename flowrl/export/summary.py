@@ -168,17 +168,25 @@ def card(
         evaluation=measured,
         planted=planted() if built_in else "",
         summary=summary,
-        curves=reward_curves(read_metrics(run.folder)),
+        curves=reward_curves(
+            read_metrics(run.folder), [r.reward_name for r in config.rewards if r.held_out]
+        ),
         rows=rows,
     )
 
 
-def reward_curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Return the (iteration, score) points of a run's rewards without missing values, the
-    weighted mean first."""
+def reward_curves(
+    metrics: Sequence[Mapping[str, Any]], held_out: Sequence[str] = ()
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the (iteration, score) points of a run's rewards without missing values.
+
+    First those of held-out rewards at evaluations, then the weighted mean of the trained ones.
+    """
     names = dict.fromkeys(name for row in metrics for name in row if name.startswith("reward/"))
     wanted = [name for name in names if not name.startswith(NOT_REWARDS)]
-    return {
+    wanted = sorted(wanted, key=lambda name: name != "reward/mean")
+    curves = {
         name: [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
-        for name in sorted(wanted, key=lambda name: name != "reward/mean")
+        for name in [*(f"eval/{name}" for name in held_out), *wanted]
     }
+    return {name: points for name, points in curves.items() if points}

@@ -12,6 +12,22 @@ _MARKDOWN = str.maketrans(
     {mark: "\\" + mark for mark in "\\`*_[]|~$:"} | {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 )
 
+TITLES = {
+    "geneval": "GenEval, share of the demands",
+    "geneval_strict": "GenEval, all demands met",
+    "tiny_judge": "shows its prompt, by another judge",
+    "tiny_quality": "quality, 1 to 5",
+    "tiny_proxy": "learned reward of the tiny world",
+    "ocr": "text that can be read",
+    "pickscore": "PickScore",
+    "clipscore": "CLIPScore",
+    "hpsv2": "HPSv2.1",
+    "hpsv3": "HPSv3",
+    "aesthetic": "LAION aesthetic score",
+    "taste": "the voter's taste",
+    "preference": "preferred in its pair",
+}
+
 
 def render(template: str, values: dict[str, Any]) -> str:
     """Return `flowrl/templates/<template>` filled in; a missing value is an error."""
@@ -39,6 +55,16 @@ def signed(value: float | None) -> str:
     return text if text.startswith("-") else "+" + text
 
 
+def title_of(name: str) -> str:
+    """Return what a measure is called in words; the name where it has none.
+
+    name: of a reward, or `N_steps/NAME` of one at another number of steps.
+    """
+    steps, _, reward = name.rpartition("_steps/")
+    title = TITLES.get(reward, reward)
+    return f"{title}, {steps} steps" if steps else title
+
+
 def markdown(text: str) -> str:
     """Escape `text` for a line of Markdown: none of it is markup, link, cell or HTML tag."""
     return " ".join(text.split()).translate(_MARKDOWN)
@@ -62,5 +88,7 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(number=number, signed=signed, markdown=markdown, fenced=fenced)
+    environment.filters.update(
+        number=number, signed=signed, markdown=markdown, fenced=fenced, title_of=title_of
+    )
     return environment

@@ -7,7 +7,6 @@ from hashlib import blake2b
 from pathlib import Path
 
 import torch
-from flowrl_rewards.taste import save_taste
 from torch import Tensor
 
 from flowrl.api import align, collect_pairs
@@ -23,6 +22,7 @@ from flowrl.utils.untrusted import read_json
 from flowrl.voting.ballot import ANSWERS, Ballot, Vote, write_pairs
 from flowrl.voting.candidates import Candidates, read_candidates
 from flowrl.voting.taste import (
+    REWARD,
     Taste,
     describe_files,
     feature_space,
@@ -132,7 +132,7 @@ def learn_from_votes(folder: Path) -> LearnedTaste:
     taste = learn_taste(differences, answers)
     return LearnedTaste(
         candidates=candidates, votes=votes, features=features, taste=taste,
-        file=save_taste(folder, space.centre, space.basis @ taste.mean),
+        file=REWARD.save_taste(folder, space.centre, space.basis @ taste.mean),
         accuracy=held_out_accuracy(differences, answers),
     )  # fmt: skip
 

@@ -7,16 +7,19 @@ Gaussian posterior by Laplace's approximation.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
-from flowrl_rewards.taste import WIDTHS, describe
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.utils.images import read_image, to_tensor
 from flowrl.utils.progress import Steps
+
+REWARD: Any = import_module("flowrl_rewards.taste")  # what the votes teach is a reward
 
 MOST = 64  # features
 BATCH = 16
@@ -105,9 +108,9 @@ def feature_space(described: Tensor) -> FeatureSpace:
     The parts of a description get equal spread.
     """
     centre = described.double().mean(0)
-    parts = (described.double() - centre).split(WIDTHS, 1)
+    parts = (described.double() - centre).split(REWARD.WIDTHS, 1)
     spread = [part.square().sum(1).mean().sqrt().clamp(min=1e-12) for part in parts]
-    scale = torch.cat([1 / s.expand(width) for s, width in zip(spread, WIDTHS, strict=True)])
+    scale = torch.cat([1 / s.expand(width) for s, width in zip(spread, REWARD.WIDTHS, strict=True)])
     x = (described.double() - centre) * scale
     _, s, v = torch.linalg.svd(x, full_matrices=False)
     wide = s[:MOST] > 1e-6 * s[:1].clamp(min=1e-12)
@@ -120,7 +123,7 @@ def describe_files(paths: Sequence[Path]) -> Tensor:
     parts = []
     with Steps("reading", -(-len(paths) // BATCH)) as steps:
         for start in range(0, len(paths), BATCH):
-            parts += [describe(_image(path)) for path in paths[start:][:BATCH]]
+            parts += [REWARD.describe(_image(path)) for path in paths[start:][:BATCH]]
             steps.advance()
     return torch.cat(parts)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from flowrl.api import audit
+from flowrl.assembly.auditing import audit_configs
 from flowrl.config import config_yaml
 
 EXPLORE = {"candidates": 6, "num_inference_steps": 2, "precision": "bf16", "min_dim": 0}

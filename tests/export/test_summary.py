@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from flowrl.export.gallery import write_gallery
-from flowrl.export.summary import gallery_rows
+from flowrl.export.summary import gallery_rows, reward_curves
 from flowrl.training.evaluate import Evaluation, compare
 
 
@@ -57,3 +57,14 @@ def test_every_number_of_steps_has_a_row_of_its_own_beside_that_of_the_same_nois
     assert html.count(">28 steps<") == 2 and "28_steps/a" in html
     # Without both there is nothing to show side by side.
     assert [row.note for row in gallery_rows(base, replace(aligned, at_steps=()))] == ["", ""]
+
+
+def test_curves_begin_with_the_held_out_score():
+    metrics = [
+        {"step": 0, "eval/judge": 0.4},
+        {"step": 1, "reward/ocr": 0.1, "reward/mean": 0.3, "reward/invalid": 0.0},
+        {"step": 2, "reward/ocr": 0.2, "reward/mean": 0.5, "eval/judge": 0.6, "eval/ocr": 0.1},
+    ]
+    curves = reward_curves(metrics, ["judge", "not measured"])
+    assert list(curves) == ["eval/judge", "reward/mean", "reward/ocr"]
+    assert curves["eval/judge"] == [(0, 0.4), (2, 0.6)]
