@@ -169,7 +169,7 @@ def card(
         planted=planted() if built_in else "",
         summary=summary,
         curves=reward_curves(
-            read_metrics(run.folder), [r.reward_name for r in config.rewards if r.held_out]
+            read_metrics(run.folder), [spec.name for spec in learner.specs if spec.held_out]
         ),
         rows=rows,
     )
