@@ -43,7 +43,7 @@ def test_the_share_of_better_and_worse_images_is_that_of_the_gallery(quickstarts
     after = [image.scores[measure] for image in quickstarts.images["quickstart"][0]]
     pairs = list(zip(before, after, strict=True))
     shares = [sum(a > b for b, a in pairs), sum(a < b for b, a in pairs)]
-    pattern = r"Of (\d+) such images, (\d+) % become right and (\d+) % become wrong"
+    pattern = r"Over (\d+) pairs of one seed, (\d+) % go .* and (\d+) %"
     said = re.search(pattern, README)
     assert said is not None
     percent = [round(100 * share / len(pairs)) for share in shares]
