@@ -4,6 +4,7 @@
 neither the prompt nor what objects there are: train on it beside a reward that reads the prompt.
 """
 
+import functools
 from pathlib import Path
 
 import torch
@@ -29,18 +30,23 @@ class Taste:
     bounds = (0.0, 1.0)
     differentiable = True
 
-    def __init__(self, *, path: str):
-        file = Path(path)
-        file = file / FILE if file.is_dir() else file
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} is not there: `flowrl vote --train` writes it")
-        tensors = load_file(file)
-        self.centre, self.weights = tensors["centre"], tensors["weights"]
+    def __init__(self, *, path: str = "votes"):
+        self.path = Path(path)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
-        features = describe(images) - self.centre.to(images.device)
-        return torch.sigmoid(features @ self.weights.to(images.device))
+        centre, weights = self._model
+        features = describe(images) - centre.to(images.device)
+        return torch.sigmoid(features @ weights.to(images.device))
+
+    @functools.cached_property
+    def _model(self) -> tuple[Tensor, Tensor]:
+        """Return the centre and the weights of features, (P,) each."""
+        file = self.path / FILE if self.path.is_dir() else self.path
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is not there: `flowrl vote --train` writes it")
+        tensors = load_file(file)
+        return tensors["centre"], tensors["weights"]
 
 
 def save_taste(folder: Path, centre: Tensor, weights: Tensor) -> Path:

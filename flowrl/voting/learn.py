@@ -23,7 +23,7 @@ from flowrl.voting.ballot import ANSWERS, Ballot, Vote, write_pairs
 from flowrl.voting.candidates import Candidates, read_candidates
 from flowrl.voting.taste import (
     REWARD,
-    Taste,
+    TastePosterior,
     describe_files,
     feature_space,
     held_out_accuracy,
@@ -108,7 +108,7 @@ class LearnedTaste:
     candidates: Candidates
     votes: Sequence[Vote]
     features: Tensor  # (N, D) of the candidates
-    taste: Taste
+    taste: TastePosterior
     file: Path  # that the reward `taste` reads
     accuracy: float  # on held-out votes without ties, see `held_out_accuracy`
 
@@ -154,7 +154,7 @@ def keeps_prompt(vote: Vote, scores: Mapping[str, float]) -> bool:
 
 
 def expected_votes(
-    candidates: Candidates, features: Tensor, taste: Taste, scores: Tensor
+    candidates: Candidates, features: Tensor, taste: TastePosterior, scores: Tensor
 ) -> list[Vote]:
     """Predict votes that nobody cast: of each prompt, the best image that shows it and the worst.
 

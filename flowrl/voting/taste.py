@@ -29,7 +29,7 @@ STEPS = 25  # of Newton's method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taste:
+class TastePosterior:
     """A Gaussian over the weights of features."""
 
     mean: Tensor  # (D,) float64
@@ -67,7 +67,7 @@ def held_out_accuracy(differences: Tensor, answers: Tensor) -> float:
     return torch.cat(right).double().mean().item()
 
 
-def learn_taste(differences: Tensor, answers: Tensor) -> Taste:
+def learn_taste(differences: Tensor, answers: Tensor) -> TastePosterior:
     """Fit the model to votes.
 
     Args:
@@ -84,7 +84,7 @@ def learn_taste(differences: Tensor, answers: Tensor) -> Taste:
         precision = (x * (p * (1 - p))[:, None]).T @ x + prior
         step = torch.linalg.solve(precision, gradient)
         weights = weights - step / max(1.0, step.norm().item())  # at most 1 long
-    return Taste(mean=weights, covariance=torch.linalg.inv(precision))
+    return TastePosterior(mean=weights, covariance=torch.linalg.inv(precision))
 
 
 # --- features ------------------------------------------------------------------------------------

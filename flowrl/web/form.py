@@ -34,6 +34,7 @@ REWARDS = {  # and what each needs
     "vlm_questions": "answers to questions; a server, and the metadata vqa_list of each prompt",
     "pairwise": "wins against other images of the prompt; a server, set in rewards.0.args",
     "preference": "what a store of pairs says; a store, set in rollout.store",
+    "taste": "a voter's taste, beside a reward that reads the prompt; votes, set in rewards.0.args",
     "tiny_colors": "colours of the tiny world; the built-in tiny models and their prompts",
     "tiny_judge": "requests of the tiny world met; the built-in tiny models and their prompts",
     "tiny_proxy": "the same, and it can be gamed; the built-in tiny models and their prompts",

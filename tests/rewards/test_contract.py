@@ -11,6 +11,7 @@ import pytest
 import torch
 from chat_servers import Scripted, completion, images_of, redness, scripted
 from flowrl_rewards.aesthetic import FILE as AESTHETIC_FILE
+from flowrl_rewards.taste import WIDTHS, save_taste
 from torch import Tensor
 
 from flowrl.scoring.executors.base import Answer, InlineExecutor
@@ -23,6 +24,7 @@ OFFLINE = (
     "tiny_judge tiny_proxy"
 ).split()
 NETWORKS = ("pickscore", "clipscore", "hpsv2", "aesthetic", "hpsv3")
+LEARNED = ("taste",)
 JUDGES = ("vlm_judge", "vlm_questions", "pairwise")
 METADATA = {"vqa_list": [["Is it red?", "yes"]], "ocr_text": "CAT"} | OBJECT
 
@@ -70,12 +72,21 @@ def server() -> Iterator[Scripted]:
 
 
 @pytest.fixture(scope="module")
-def cases(server, tiny_clip, tiny_hps, tiny_hpsv3, tiny_aesthetic) -> Callable[[str], Case]:
+def taste(tmp_path_factory) -> str:
+    """The file of a taste for red images."""
+    weights = torch.zeros(sum(WIDTHS))
+    weights[: WIDTHS[0] // 3] = 1.0
+    return str(save_taste(tmp_path_factory.mktemp("taste"), torch.zeros_like(weights), weights))
+
+
+@pytest.fixture(scope="module")
+def cases(server, tiny_clip, tiny_hps, tiny_hpsv3, tiny_aesthetic, taste) -> Callable[[str], Case]:
     clip = {"model": tiny_clip, "device": "cpu"}
     args = {
         "pickscore": clip | {"tokenizer": tiny_clip},
         "clipscore": clip,
         "aesthetic": clip | {"head": tiny_aesthetic},
+        "taste": {"path": taste},
         "hpsv2": {"architecture": tiny_hps[0], "model": tiny_hps[1], "device": "cpu"},
         "hpsv3": {
             "model": tiny_hpsv3, "base": tiny_hpsv3, "device": "cpu", "dtype": "fp32",
@@ -88,11 +99,11 @@ def cases(server, tiny_clip, tiny_hps, tiny_hpsv3, tiny_aesthetic) -> Callable[[
 
 
 def test_the_contract_covers_every_built_in_reward():
-    assert {*OFFLINE, *NETWORKS, *JUDGES, "preference"} == set(BUILT_IN)
+    assert {*OFFLINE, *NETWORKS, *LEARNED, *JUDGES, "preference"} == set(BUILT_IN)
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", [*OFFLINE, *NETWORKS, *JUDGES])
+@pytest.mark.parametrize("name", [*OFFLINE, *NETWORKS, *LEARNED, *JUDGES])
 def test_scores_do_not_depend_on_the_batch_the_order_or_seeds(cases, random_images, name, size):
     case = cases(name)
     reward, images, prompts = case.load(), random_images(3, *size), case.prompts

@@ -8,7 +8,7 @@ OFFLINE = (
 ).split()
 # On a machine without weights, packages and servers.
 LACKING = (
-    "pickscore clipscore hpsv2 aesthetic hpsv3 vlm_judge vlm_questions pairwise preference"
+    "pickscore clipscore hpsv2 aesthetic hpsv3 vlm_judge vlm_questions pairwise preference taste"
 ).split()
 
 

@@ -18,7 +18,7 @@ from flowrl.voting.learn import (
     train_on_votes,
     training_config,
 )
-from flowrl.voting.taste import Taste
+from flowrl.voting.taste import TastePosterior
 
 
 def test_dpo_and_kto_keep_the_options_of_the_recipe(tmp_path):
@@ -46,8 +46,10 @@ def test_images_are_expected_to_be_liked_as_the_taste_says_and_only_where_it_is_
     candidates = Candidates(
         folder=tmp_path, files=names, texts=tuple(f"prompt {row // 4}" for row in range(80)),
     )  # fmt: skip
-    sure = Taste(mean=torch.tensor([3.0, 0.0, 0.0]).double(), covariance=torch.eye(3).double())
-    unsure = Taste(mean=sure.mean / 50, covariance=sure.covariance)
+    sure = TastePosterior(
+        mean=torch.tensor([3.0, 0.0, 0.0]).double(), covariance=torch.eye(3).double()
+    )
+    unsure = TastePosterior(mean=sure.mean / 50, covariance=sure.covariance)
 
     def rows(taste, scores):
         votes = expected_votes(candidates, features, taste, scores)

@@ -6,11 +6,10 @@ import pytest
 import torch
 from flowrl_rewards.taste import WIDTHS, describe, save_taste
 
-from flowrl.errors import UserError
 from flowrl.scoring.spec import load_reward
 from flowrl.voting.taste import (
     PRIOR,
-    Taste,
+    TastePosterior,
     feature_space,
     held_out_accuracy,
     learn_taste,
@@ -30,7 +29,9 @@ def test_the_model_is_the_posterior_of_the_votes():
 def test_a_probability_averages_over_what_the_model_does_not_know():
     generator = torch.Generator().manual_seed(0)
     root = torch.randn(4, 4, generator=generator, dtype=torch.float64) / 2
-    taste = Taste(mean=torch.randn(4, generator=generator).double(), covariance=root @ root.T)
+    taste = TastePosterior(
+        mean=torch.randn(4, generator=generator).double(), covariance=root @ root.T
+    )
     noise = torch.randn(100_000, 4, generator=generator, dtype=torch.float64)
     for x in torch.randn(6, 4, generator=generator, dtype=torch.float64):
         exact = torch.sigmoid((taste.mean + noise @ root.T) @ x).mean().item()
@@ -48,8 +49,9 @@ def test_the_reward_ranks_images_as_the_model_of_the_votes_does(tmp_path):
     reward = load_reward("taste", {"path": str(tmp_path)})
     scores = reward(images, [""] * 12, [{}] * 12)
     assert torch.allclose(scores.double(), taste.scores(features).sigmoid(), atol=1e-5)
-    with pytest.raises(UserError, match="none is not there"):
-        load_reward("taste", {"path": str(tmp_path / "none")})
+    missing = load_reward("taste", {"path": str(tmp_path / "none")})
+    with pytest.raises(FileNotFoundError, match="none is not there"):
+        missing(images, [""] * 12, [{}] * 12)
 
 
 def test_held_out_votes_are_predicted_where_a_rule_made_them():
