@@ -5,11 +5,12 @@ neither the prompt nor what objects there are: train on it beside a reward that 
 """
 
 import functools
+import hashlib
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load
 from torch import Tensor
 
 FILE = "taste.safetensors"
@@ -28,7 +29,6 @@ class Taste:
 
     name = "taste"
     bounds = (0.0, 1.0)
-    differentiable = True
 
     def __init__(self, *, path: str = "votes"):
         self.path = Path(path)
@@ -39,24 +39,23 @@ class Taste:
         features = describe(images) - centre.to(images.device)
         return torch.sigmoid(features @ weights.to(images.device))
 
+    @property
+    def version(self) -> str:
+        """The digest of the file: more votes are another reward."""
+        data = self._file.read_bytes() if self._file.is_file() else b""
+        return f"taste-1/{hashlib.blake2b(data, digest_size=8).hexdigest()}"
+
+    @property
+    def _file(self) -> Path:
+        return self.path / FILE if self.path.is_dir() else self.path
+
     @functools.cached_property
     def _model(self) -> tuple[Tensor, Tensor]:
         """Return the centre and the weights of features, (P,) each."""
-        file = self.path / FILE if self.path.is_dir() else self.path
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} is not there: `flowrl vote --train` writes it")
-        tensors = load_file(file)
+        if not self._file.is_file():
+            raise FileNotFoundError(f"{self._file} is not there: `flowrl vote --train` writes it")
+        tensors = load(self._file.read_bytes())
         return tensors["centre"], tensors["weights"]
-
-
-def save_taste(folder: Path, centre: Tensor, weights: Tensor) -> Path:
-    """Write what the reward reads; return the file.
-
-    centre, weights: (P,), of `describe`.
-    """
-    path = folder / FILE
-    save_file({"centre": centre.float(), "weights": weights.float()}, path)
-    return path
 
 
 def describe(images: Tensor) -> Tensor:

@@ -31,7 +31,6 @@ class VLMJudge:
         ValueError: for an unknown rubric, and for one that no model can be asked by.
     """
 
-    requests_per_image = 1
     differentiable = False
     deterministic = False  # greedy answers still depend on the other requests of a server's batch
 

@@ -410,7 +410,7 @@ def build_call(config: Config, pipeline: Any) -> PipelineCall:
         raise UserError(
             "evaluation.as_deployed calls the pipeline, whose text encoders memory.text_encoders: "
             "free removes: set memory.text_encoders to offload or keep, or use flowrl evaluate "
-            "--as-deployed memory.text_encoders=offload after the run"
+            "evaluation.as_deployed=true memory.text_encoders=offload after the run"
         )
     return PipelineCall(
         arguments=call_settings(config, pipeline), negative=config.rollout.negative_prompt

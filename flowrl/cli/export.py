@@ -8,6 +8,13 @@ import typer
 from flowrl.cli._console import LoraAlpha, starting
 from flowrl.errors import UserError
 
+# The formats that an option is for.
+FILES = ("diffusers", "comfyui", "kohya", "merged")
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "-o": FILES, "--base": FILES, "--revision": FILES, "--dtype": ("merged",),
+    "--repo-id": ("hub",), "--private": ("hub",),
+}  # fmt: skip
+
 
 def export(
     source: Annotated[
@@ -63,6 +70,16 @@ def export(
     """
     if output is None and to != "hub":
         raise UserError(f"{to} needs a place, as in flowrl export {source} --to {to} -o lora.")
+    values = {
+        "-o": output, "--base": base, "--revision": revision, "--dtype": dtype,
+        "--repo-id": repo_id, "--private": private,
+    }  # fmt: skip
+    for name, value in values.items():
+        if value and to not in OPTIONS[name]:
+            raise UserError(
+                f"{name} is for --to {' or '.join(OPTIONS[name])}, and the format is {to}: leave "
+                f"{name} out."
+            )
     with starting():
         from flowrl.api import export as export_lora
 

@@ -67,10 +67,11 @@ def vote(  # noqa: PLR0913  # an argument for each option
         config = _config(words)
         learned = learn_from_votes(folder)
         say(f"{learned.file} predicts {learned.accuracy:.0%} of votes that it did not see.")
-        trained = train_on_votes(config, folder, lora=lora)
+        trained = train_on_votes(config, folder, lora=lora, learned=learned)
         print_what_next(config, trained)
         return
     with starting():
+        from flowrl.backbones.offload import free_device_memory
         from flowrl.utils.files import locked_folder
         from flowrl.voting.app import Questions, make_app
         from flowrl.voting.ballot import Ballot
@@ -94,7 +95,10 @@ def vote(  # noqa: PLR0913  # an argument for each option
         app = make_app(
             questions, token=token, host=host, train=["vote", *training] if words else ()
         )
+        free_device_memory()  # a run that the page starts may need it
         serve_page(app, f"Images of the folder {os.fspath(folder)}", host, port, token)
+        if any(row["exit"] is None for row in app.state.jobs.rows()):
+            say(f"Training on the votes continues in {folder}.")
 
 
 def _target(words: list[str], lora: str | None) -> tuple[list[str], Path | None, str | None]:

@@ -129,12 +129,17 @@ def format_errors(model: type[Options], error: ValidationError) -> str:
         problems.setdefault(path, []).append(detail)
         candidates[path] = beside
     first = islice(problems.items(), MAX_ERRORS)
-    return "\n".join(_sentence(model, path, its, candidates[path]) for path, its in first)
+    sentences = [_sentence(model, path, its, candidates[path]) for path, its in first]
+    if (more := len(problems) - MAX_ERRORS) > 0:
+        sentences.append(f"{more} other options are wrong, too.")
+    return "\n".join(sentences)
 
 
 def _sentence(model: type[Options], path: str, details: list[Any], candidates: list[str]) -> str:
     detail, name = details[0], name_of(path)
     if detail["type"] == "extra_forbidden":
+        if "." in str(detail["loc"][-1]):
+            return f"Unknown option {name}: dots join keys on the command line, a file nests them."
         return _unknown(model, path, candidates)
     if detail["type"] == "missing":
         meaning = next((o.meaning for o in walk(model) if o.path == path), "")
@@ -153,8 +158,8 @@ def _unknown(model: type[Options], path: str, candidates: list[str]) -> str:
     same = (o for o in walk(model) if o.variant and _general(o.path) == _general(path))
     if kinds := list(dict.fromkeys(option.variant for option in same)):
         return (
-            f"Option {name} belongs to the kind {', '.join(kinds)}, which is another one here: "
-            "leave it out, or set kind as well."
+            f"Option {name} is of the kind {', '.join(kinds)}, and {parent} has another: leave it "
+            f"out, or set {parent}.kind, too."
         )
     near = _nearest(model, path, candidates)
     names = f"{parent or 'the top level'} has {', '.join(candidates)}."

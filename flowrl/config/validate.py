@@ -75,6 +75,13 @@ def check_states(states: str, plans: Plans, rollout: RolloutOptions, seed: int) 
                     "make it smaller, or null"
                 )
     if states == "path":
+        if rollout.depth_pruning and all(
+            plan == rollout.whole(iteration, seed) for plan, iteration in plans.items()
+        ):
+            raise ValueError(
+                "rollout.depth_pruning covers no step that rollout.tree trains in any iteration: "
+                "move its start there, or set it to null"
+            )
         for plan in plans:
             if plan.fans or any(move.noise or move.branch > 1 for move in plan.moves):
                 raise ValueError(
@@ -128,6 +135,11 @@ def check_explore(plans: Plans, rollout: RolloutOptions) -> None:
 
 def check_precision(pipeline: PipelineOptions, rollout: RolloutOptions) -> None:
     """Check that rollouts can be sampled in the precision of training."""
+    if pipeline.precision is None and pipeline.min_dim is not None:
+        raise ValueError(
+            "pipeline.min_dim chooses layers for pipeline.precision, which is null: set "
+            "precision, or min_dim to null"
+        )
     if pipeline.precision is not None and rollout.merge_lora is True:
         raise ValueError(
             f"rollout.merge_lora is true, but with pipeline.precision {pipeline.precision} the "

@@ -79,12 +79,15 @@ def rank(comparison: Comparison, entry: Entry) -> int:
 
 
 def equal_ranks(comparison: Comparison) -> str:
-    """Return why entries share a rank; "" where none do."""
-    ranks = [rank(comparison, entry) for entry in comparison.entries]
-    if len(set(ranks)) == len(ranks):
-        return ""
+    """Return which entries of one rank do not differ; "" where there are none."""
     measure = next(iter(comparison.entries[0].measures))
-    return f"Equal ranks: by {measure} these do not differ significantly on these images."
+    ranks = {entry.name: rank(comparison, entry) for entry in comparison.entries}
+    tied = [
+        f"{pair.first} and {pair.second}"
+        for pair in comparison.pairs
+        if pair.measure == measure and not pair.differs and ranks[pair.first] == ranks[pair.second]
+    ]
+    return f"No significant difference by {measure}: {', '.join(tied)}." if tied else ""
 
 
 def pair_rows(comparison: Comparison) -> list[Row]:

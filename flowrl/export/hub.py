@@ -32,6 +32,7 @@ LOADING = re.compile(
 )
 SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
 VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")  # where a secret is, which is none
+READER = re.compile(r"(json|csv|parquet|arrow|text|hf):(?=[/~.])", re.IGNORECASE)
 HOST = re.compile(r"(\w[\w.-]*[.a-z][\w.-]*|[\d.]{7,}|\[[\da-f:]+\]):\d{2,5}(/.*)?", re.IGNORECASE)
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of a repository
 HINT = "After an upload to the Hub, the name of the repository takes the folder's place.\n\n"
@@ -157,9 +158,11 @@ def _public_text(text: str) -> str:
     if HOST.fullmatch(text):
         return "HOST:PORT"
     # Of FILE.py:NAME too, as rewards are named.
-    climbs = ".." in re.split(r"[\\/]", text)
-    if climbs or text.startswith(("/", "~")) or PureWindowsPath(text).is_absolute():
-        return PureWindowsPath(text).name
+    reader = READER.match(text)  # as in hf:/folder of a set of prompts
+    start, path = (reader[0], text[reader.end() :]) if reader else ("", text)
+    climbs = ".." in re.split(r"[\\/]", path)
+    if climbs or path.startswith(("/", "~")) or PureWindowsPath(path).is_absolute():
+        return start + PureWindowsPath(path).name
     return text
 
 

@@ -3,6 +3,7 @@
 A vote is on disk before it is answered.
 """
 
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,9 +72,12 @@ def make_app(
         train: words after `flowrl` that train on the votes; () where no recipe is named.
     """
 
+    jobs = Jobs(questions.candidates.folder)
+
     def routes(app: "FastAPI") -> None:
+        app.state.jobs = jobs
         _add_votes(app, questions)
-        _add_training(app, questions.candidates.folder, train)
+        _add_training(app, questions.candidates.folder, jobs, train)
 
     return make_page("flowrl vote", routes, "flowrl.voting", "flowrl.web", token=token, host=host)
 
@@ -103,10 +107,8 @@ def _add_votes(app: "FastAPI", questions: Questions) -> None:
         return _image(questions.candidates, row)
 
 
-def _add_training(app: "FastAPI", folder: Path, words: Sequence[str]) -> None:
+def _add_training(app: "FastAPI", folder: Path, jobs: Jobs, words: Sequence[str]) -> None:
     from starlette.responses import Response
-
-    jobs = Jobs(folder)
 
     @app.get("/api/training")
     def training() -> Response:
@@ -120,8 +122,10 @@ def _add_training(app: "FastAPI", folder: Path, words: Sequence[str]) -> None:
 
     @app.get("/api/grid")
     def grid() -> Response:
-        """Send held-out images of the newest run on these votes, base and LoRA."""
-        grids = sorted(folder.glob("run*/gallery/grid.png"), key=lambda file: file.stat().st_mtime)
+        """Send held-out images of the run that the button started, base and LoRA."""
+        began = next((row["began"] for row in jobs.rows()), math.inf)
+        grids = folder.glob("run*/gallery/grid.png")
+        grids = [file for file in grids if file.stat().st_mtime >= began]
         data = png_of_file(grids[-1]) if grids else None
         if data is None:
             raise FileNotFoundError

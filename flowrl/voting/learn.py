@@ -1,5 +1,6 @@
 """Draw candidates for a recipe, and train a LoRA on votes."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,14 +23,16 @@ from flowrl.utils.untrusted import read_json
 from flowrl.voting.ballot import ANSWERS, Ballot, Vote, write_pairs
 from flowrl.voting.candidates import Candidates, read_candidates
 from flowrl.voting.taste import (
-    REWARD,
     TastePosterior,
     describe_files,
     feature_space,
     held_out_accuracy,
     learn_taste,
+    save_taste,
 )
 
+log = logging.getLogger(__name__)
+LEVELS = 20  # at most, of scores that are compared exactly
 SURE = 0.7  # least probability of a predicted vote that is trained on
 DPO = {  # with a KL penalty: with few pairs DPO alone moves away from both images
     "kind": "dpo",
@@ -69,7 +72,9 @@ def draw_candidates(
     )  # fmt: skip
 
 
-def train_on_votes(config: Config, folder: Path, *, lora: str | None = None) -> TrainedRun:
+def train_on_votes(
+    config: Config, folder: Path, *, lora: str | None = None, learned: "LearnedTaste | None" = None
+) -> TrainedRun:
     """Train a LoRA with DPO or KTO on the votes of a folder of candidates, and on predicted votes.
 
     No image is preferred to one that shows its prompt better, by the recipe's rewards: taste alone
@@ -78,6 +83,7 @@ def train_on_votes(config: Config, folder: Path, *, lora: str | None = None) -> 
 
     Args:
         lora: with which the candidates were drawn; training starts from it.
+        learned: of `learn_from_votes`, where it was called already.
 
     Raises:
         UserError: no vote prefers an image, or the LoRA of the candidates is not named.
@@ -88,12 +94,23 @@ def train_on_votes(config: Config, folder: Path, *, lora: str | None = None) -> 
             f"The images in {folder} were drawn with a LoRA: name it with --lora, as before, so "
             "that training starts from it."
         )
-    learned = learn_from_votes(folder)
+    learned = learned or learn_from_votes(folder)
     candidates = learned.candidates
     scores = prompt_scores(config, candidates)
     predicted = expected_votes(candidates, learned.features, learned.taste, scores)
     shown = dict(zip(candidates.files, scores.tolist(), strict=True))
-    faithful = [vote for vote in learned.votes if keeps_prompt(vote, shown)]
+    margin = noticeable(candidates, scores)
+    faithful = [vote for vote in learned.votes if keeps_prompt(vote, shown, margin)]
+    if left_out := len(learned.votes) - len(faithful):
+        log.warning(
+            "%s of %s votes prefer the image that shows its prompt worse: they are left out",
+            left_out, len(learned.votes),
+        )  # fmt: skip
+    if not predicted and not any(vote.preferred for vote in faithful):
+        raise UserError(
+            f"every vote in {folder} prefers the image that shows its prompt worse, by the "
+            "recipe's rewards: vote on more pairs"
+        )
     write_pairs([*faithful, *predicted], folder, folder / PAIRS)
     digest = blake2b((folder / PAIRS).read_bytes(), digest_size=4).hexdigest()
     store = folder / f"{STORE}-{digest}"
@@ -132,7 +149,7 @@ def learn_from_votes(folder: Path) -> LearnedTaste:
     taste = learn_taste(differences, answers)
     return LearnedTaste(
         candidates=candidates, votes=votes, features=features, taste=taste,
-        file=REWARD.save_taste(folder, space.centre, space.basis @ taste.mean),
+        file=save_taste(folder, space.centre, space.basis @ taste.mean),
         accuracy=held_out_accuracy(differences, answers),
     )  # fmt: skip
 
@@ -141,16 +158,33 @@ def prompt_scores(config: Config, candidates: Candidates) -> Tensor:
     """Return (N,) how well candidates show their prompts by a recipe's rewards; NaN if unknown."""
     specs = [reward.build() for reward in config.rewards if not reward.held_out]
     with closing(specs):
-        rows = score_files(specs, labelled_images(candidates.folder) or []).rows
+        scored = score_files(specs, labelled_images(candidates.folder) or [])
+    for reason in scored.missing:
+        log.warning("images without a score are not compared by how they show it: %s", reason)
+    rows = scored.rows
     return torch.tensor([sum(spec.weight * row[spec.name] for spec in specs) for row in rows])
 
 
-def keeps_prompt(vote: Vote, scores: Mapping[str, float]) -> bool:
+def noticeable(candidates: Candidates, scores: Tensor) -> float:
+    """Return the difference of two images' scores above which one shows its prompt worse.
+
+    0 for scores of few levels, such as shares of demands; else their standard deviation within
+    prompts, or only the image that a learned reward scores highest would count.
+    """
+    known = scores[~scores.isnan()]
+    if len(known.unique()) <= LEVELS:
+        return 0.0
+    groups = [scores[rows] for rows in candidates.by_prompt().values()]
+    variances = [g[~g.isnan()].var() for g in groups if (~g.isnan()).sum() > 1]
+    return torch.stack(variances).mean().sqrt().item()
+
+
+def keeps_prompt(vote: Vote, scores: Mapping[str, float], margin: float = 0.0) -> bool:
     """Return whether the preferred image shows its prompt as well as the other, or none does."""
     if vote.preferred is None:
         return True
     better, worse = (scores.get(name, math.nan) for name in vote.preferred)
-    return not better < worse
+    return not better < worse - margin
 
 
 def expected_votes(
@@ -163,19 +197,21 @@ def expected_votes(
 
     Args:
         features: (N, D) of the candidates.
-        scores: (N,) of `prompt_scores`; the best image has its prompt's highest score.
+        scores: (N,) of `prompt_scores`. Images show their prompt whose scores are not noticeably
+            below its highest; all do where none has a score.
     """
-    liking = taste.scores(features).tolist()
+    liking, margin = taste.scores(features).tolist(), noticeable(candidates, scores)
     pairs = []
     for members in candidates.by_prompt().values():
-        highest = max((s for s in scores[members].tolist() if not math.isnan(s)), default=math.nan)
-        faithful = [row for row in members if not scores[row].item() < highest]
+        scored = [row for row in members if not scores[row].isnan()]
+        least = max((scores[row].item() for row in scored), default=math.nan) - margin
+        faithful = [row for row in scored if scores[row].item() >= least] or members
         best = max(faithful, key=liking.__getitem__)
         worst = min(members, key=liking.__getitem__)
         if taste.probability(features[best] - features[worst]) >= SURE:
             pairs.append((best, worst))
         # The prompt comes before the taste: the most liked of those that do not show it.
-        if unfaithful := [row for row in members if row not in faithful and row != worst]:
+        if unfaithful := [row for row in scored if row not in faithful and row != worst]:
             pairs.append((best, max(unfaithful, key=liking.__getitem__)))
     names, texts = candidates.files, candidates.texts
     return [

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from PIL import UnidentifiedImageError
+from safetensors.torch import save
 from torch import Tensor
 
 from flowrl.errors import UserError
+from flowrl.utils.files import write_bytes
 from flowrl.utils.images import read_image, to_tensor
 from flowrl.utils.progress import Steps
 
@@ -116,6 +118,16 @@ def feature_space(described: Tensor) -> FeatureSpace:
     wide = s[:MOST] > 1e-6 * s[:1].clamp(min=1e-12)
     longest = s[0].clamp(min=1e-12) / max(len(x) - 1, 1) ** 0.5
     return FeatureSpace(centre=centre, basis=scale[:, None] * v[:MOST][wide].T / longest)
+
+
+def save_taste(folder: Path, centre: Tensor, weights: Tensor) -> Path:
+    """Write what the reward `taste` reads; return the file.
+
+    centre, weights: (P,), of descriptions.
+    """
+    path = folder / REWARD.FILE
+    write_bytes(path, save({"centre": centre.float(), "weights": weights.float()}))
+    return path
 
 
 def describe_files(paths: Sequence[Path]) -> Tensor:

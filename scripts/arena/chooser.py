@@ -5,6 +5,7 @@ from pathlib import Path
 
 from flowrl.utils.files import write_text
 from scripts.arena.gamed import changes
+from scripts.arena.methods import load_arms
 from scripts.arena.report import (
     NEW_FAMILIES,
     NEW_REQUESTS,
@@ -22,8 +23,14 @@ START, END = "<!-- arena -->", "<!-- end of arena -->"
 
 
 def write_chooser(data: Path, gamed: Path, page: Path) -> Path:
-    """Replace what stands between two comments of the page; return the page."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(START)
+    """Replace what stands between two comments of the page; return the page.
+
+    Raises ValueError where the page lacks one of them.
+    """
+    text = page.read_text(encoding="utf-8")
+    if START not in text or END not in text:
+        raise ValueError(f"{page} needs the lines {START} and {END}")
+    before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
     body = "\n".join(chooser(data, gamed))
     write_text(page, f"{before}{START}\n\n{body}\n\n{END}{after}")
@@ -55,30 +62,55 @@ def chooser(data: Path, gamed: Path) -> list[str]:
 
 
 def _situations(scores: Scores, rows: Sequence[dict[str, str]], gamed: Path) -> list[str]:
+    """Return a sentence for each situation whose methods were all ranked."""
+
     def gain(arm: str) -> str:
         return f"`{arm}` {interval_text(mean_gain(scores, arm, NEW_REQUESTS))}"
 
-    def yield_of(arm: str) -> float:
+    def frugality(arm: str) -> float:
         """Return the gain for each 1,000 images that were scored."""
         scored = average([row for row in rows if row["arm"] == arm], "scored")
         return 1000 * mean_gain(scores, arm, NEW_REQUESTS).mean / scored if scored else 0.0
 
-    frugal = max((arm for arm in scores.runs if "proxy" not in arm), key=yield_of)
+    def ranked_all(*arms: str) -> bool:
+        return all(arm in scores.runs for arm in arms)
+
+    sentences = []
+    if ranked_all("nft_on_a_sparse_reward", "nft"):
+        sentences.append(
+            "- **The reward is sparse**, right or wrong without partial credit: "
+            f"{gain('nft_on_a_sparse_reward')}, with partial credit {gain('nft')}."
+        )
     summed, gated = (
         changes(gamed, f"nft on vivid {how} geneval")[1] for how in ("plus", "gated by")
     )
-    return [
-        "- **The reward is sparse**, right or wrong without partial credit: "
-        f"{gain('nft_on_a_sparse_reward')}, with partial credit {gain('nft')}.",
+    sentences.append(
         "- **The reward can be gamed**: trained on the sum of a reward with a loophole and a "
-        f"strict one the judge's score changes by {interval_text(summed)}, and by "
-        f"{interval_text(gated)} where the first counts only for images that pass the second "
-        "(`gate`, see [rewards](rewards.md)).",
-        "- **The reward has a gradient**: a learned reward followed by its gradient, "
-        f"{gain('draft')}; by its number alone, {gain('nft_on_the_proxy')}.",
-        f"- **The reward is slow**: for each 1,000 scored images `{frugal}` gains the most, "
-        f"{yield_of(frugal):+.3f}; `flow_grpo_fast` {yield_of('flow_grpo_fast'):+.3f}.",
-        "- **There are pairs and no reward**: "
-        f"{gain('dpo_on_pairs')} from right and wrong drawings; "
-        f"{gain('sft_on_drawings')} from the right ones alone; {gain('nft')} with rewards.",
+        f"strict one, the judge's score changes by {interval_text(summed)}; where the first counts "
+        f"only for images that pass the second, by {interval_text(gated)} (`gate`, see "
+        "[rewards](rewards.md))."
+    )
+    if ranked_all("draft", "nft_on_the_proxy"):
+        sentences.append(
+            "- **The reward has a gradient**: a learned reward followed by its gradient, "
+            f"{gain('draft')}; by its number alone, {gain('nft_on_the_proxy')}."
+        )
+    # Methods that train on the default rewards, so that a scored image is the same for all.
+    alike = [
+        name for name, arm in load_arms().items()
+        if name in scores.runs and not any(o.startswith("rewards=") for o in arm.options)
     ]  # fmt: skip
+    if alike:
+        best = max(alike, key=frugality)
+        others = ", ".join(f"`{a}` {frugality(a):+.3f}" for a in alike if a == "flow_grpo_fast")
+        sentences.append(
+            f"- **The reward is slow**: for each 1,000 scored images `{best}` gains the most, "
+            f"{frugality(best):+.3f}" + (f"; {others}." if others else ".")
+        )
+    if ranked_all("dpo_on_pairs", "sft_on_drawings", "nft"):
+        sentences.append(
+            "- **There are pairs and no reward**: "
+            f"{gain('dpo_on_pairs')} from right and wrong drawings; {gain('sft_on_drawings')} from "
+            f"the right ones alone; {gain('nft')} with rewards."
+        )
+    return sentences

@@ -193,8 +193,9 @@ def render(data: Path) -> Path:
         "worlds, runs and requests. *At 28 steps*: the mean over both test splits, of the first "
         "run on each world. *Middle half of runs*: the interquartile mean over runs, on new "
         f"requests. *Less {REFERENCES[0]}*: the paired difference on new requests, in bold where "
-        "it differs from 0 after Holm's correction for all methods. *Beats*: how probable it is "
-        "that a run of the method ends above one of the reference.", "",
+        "it differs from 0 after Holm's correction for all methods (p is the bootstrap's, which "
+        "with few worlds says that these agree). *Beats*: how probable it is that a run of the "
+        "method ends above one of the reference.", "",
         "![shares of runs above each gain](profiles.png)", "",
         "## What else changed, and what it cost", "",
         f"| method | {' | '.join([*CHANGES, *COSTS])} |",
@@ -385,7 +386,7 @@ def _profiles(scores: Scores, order: Sequence[str]) -> bytes:
     for arm, color in zip(order, LIGHT.lines, strict=False):
         gains = sorted(_run_gains(scores, arm))
         shares = 1 - np.arange(len(gains) + 1) / len(gains)
-        axes.step([0.0, *gains], shares, where="post", color=color, label=arm)
+        axes.step([min(0.0, gains[0]), *gains], shares, where="post", color=color, label=arm)
     axes.legend(frameon=False, fontsize=7)
     return png_bytes(figure)
 

@@ -21,7 +21,7 @@ def test_wrong_options_of_rewards_are_named():
     for override, sentence in [
         ("executor={kind: inlin}", "executor.kind is 'inlin': .*; did you mean inline?"),
         ("executor={urls: [x]}", "Option rewards.0.executor.kind is missing"),
-        ("executor={kind: inline, urls: [x]}", "executor.urls belongs to .*kind http"),
+        ("executor={kind: inline, urls: [x]}", "executor.urls is of the kind http"),
         (
             "executor={kind: http, urls: ['http://127.0.0.1'], url: x}",
             "rewards.0.executor.url: .*executor.urls?",

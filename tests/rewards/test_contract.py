@@ -11,11 +11,12 @@ import pytest
 import torch
 from chat_servers import Scripted, completion, images_of, redness, scripted
 from flowrl_rewards.aesthetic import FILE as AESTHETIC_FILE
-from flowrl_rewards.taste import WIDTHS, save_taste
+from flowrl_rewards.taste import WIDTHS
 from torch import Tensor
 
 from flowrl.scoring.executors.base import Answer, InlineExecutor
 from flowrl.scoring.spec import BUILT_IN, load_reward
+from flowrl.voting.taste import save_taste
 
 OBJECT = {"tag": "colors", "include": [{"class": "square", "count": 1, "color": "red"}]}
 SIZES = ((32, 32), (40, 56))

@@ -14,6 +14,7 @@ from flowrl.config.load import preset_names
 from flowrl.config.objectives import Objective
 from flowrl.errors import UserError
 from flowrl.trees.presets import Tree
+from scripts.arena.chooser import write_chooser
 from scripts.arena.gamed import changes, render_gamed
 from scripts.arena.methods import GAMED, METHODS, TRIALS, load_arms, recipe
 from scripts.arena.plant import write_prompts
@@ -134,6 +135,29 @@ def test_p_is_small_where_an_interval_is_far_from_zero():
         return p_value(resampled([(rng.normal(shift, 1, (3, 60)), counts) for _ in range(3)]))
 
     assert p(0.5) == pytest.approx(2 / 4001) and p(0.0) > 0.1
+
+
+def test_the_chooser_stands_between_its_marks_and_takes_a_part_of_the_methods(tmp_path):
+    page, rows = tmp_path / "page.md", [
+        {"split": split, "family": "f", "tag": "t", "tier": "1", "request": f"r{i}", "base": "0",
+         "nft 0": "1", "flow_grpo_fast 0": "0.5"}
+        for i, split in enumerate(["new requests", "new families"] * 3)
+    ]  # fmt: skip
+    write_rows(tmp_path / "world-2.csv", rows)
+    write_rows(tmp_path / RUNS, [
+        {"arm": arm, "world": "2", "seed": "0", "forwards": "9", "scored": scored,
+         "tiny_quality": "4", "base tiny_quality": "3"}
+        for arm, scored in (("nft", "2000"), ("flow_grpo_fast", "500"))
+    ])  # fmt: skip
+    page.write_text("# Head\n")
+    with pytest.raises(ValueError, match="page.md"):
+        write_chooser(tmp_path, ROOT / "gallery" / "gamed", page)
+    page.write_text("# Head\n<!-- arena -->old<!-- end of arena -->\nrest\n")
+    text = write_chooser(tmp_path, ROOT / "gallery" / "gamed", page).read_text()
+    assert text.startswith("# Head\n<!-- arena -->") and text.endswith("\nrest\n")
+    assert text.index("| `nft` | +1.000") < text.index("| `flow_grpo_fast` | +0.500")
+    assert "`flow_grpo_fast` gains the most, +1.000" in text and "old" not in text
+    assert "There are pairs" not in text
 
 
 def test_the_probability_of_improvement_counts_ties_half():

@@ -15,6 +15,7 @@ from flowrl.voting.learn import (
     draw_candidates,
     expected_votes,
     keeps_prompt,
+    noticeable,
     train_on_votes,
     training_config,
 )
@@ -66,17 +67,27 @@ def test_images_are_expected_to_be_liked_as_the_taste_says_and_only_where_it_is_
     pairs = rows(sure, shows)
     assert all(shows[a] == 1 for a, _ in pairs)
     assert {b // 4 for _, b in pairs if shows[b] == 0} == set(range(20))  # each, however liked
+    # A learned reward scores no two images alike: those within its spread are chosen by taste.
+    learned = shows + 0.3 * torch.rand(80, generator=torch.Generator().manual_seed(1)).double()
+    assert 0.1 < noticeable(candidates, learned) < 1 and noticeable(candidates, shows) == 0
+    assert {a for a, _ in rows(sure, learned)} != {
+        4 * k + learned[4 * k :][:4].argmax().item() for k in range(20)
+    }
+    shows[2::4] = torch.nan
+    assert not {a for a, _ in rows(sure, shows)} & set(range(2, 80, 4))  # no score, not faithful
 
 
 def test_a_vote_for_an_image_that_leaves_its_prompt_does_not_count():
     scores = {"right": 2.0, "wrong": 1.0}
 
-    def kept(first, second, choice="first"):
-        return keeps_prompt(Vote(prompt="", first=first, second=second, choice=choice), scores)
+    def counts(first, second, choice="first", margin=0.0):
+        vote = Vote(prompt="", first=first, second=second, choice=choice)
+        return keeps_prompt(vote, scores, margin)
 
-    assert not kept("wrong", "right") and kept("wrong", "right", "second")
-    assert kept("right", "wrong") and kept("wrong", "wrong") and kept("wrong", "right", "tie")
-    assert kept("wrong", "of no score")
+    assert not counts("wrong", "right") and counts("wrong", "right", "second")
+    assert counts("right", "wrong") and counts("wrong", "wrong")
+    assert counts("wrong", "right", "tie") and counts("wrong", "of no score")
+    assert counts("wrong", "right", margin=1.0)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from flowrl_rewards.taste import WIDTHS, describe, save_taste
+from flowrl_rewards.taste import WIDTHS, describe
 
 from flowrl.scoring.spec import load_reward
 from flowrl.voting.taste import (
@@ -13,6 +13,7 @@ from flowrl.voting.taste import (
     feature_space,
     held_out_accuracy,
     learn_taste,
+    save_taste,
 )
 
 
@@ -49,6 +50,9 @@ def test_the_reward_ranks_images_as_the_model_of_the_votes_does(tmp_path):
     reward = load_reward("taste", {"path": str(tmp_path)})
     scores = reward(images, [""] * 12, [{}] * 12)
     assert torch.allclose(scores.double(), taste.scores(features).sigmoid(), atol=1e-5)
+    version = reward.version
+    save_taste(tmp_path, space.centre, -space.basis @ taste.mean)
+    assert load_reward("taste", {"path": str(tmp_path)}).version != version
     missing = load_reward("taste", {"path": str(tmp_path / "none")})
     with pytest.raises(FileNotFoundError, match="none is not there"):
         missing(images, [""] * 12, [{}] * 12)

@@ -1,5 +1,8 @@
 """The page of `flowrl vote` in a real Chromium: keys, sizes, hostile texts, a lost server."""
 
+import os
+import time
+
 import pytest
 from PIL import Image
 
@@ -89,15 +92,18 @@ def test_a_button_trains_and_shows_what_came_of_it(serve_votes, open_page, write
     grid = folder / "run" / "gallery" / "grid.png"
     grid.parent.mkdir(parents=True)
     Image.new("RGB", (64, 32), "red").save(grid)
+    os.utime(grid, (0, 0))
     with serve_votes(folder, train=("recipes",)) as address:  # a command that ends soon
         page = open_page(address)
         page.locator("#train").focus()
         page.keyboard.press("Enter")
         page.wait_for_selector("#state:text('The LoRA is trained')")
         assert page.locator("#output").inner_text().startswith("flowrl recipes\n")
-        page.wait_for_selector("#grid:not([hidden]) img[src^=blob]")
+        assert page.locator("#grid").is_hidden()  # it is of an earlier run
+        os.utime(grid, (time.time() + 60,) * 2)
         page.reload()
         page.wait_for_selector("#state:text('The LoRA is trained')")
+        page.wait_for_selector("#grid:not([hidden]) img[src^=blob]")
         assert not page.faults
     with serve_votes(folder, train=("no-such-command",)) as address:
         page = open_page(address)
