@@ -171,8 +171,8 @@ def noticeable(candidates: Candidates, scores: Tensor) -> float:
     0 for scores of few levels, such as shares of demands; else their standard deviation within
     prompts, or only the image that a learned reward scores highest would count.
     """
-    known = scores[~scores.isnan()]
-    if len(known.unique()) <= LEVELS:
+    present = scores[~scores.isnan()]
+    if len(present.unique()) <= LEVELS:
         return 0.0
     groups = [scores[rows] for rows in candidates.by_prompt().values()]
     variances = [g[~g.isnan()].var() for g in groups if (~g.isnan()).sum() > 1]
