@@ -85,16 +85,9 @@ def vote(  # noqa: PLR0913  # an argument for each option
             )
         questions = Questions(read_candidates(folder), Ballot(folder), goal=goal, seed=seed)
         token = page_token(host, token_env)
-        training = [
-            *words,
-            "--train",
-            "--output-dir",
-            str(folder),
-            *(["--lora", lora] if lora else []),
-        ]
-        app = make_app(
-            questions, token=token, host=host, train=["vote", *training] if words else ()
-        )
+        train_words = ["vote", *words, "--train", "--output-dir", str(folder)]
+        train_words += ["--lora", lora] if lora else []
+        app = make_app(questions, token=token, host=host, train=train_words if words else ())
         free_device_memory()  # a run that the page starts may need it
         serve_page(app, f"Images of the folder {os.fspath(folder)}", host, port, token)
         if any(row["exit"] is None for row in app.state.jobs.rows()):

@@ -99,7 +99,7 @@ def train_on_votes(
     scores = prompt_scores(config, candidates)
     predicted = expected_votes(candidates, learned.features, learned.taste, scores)
     shown = dict(zip(candidates.files, scores.tolist(), strict=True))
-    margin = noticeable(candidates, scores)
+    margin = score_margin(candidates, scores)
     faithful = [vote for vote in learned.votes if keeps_prompt(vote, shown, margin)]
     if left_out := len(learned.votes) - len(faithful):
         log.warning(
@@ -165,7 +165,7 @@ def prompt_scores(config: Config, candidates: Candidates) -> Tensor:
     return torch.tensor([sum(spec.weight * row[spec.name] for spec in specs) for row in rows])
 
 
-def noticeable(candidates: Candidates, scores: Tensor) -> float:
+def score_margin(candidates: Candidates, scores: Tensor) -> float:
     """Return the difference of two images' scores above which one shows its prompt worse.
 
     0 for scores of few levels, such as shares of demands; else their standard deviation within
@@ -200,7 +200,7 @@ def expected_votes(
         scores: (N,) of `prompt_scores`. Images show their prompt whose scores are not noticeably
             below its highest; all do where none has a score.
     """
-    liking, margin = taste.scores(features).tolist(), noticeable(candidates, scores)
+    liking, margin = taste.scores(features).tolist(), score_margin(candidates, scores)
     pairs = []
     for members in candidates.by_prompt().values():
         scored = [row for row in members if not scores[row].isnan()]

@@ -24,7 +24,6 @@ from flowrl.utils.progress import Steps
 REWARD: Any = import_module("flowrl_rewards.taste")  # what the votes teach is a reward
 
 MOST = 64  # features
-BATCH = 16
 FOLDS = 5  # of the accuracy
 PRIOR = 3.0  # standard deviation of a weight before any vote
 STEPS = 25  # of Newton's method
@@ -133,9 +132,9 @@ def save_taste(folder: Path, centre: Tensor, weights: Tensor) -> Path:
 def describe_files(paths: Sequence[Path]) -> Tensor:
     """Return `flowrl_rewards.taste.describe` of image files. (N, P)"""
     parts = []
-    with Steps("reading", -(-len(paths) // BATCH)) as steps:
-        for start in range(0, len(paths), BATCH):
-            parts += [REWARD.describe(_image(path)) for path in paths[start:][:BATCH]]
+    with Steps("reading", len(paths)) as steps:
+        for path in paths:
+            parts.append(REWARD.describe(_image(path)))
             steps.advance()
     return torch.cat(parts)
 

@@ -15,7 +15,7 @@ from flowrl.voting.learn import (
     draw_candidates,
     expected_votes,
     keeps_prompt,
-    noticeable,
+    score_margin,
     train_on_votes,
     training_config,
 )
@@ -69,7 +69,7 @@ def test_images_are_expected_to_be_liked_as_the_taste_says_and_only_where_it_is_
     assert {b // 4 for _, b in pairs if shows[b] == 0} == set(range(20))  # each, however liked
     # A learned reward scores no two images alike: those within its spread are chosen by taste.
     learned = shows + 0.3 * torch.rand(80, generator=torch.Generator().manual_seed(1)).double()
-    assert 0.1 < noticeable(candidates, learned) < 1 and noticeable(candidates, shows) == 0
+    assert 0.1 < score_margin(candidates, learned) < 1 and score_margin(candidates, shows) == 0
     assert {a for a, _ in rows(sure, learned)} != {
         4 * k + learned[4 * k :][:4].argmax().item() for k in range(20)
     }
