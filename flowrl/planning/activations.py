@@ -43,6 +43,12 @@ WIDTHS = (
     "context_in_dim", "in_text_dim2", "text_embed_2_dim", "cross_attention_dim",
 )  # fmt: skip
 CHANNELS = ("in_channels", "in_visual_dim")
+# Operations of each of torch's kernels; torch up to 2.14 lacks those of a CPU's attention.
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
+FORMULAS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[ATTENTION],
+    **flop_registry,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,8 +395,8 @@ class LiveBytes(TorchDispatchMode):
             with unset_fake_temporarily():  # masks and indices have values
                 return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        if func.overloadpacket in flop_registry:
-            self.operations += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        if formula := FORMULAS.get(func.overloadpacket):
+            self.operations += formula(*args, **kwargs, out_val=out)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._hold(leaf.untyped_storage())

@@ -86,6 +86,18 @@ def test_two_blocks_of_a_kind_count_the_operations_of_all(klein, monkeypatch):
     assert count_forward.__wrapped__(forward, gradients=False).operations == short.operations
 
 
+def test_attention_counts_its_two_products_and_a_product_of_matrices_its_one():
+    rows, heads, tokens, width = 2, 3, 5, 8
+    with activations.fake_tensors(torch.float32):
+        q = torch.empty(rows, heads, tokens, width)
+        with activations.LiveBytes([q]) as counter:
+            torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        attention, both = counter.operations, 2 * tokens * tokens * width
+        with activations.LiveBytes([q]) as counter:
+            q @ q.mT
+    assert counter.operations == rows * heads * both and attention == 2 * counter.operations
+
+
 def test_peaks_are_ordered_and_those_of_decoding_grow_with_rows(klein):
     forward = forward_of(klein)
     sample, train = (transformer_peak(forward, mode) for mode in ("sample", "train"))
