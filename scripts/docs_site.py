@@ -4,8 +4,8 @@
 
 Pages: one of each section of options, the commands, the Python interface, the examples, and from
 beside docs/ the README (as the first page), CHANGELOG, CONTRIBUTING and the gallery. A link to
-a file that has no page leads to the repository where `FLOWRL_REPOSITORY` names its address, and
-is plain text elsewhere.
+a file that has no page leads to the repository where `FLOWRL_REPOSITORY` names its address, one to a
+notebook on GitHub to Colab, and is plain text elsewhere.
 """
 
 import inspect
@@ -33,7 +33,7 @@ BESIDE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }
-EXAMPLES = ("examples/grpo_from_scratch.py", "examples/z_image.py")
+EXAMPLES = ("examples/grpo_from_scratch.py",)
 SHOWN = (".md", ".png", ".html")  # files of the gallery that the site has
 LINK = re.compile(r"(\]\(|\b(?:src|href)=\")([^)\s\"#]*)(#[^)\s\"]*)?(\)|\")")
 FENCE = re.compile(r"^(```\w+) \w+$", re.MULTILINE)  # names that tests give to code: ```python plan
@@ -98,7 +98,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if source in _pages:
             return start + posixpath.relpath(_pages[source], at or ".") + (anchor or "") + end
         if config.repo_url:
-            return f"{start}{config.repo_url.rstrip('/')}/blob/main/{source}{end}"
+            address = config.repo_url.rstrip("/")
+            if source.endswith(".ipynb"):
+                address = address.replace("//github.com/", "//colab.research.google.com/github/")
+            return f"{start}{address}/blob/main/{source}{end}"
         return f"{start}REPOSITORY:{source}{end}"
 
     markdown = FENCE.sub(r"\1", markdown)
