@@ -90,13 +90,17 @@ class Run:
 
     def core_seconds(self) -> float:
         """Return the processor's seconds of all its processes, start and evaluation included."""
-        lines = self.folder.with_suffix(SECONDS).read_text().split()
-        return sum(map(float, lines))
+        return sum(map(float, self.folder.with_suffix(SECONDS).read_text().split()))
 
-    def peak_memory(self) -> int:
-        """Return the most memory of its process in MiB, the shared imports included."""
-        lines = self.folder.with_suffix(PEAK).read_text().split()
-        return max(map(int, lines))
+    def resources(self) -> dict[str, str]:
+        """Return its core seconds and its most memory in MiB, shared imports included.
+
+        Nothing for a run of another machine, which left no files beside its folder.
+        """
+        if not self.folder.with_suffix(SECONDS).is_file():
+            return {"core_seconds": "", "peak_mib": ""}
+        peaks = map(int, self.folder.with_suffix(PEAK).read_text().split())
+        return {"core_seconds": f"{self.core_seconds():.1f}", "peak_mib": f"{max(peaks)}"}
 
     def total(self, *names: str) -> float:
         """Return the sum of these metrics over all iterations."""
@@ -368,8 +372,7 @@ def _row(run: Run) -> dict[str, str]:
         "seed": str(run.seed),
         "options": " ".join(run.options),
         "iterations": str(run.end),
-        "core_seconds": f"{run.core_seconds():.1f}",
-        "peak_mib": str(run.peak_memory()),
+        **run.resources(),
         "forwards": f"{run.total('forwards/rollout', 'forwards/learn'):.0f}",
         "scored": f"{run.scored_images():.0f}",
         **_means(end, run),

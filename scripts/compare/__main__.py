@@ -1,10 +1,9 @@
 """Compare methods over seeds, keep the data, and render the pages of the gallery.
 
     python -m scripts.compare                              render every page from its data
-    python -m scripts.compare --page trees --tune          try each method's values (validation)
-    python -m scripts.compare --page trees --run --seeds 5 --jobs 2 --background
-    python -m scripts.compare --page trees --rates         seconds of an iteration (idle machine)
-    python -m scripts.compare --page quickstarts --guidance    the bases with guidance
+    python -m scripts.compare --tune                       try each method's values (validation)
+    python -m scripts.compare --run --seeds 5 --jobs 2 --background
+    python -m scripts.compare --guidance                   the bases with guidance
 
 Runs stop by iterations and never by minutes, so that they may share the machine; a run that is
 finished is skipped, and one that was interrupted goes on. `--output` has a folder for each page,
@@ -19,7 +18,7 @@ from pathlib import Path
 from scripts.compare.data import IMAGES
 from scripts.compare.page import Page, load_page, page_names
 from scripts.compare.report import render
-from scripts.compare.runs import collect, jobs_of, measure_rates, run_all, score_bases, tune
+from scripts.compare.runs import collect, jobs_of, run_all, score_bases, tune
 
 
 def main(words: list[str] | None = None) -> None:
@@ -48,8 +47,6 @@ def _measure(asked: argparse.Namespace, page: Page, data: Path) -> list[str]:
         failed += tune(page, some, runs, data, at_once=asked.jobs)
     if asked.run:
         failed += run_all(jobs_of(some, runs, data, seeds), at_once=asked.jobs)
-    if asked.rates:
-        measure_rates(some, runs, data, rounds=3, iterations=asked.rate_iterations)
     if asked.guidance:
         score_bases(some, runs, data)
     if asked.run or asked.collect:
@@ -74,9 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tune", action="store_true", help="try values on validation prompts")
     parser.add_argument("--run", action="store_true", help="train what is not finished")
     parser.add_argument("--collect", action="store_true", help="read the data of finished runs")
-    parser.add_argument("--rates", action="store_true", help="measure seconds of an iteration")
     parser.add_argument("--guidance", action="store_true", help="score the bases with guidance")
-    parser.add_argument("--rate-iterations", type=int, default=6, help="in each turn")
     parser.add_argument("--background", action="store_true", help="detach; RUNS/compare.log")
     return parser
 

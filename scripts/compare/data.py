@@ -2,9 +2,8 @@
 
 curves.csv: each evaluation of each run: method, seed, iteration, forwards, images, and the means of
 all measures. images.csv.gz: the score of each image at a run's first and last evaluation; the first
-once a method, as all its seeds begin at one base. rates.csv: seconds of an iteration, measured in
-turns on an idle machine. tuning.csv: what was tried on validation prompts. guidance.csv: the score
-of the base at each guidance.
+once a method, as all its seeds begin at one base. tuning.csv: what was tried on validation prompts.
+guidance.csv: the score of the base at each guidance.
 """
 
 import csv
@@ -13,7 +12,6 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from flowrl.assembly.learner import ProvidedObjects, evaluation_prompts
@@ -24,12 +22,9 @@ from flowrl.training.evaluate import Evaluation, evaluation_file
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
 
-CURVES, IMAGES, RATES, TUNING = "curves.csv", "images.csv.gz", "rates.csv", "tuning.csv"
+CURVES, IMAGES, TUNING = "curves.csv", "images.csv.gz", "tuning.csv"
 GUIDED = "guidance.csv"
 PASSES = ("explore/forwards", "tree/forwards", "tree/train_forwards")
-TIMES = tuple(
-    f"time/{part}" for part in ("audit", "explore", "explore_reward", "rollout", "reward", "train")
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +150,7 @@ def read_images(folder: Path) -> list[Image]:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a small table, such as rates.csv."""
+    """Write a small table, such as tuning.csv."""
     write_text(path, _csv(list(rows[0]), [list(row.values()) for row in rows]))
 
 
@@ -194,18 +189,3 @@ def chosen(data: Path) -> dict[str, tuple[str, ...]]:
         found = float(row["score"]), tuple(row["options"].split())
         best[row["method"]] = max(best.get(row["method"], found), found, key=lambda f: f[0])
     return {method: options for method, (_, options) in best.items()}
-
-
-def rates(data: Path, part: str = "seconds") -> dict[str, float]:
-    """Return the seconds of an iteration by method, or of a stage; the median of its rounds."""
-    found: dict[str, list[float]] = {}
-    for row in read_rows(data / RATES):
-        found.setdefault(row["method"], []).append(float(row[part]))
-    return {method: median(values) for method, values in found.items()}
-
-
-def stages(data: Path) -> dict[str, dict[str, float]]:
-    """Return the seconds of each stage of an iteration by method."""
-    by_stage = {part: rates(data, part) for part in TIMES} if (data / RATES).is_file() else {}
-    methods = dict.fromkeys(name for found in by_stage.values() for name in found)
-    return {name: {part: found[name] for part, found in by_stage.items()} for name in methods}

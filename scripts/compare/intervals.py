@@ -1,4 +1,4 @@
-"""Intervals over seeds and over images, curves at equal cost, and when a level is reached."""
+"""Intervals over seeds and over images."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -51,55 +51,3 @@ def interquartile_mean(values: Sequence[float], *, seed: int = 0) -> Interval:
     means = stats.trim_mean(found[drawn], 0.25, axis=1)
     low, high = np.quantile(means, [0.025, 0.975])
     return Interval(mean=float(stats.trim_mean(found, 0.25)), low=float(low), high=float(high))
-
-
-Curve = Sequence[tuple[float, float]]  # (cost, score) of a run's evaluations, costs rising
-
-
-def score_at(curve: Curve, cost: float) -> float:
-    """Return the score when so much was spent, straight between evaluations.
-
-    Raises ValueError beyond the last evaluation: nobody knows it there.
-    """
-    costs, scores = zip(*curve, strict=True)
-    if not costs[0] <= cost <= costs[-1] * (1 + 1e-9):
-        raise ValueError(f"cost {cost:g} is not within {costs[0]:g} to {costs[-1]:g} of the curve")
-    return float(np.interp(cost, costs, scores))
-
-
-def at_equal_cost(curves: Sequence[Curve], others: Sequence[Curve]) -> tuple[float, Interval]:
-    """Return the largest cost that all runs of both have reached, and how far the first lie above.
-
-    Run by run, hence paired by seed, with a t-interval.
-    """
-    cost = min(curve[-1][0] for curve in (*curves, *others))
-    pairs = zip(curves, others, strict=True)
-    return cost, over_seeds([score_at(a, cost) - score_at(b, cost) for a, b in pairs])
-
-
-def reaches(curve: Curve, level: float) -> float | None:
-    """Return the cost at which a score first stands at `level`; None if never."""
-    for (cost, low), (after, high) in zip(curve[:-1], curve[1:], strict=True):
-        if low >= level:
-            return cost
-        if high >= level:
-            return cost + (level - low) / (high - low) * (after - cost)
-    return None
-
-
-def stays_above(curve: Curve, level: float) -> float | None:
-    """Return the cost of the first evaluation from which on none is below `level`, or None."""
-    found = None
-    for cost, score in reversed(curve):
-        if score < level:
-            break
-        found = cost
-    return found
-
-
-def mean_curve(curves: Sequence[Curve]) -> list[tuple[float, float]]:
-    """Return the mean over runs that were evaluated at the same places."""
-    return [
-        (float(np.mean([c for c, _ in at])), float(np.mean([s for _, s in at])))
-        for at in zip(*curves, strict=True)
-    ]

@@ -48,13 +48,9 @@ class Page:
     gold: str  # never trained on
     proxy: str  # the trained reward
     quality: str
-    judge: str  # a second held-out measure, by which runs may stop; "" where gold need not turn
     seeds: int
     steps: tuple[int, ...]  # of evaluation, the preset's own first
     validation: str  # prompts to tune on
-    longer: str = ""  # the baseline with more iterations, where a method's drafts must pay
-    exact: str = ""  # the method whose drafts have full precision
-    controls: tuple[str, ...] = ()  # other methods that all are compared with
     methods: tuple[Method, ...]
 
     def config(self, method: Method, seed: int, folder: Path, *changes: str) -> Config:
@@ -115,9 +111,7 @@ def load_page(name: str) -> Page:
             )
         )
     data["steps"] = tuple(data["steps"])
-    data["controls"] = tuple(data.get("controls", ()))
-    optional = {"judge": "", "seeds": 5, "validation": ""}
-    return Page(name=name, methods=tuple(methods), **optional | data)
+    return Page(name=name, methods=tuple(methods), **{"seeds": 5} | data)
 
 
 def _grids(tune: Any) -> tuple[Mapping[str, Sequence[Any]], ...]:

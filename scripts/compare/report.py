@@ -1,31 +1,20 @@
-"""Render a page from its data: tables, charts with bands, and what is missing."""
+"""Render a page from its data: tables, and what is missing."""
 
 import math
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from statistics import correlation
 
 from flowrl.functional.contrasts import Interval
 from flowrl.tiny.world import planted
-from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.files import write_text
 from scripts.compare import intervals
-from scripts.compare.break_even import DRAFTS, break_even, speed_range
-from scripts.compare.charts import charts
 from scripts.compare.data import GUIDED, TUNING, Image, chosen, read_rows
 from scripts.compare.law import FREEDOM, LAYOUT, Variety, variety
 from scripts.compare.page import Method, Page, at_steps
-from scripts.compare.results import COSTS, Results, costs
-from scripts.compare.turning import (
-    PATIENCE,
-    QUALITY_LOST,
-    RULES,
-    stopped,
-    turn,
-)
+from scripts.compare.results import Results
 
 Table = Sequence[Mapping[str, str]]
-UNRULED = "to the end"
 LEAST = 5  # runs for an interquartile mean
 
 
@@ -57,14 +46,12 @@ def scores_table(results: Results) -> list[dict[str, str]]:
         last = next(iter(runs.values()))[-1]
         row |= {"iterations": str(last.iteration), "images": f"{last.images:.0f}"}
         row["forwards"] = f"{last.forwards:.0f}"
-        if method in results.rates:
-            row["seconds"] = _number(results.seconds(last), 0)
         rows.append(row)
     return rows
 
 
 def differences_table(results: Results, baseline: str) -> list[dict[str, str]]:
-    """A row a method: how far it lies above the baseline at equal cost, and when it passes it.
+    """A row a method: how far its last scores lie above the baseline's, paired by seed.
 
     Methods that begin at another base, as on another pipeline, are not compared.
     """
@@ -72,32 +59,12 @@ def differences_table(results: Results, baseline: str) -> list[dict[str, str]]:
     own = results.lines.get(baseline)
     if own is None:
         return []
-    level = intervals.over_seeds(results.last(baseline, page.score)).mean
-    wanted = {
-        name: intervals.mean_curve(results.curves(baseline, page.score, cost))
-        for name, cost in costs(results).items()
-    }
     for method, runs in results.lines.items():
         if results.base(method, page.score) != results.base(baseline, page.score):
             continue
         if not (both := sorted(set(runs) & set(own))):
             continue
         row = {"method": method}
-        for name, cost in costs(results).items():
-            mine, theirs = (
-                [results.curves(m, page.score, cost)[list(results.lines[m]).index(s)] for s in both]
-                for m in (method, baseline)
-            )
-            spent, found = intervals.at_equal_cost(mine, theirs)
-            whole = intervals.mean_curve(theirs)[-1][0]
-            row[f"above at equal {COSTS[name]}"] = f"{_interval(found)} (at {spent:.3g})"
-            curve = intervals.mean_curve(mine)
-            for what, score in (("last", level), ("highest", max(s for _, s in wanted[name]))):
-                heading = f"reaches the {what}, {score:.3f}, in {COSTS[name]}"
-                row[heading] = _share(intervals.reaches(curve, score), whole)
-            row[f"stays above, in {COSTS[name]}"] = _share(
-                intervals.stays_above(curve, level), whole
-            )
         for measure in dict.fromkeys((page.score, page.gold)):
             pairs = [(runs[s][-1].scores, own[s][-1].scores) for s in both]
             ends = intervals.over_seeds([a[measure] - b[measure] for a, b in pairs])
@@ -106,131 +73,6 @@ def differences_table(results: Results, baseline: str) -> list[dict[str, str]]:
             row[f"{measure}, over images"] = _interval(images) if images else "n/a"
         rows.append(row)
     return rows
-
-
-def break_even_table(results: Results) -> list[dict[str, str]]:
-    """A row a method that drafts: how fast drafts must be for their choice to pay."""
-    page, rows = results.page, []
-    if not {page.longer, page.exact} <= set(results.stages) & set(results.lines):
-        return []
-    theirs = results.curves(page.longer, page.score, lambda line: line.iteration)
-    exact = results.stages[page.exact][DRAFTS]
-    for method in results.lines:
-        stage = results.stages.get(method, {})
-        if not stage.get(DRAFTS) or method in page.controls:
-            continue
-        runs = results.curves(method, page.score, lambda line: line.iteration)
-        found = break_even(runs, theirs, stage, results.rates[page.longer], exact)
-        known, pays = found.iterations is not None, found.affordable > 0
-        reached = f"{found.iterations:.1f}" if known else f"more than {found.longest}"
-        may_take = ("" if known else "at least ") + _number(found.affordable, 2)
-        low, high = speed_range(runs, theirs, stage, results.rates[page.longer], exact)
-        speed = ("" if known else "at most ") + _number(found.speed, 2)
-        speed += f" [{_number(low, 2)}, {_number(high, 2)}]"
-        never = (
-            "not even free ones pay" if known else "not known, the baseline's runs are too short"
-        )
-        rows.append(
-            {
-                "method": method,
-                "last score": _number(found.level),
-                f"iterations of {page.longer} until there": reached,
-                "seconds of its drafts": _number(stage[DRAFTS], 2),
-                "of all else": _number(found.others, 2),
-                "drafts may take": may_take if pays else "",
-                "break-even speed": speed if pays else never,
-                "measured speed": _number(exact / stage[DRAFTS], 2),
-            }
-        )
-    return rows
-
-
-def turns_table(results: Results) -> list[dict[str, str]]:
-    """A row a method: where its gold score is highest, and what it lost from there."""
-    rows = []
-    for method, runs in results.lines.items():
-        found = turn(list(runs.values()), results.page)
-        rows.append(
-            {
-                "method": method,
-                "gold at its highest": _interval(found.gold, sign=False),
-                "iteration": str(found.iteration),
-                "proxy there → at the end": f"{_number(found.proxy)} → {_number(found.proxy_last)}",
-                "gold at the end": _interval(found.last, sign=False),
-                "lost since": _interval(found.lost),
-            }
-        )
-    return rows
-
-
-def rules_table(results: Results) -> list[dict[str, str]]:
-    """A row a method: its gold score where each rule would have stopped it."""
-    return [
-        {"method": method}
-        | {
-            name: _interval(
-                intervals.over_seeds(stopped(list(runs.values()), results.page, rule)), sign=False
-            )
-            for name, rule in RULES.items()
-        }
-        for method, runs in results.lines.items()
-    ]
-
-
-def turns_say(results: Results) -> str:
-    """Say of which settings a turn was seen: not of those that are highest at their end."""
-    late, lost = [], []
-    for method, runs in results.lines.items():
-        found = turn(list(runs.values()), results.page)
-        if found.iteration >= next(iter(runs.values()))[-2].iteration:
-            late.append(method)
-        if found.lost.high < 0:
-            lost.append(method)
-    return (
-        f"The interval of the loss lies below 0 for: {'; '.join(lost) or 'none'}. Highest at one "
-        f"of the last two evaluations, so that no turn was seen: {'; '.join(late) or 'none'}."
-    )
-
-
-def kept_most(results: Results) -> str:
-    """Say which setting ends with most gold, and what the best rule adds."""
-    page = results.page
-
-    def gold(method: str, rule: str) -> dict[int, float]:
-        runs = results.lines[method]
-        return dict(zip(runs, stopped(list(runs.values()), page, RULES[rule]), strict=True))
-
-    def above(first: tuple[str, str], second: tuple[str, str]) -> Interval:
-        mine, theirs = gold(*first), gold(*second)
-        return intervals.over_seeds([mine[s] - theirs[s] for s in mine if s in theirs])
-
-    def mean_of(method: str, rule: str) -> Interval:
-        return intervals.over_seeds(list(gold(method, rule).values()))
-
-    base = page.baseline
-    setting = max(results.lines, key=lambda m: mean_of(m, UNRULED).mean)
-    rule = max((r for r in RULES if r != UNRULED), key=lambda r: mean_of(base, r).mean)
-    return (
-        f"**What keeps most.** {setting} ends highest, at "
-        f"{_interval(mean_of(setting, UNRULED), sign=False)}: "
-        f"{_interval(above((setting, UNRULED), (base, UNRULED)))} above {base}, paired by seed. Of "
-        f"the rules, *{rule}* keeps most of {base}: {_interval(mean_of(base, rule), sign=False)}, "
-        f"{_interval(above((base, rule), (base, UNRULED)))} above its end; to {setting} it adds "
-        f"{_interval(above((setting, rule), (setting, UNRULED)))}. Settings and rules were chosen "
-        "by these figures, which makes them a little too high."
-    )
-
-
-def judge_says(results: Results) -> str:
-    """Say how alike the second judge and gold are, over all evaluations."""
-    page = results.page
-    lines = [line for runs in results.lines.values() for run in runs.values() for line in run]
-    pairs = [(line.scores[page.judge], line.scores[page.gold]) for line in lines]
-    alike = correlation(*zip(*pairs, strict=True))
-    return (
-        f"Over all evaluations the judge correlates {alike:.2f} with gold: with a weaker judge its "
-        "rules will keep less."
-    )
 
 
 def variety_table(results: Results) -> list[dict[str, str]]:
@@ -296,11 +138,8 @@ def guided_table(results: Results, data: Path) -> list[dict[str, str]]:
 
 
 def render(page: Page, data: Path) -> Path:
-    """Write README.md and its charts beside the data; return its path."""
-    results = Results.read(page, data)
-    write_text(data / "README.md", text_of(results, data))
-    for chart in charts(results):
-        write_bytes(data / chart.file, chart.draw())
+    """Write README.md beside the data; return its path."""
+    write_text(data / "README.md", text_of(Results.read(page, data), data))
     return data / "README.md"
 
 
@@ -315,22 +154,12 @@ def text_of(results: Results, data: Path) -> str:
     ]
     parts[-1] += " renders this page from the data beside it."
     parts += [_missing(results), "## Scores", markdown(scores_table(results)), LEGEND]
-    told = {page.baseline: EQUAL if costs(results) else ENDS}  # once, where the first table is
-    for name in dict.fromkeys((page.baseline, page.longer, *page.controls)):
-        if len(table := differences_table(results, name)) > 1:
-            parts += [f"## Against {name}", markdown(table), told.get(name, "")]
+    if len(table := differences_table(results, page.baseline)) > 1:
+        parts += [f"## Against {page.baseline}", markdown(table), ENDS]
     if table := guided_table(results, data):
         parts += ["## The base with guidance", markdown(table), GUIDED_SAY]
-    if table := break_even_table(results):
-        parts += ["## What drafts may cost", markdown(table), BREAK_EVEN]
-    if page.judge:
-        parts += ["## Where gold turns", markdown(turns_table(results)), TURNS]
-        parts += [turns_say(results), markdown(rules_table(results)), RULES_SAY]
-        parts += [judge_says(results), kept_most(results)]
     if table := variety_table(results):
         parts += ["## Diversity", markdown(table), VARIETY]
-    drawn = [f"![{chart.title}]({chart.file})" for chart in charts(results)]
-    parts += ["## Curves", *drawn] if drawn else []
     if table := tuning_table(data):
         parts += ["## Tuning", TUNED, markdown(table)]
     ran = [method for method in page.methods if method.name in results.lines]
@@ -343,8 +172,7 @@ LEGEND = (
     "Changes over seeds have a 95 % t-interval over runs; those over images a bootstrap interval "
     "of each image's mean over runs, requests resampled whole; the interquartile mean a bootstrap "
     "interval over runs ([2108.13264](https://arxiv.org/abs/2108.13264)). Forwards are those of "
-    "candidates, rollouts and training, in few bits or many. Seconds are iterations times the "
-    "seconds of an iteration, measured in turns on an idle machine."
+    "candidates, rollouts and training, in few bits or many."
 )
 GUIDED_SAY = (
     "The base at each guidance that was tried (`--guidance`); SD3 and SANA pay for guidance with "
@@ -357,36 +185,10 @@ ENDS = (
     "Differences of last scores, whatever they cost, are paired by seed, with a t-interval over "
     "seeds and one over images. Runs are scored at their two ends alone."
 )
-EQUAL = (
-    "Differences are paired by seed, with a t-interval, at the largest cost that both have "
-    "reached. *Reaches*: when the mean curve first equals the baseline's last, or highest, mean "
-    "score. *Stays above*: from when on no evaluation is below the last. Both are shares of the "
-    "baseline's whole cost. *Above at the end* compares last scores, whatever they cost, over "
-    "seeds and over images. All runs are evaluated on the same prompts and noise."
-)
-
 TUNED = (
     "At the fewer steps, on validation prompts, one run of each unless its notes say otherwise: "
     "differences of a few hundredths may be chance. Runs of another length, or with options that a "
     "method had before, are named in its notes. What was chosen comes on top of a method's options."
-)
-BREAK_EVEN = (
-    "Seconds of an iteration's stages, measured in turns on an idle machine. Exact drafts have "
-    "speed 1. At the break-even speed a method costs as much as the longer baseline does until it "
-    "stands at the method's last score; faster drafts pay. Its interval resamples runs, by seed, "
-    "and leaves out that seconds vary; n/a is no end, as there not even free drafts pay. Where the "
-    "longer baseline never gets there, its whole cost counts."
-)
-TURNS = (
-    "The highest of noisy means is a little too high, and what was *lost since*, paired by seed, "
-    "too; the rules below choose without gold. In the chart it is a star, and the end of a run a "
-    "dot."
-)
-RULES_SAY = (
-    "Gold where each rule would have ended a run: as `run.on_hacking` does by the second "
-    f"judge; after {PATIENCE} evaluations without a rise of that judge (both keep its best); "
-    f"before quality is {QUALITY_LOST} below the base's. No rule sees gold, but judge and gold see "
-    "the same images."
 )
 VARIETY = (
     "Of images that the second judge finds right: how often two of one request show the same "
@@ -405,8 +207,6 @@ def _missing(results: Results) -> str:
     if few:
         text = ", ".join(f"{method} ({count})" for method, count in few.items())
         missing.append(f"Fewer than {page.seeds} seeds: {text}.")
-    if not all(name in results.rates for name in results.lines):
-        missing.append("Seconds of an iteration were not measured, so wall time is left out.")
     return f"**Missing.** {' '.join(missing)}" if missing else ""
 
 
@@ -452,7 +252,3 @@ def _interval(found: Interval, *, sign: bool = True) -> str:
         return "n/a"
     ends = f" [{found.low:.3f}, {found.high:.3f}]" if math.isfinite(found.low) else " (one seed)"
     return f"{found.mean:{plus}.3f}{ends}"
-
-
-def _share(cost: float | None, whole: float) -> str:
-    return "never" if cost is None else f"{cost / whole:.0%}"

@@ -1,14 +1,13 @@
 """The data of a page, sorted by method and seed, and what is computed from its images."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.functional.contrasts import Interval
 from scripts.compare import intervals
-from scripts.compare.data import Image, Line, rates, read_curves, read_images, stages
-from scripts.compare.intervals import Curve
+from scripts.compare.data import Image, Line, read_curves, read_images
 from scripts.compare.page import Page
 
 
@@ -20,8 +19,6 @@ class Results:
     lines: dict[str, dict[int, list[Line]]]  # by method and seed
     base_images: dict[str, list[Image]]  # by method
     images: dict[str, dict[int, list[Image]]]  # the last ones, by method and seed
-    rates: dict[str, float]  # seconds of an iteration
-    stages: dict[str, dict[str, float]]  # of each of its stages, by method
 
     @staticmethod
     def read(page: Page, data: Path) -> "Results":
@@ -41,19 +38,7 @@ class Results:
             lines={name: dict(sorted(lines[name].items())) for name in order},
             base_images=base_images,
             images=images,
-            rates=rates(data),
-            stages=stages(data) if page.exact else {},
         )
-
-    def curves(self, method: str, measure: str, cost: Callable[[Line], float]) -> list[Curve]:
-        """Return a curve for each seed, of the evaluations that have the measure."""
-        return [
-            [(cost(line), line.scores[measure]) for line in lines if measure in line.scores]
-            for lines in self.lines[method].values()
-        ]
-
-    def seconds(self, line: Line) -> float:
-        return line.iteration * self.rates.get(line.method, math.nan)
 
     def last(self, method: str, measure: str) -> list[float]:
         """Return the last score of each seed; NaN where it has none."""
@@ -95,23 +80,3 @@ def _over_images(
     if not found:
         return None
     return intervals.over_requests([c for _, c in found], [r for r, _ in found])
-
-
-COSTS = {"iterations": "iterations", "seconds": "wall time", "forwards": "forwards"}
-
-
-def costs(results: Results) -> dict[str, Callable[[Line], float]]:
-    """Return what curves are compared at, by the keys of COSTS.
-
-    Wall time where rates of all were measured, iterations where methods differ in what they draft
-    and each iteration has as many updates. Nothing where runs were scored at their two ends alone:
-    what lies between is not known.
-    """
-    if any(len(run) <= 2 for runs in results.lines.values() for run in runs.values()):
-        return {}
-    found: dict[str, Callable[[Line], float]] = {}
-    if results.page.longer:
-        found["iterations"] = lambda line: line.iteration
-    if all(name in results.rates for name in results.lines):
-        found["seconds"] = results.seconds
-    return {**found, "forwards": lambda line: line.forwards}

@@ -1,14 +1,12 @@
 """Run the methods of a page: in the background, beside each other, and each run only once."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Protocol
 
 from flowrl.api import evaluate
@@ -17,14 +15,11 @@ from flowrl.config.load import differences
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import CONFIG
 from flowrl.training.evaluate import evaluation_file
-from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
 from scripts.compare.data import (
     CURVES,
     GUIDED,
     IMAGES,
-    RATES,
-    TIMES,
     TUNING,
     Image,
     Line,
@@ -143,7 +138,7 @@ def slug(text: str) -> str:
     return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
 
 
-# --- tuning, runs, rates -------------------------------------------------------------------------
+# --- tuning, runs --------------------------------------------------------------------------------
 
 
 def tuning_jobs(page: Page, runs: Path) -> Iterator[tuple[Method, tuple[str, ...], Job]]:
@@ -223,36 +218,6 @@ def collect(page: Page, runs: Path, data: Path, seeds: int) -> int:
     return len(done)
 
 
-def measure_rates(page: Page, runs: Path, data: Path, *, rounds: int, iterations: int) -> None:
-    """Measure the seconds of an iteration of these methods, in turns. The machine must be idle.
-
-    What was measured of others stays.
-    """
-    names = {method.name for method in page.methods}
-    rows: list[dict[str, Any]] = [
-        row for row in read_rows(data / RATES) if row["method"] not in names
-    ]
-    tuned = chosen(data)
-    for turn in range(rounds):
-        for method in page.methods:
-            folder = runs / "rates" / f"{slug(method.name)}-{turn}"
-            changes = [*tuned.get(method.name, ()), f"run.iterations={iterations}"]
-            changes += ["evaluation.prompts=null", "run.on_hacking=null"]
-            changes += ["run.sample_every=0"]
-            config = page.config(method, TUNING_SEED + turn, folder, *changes)
-            job = Job(name=folder.name, config=config, folder=folder)
-            shutil.rmtree(folder, ignore_errors=True)  # an earlier measurement is not one of now
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            if job.start().wait():
-                raise SystemExit(f"{job.name} failed, see {folder.with_suffix('.log')}")
-            metrics = read_metrics(folder)
-            seconds = seconds_of(metrics)
-            row = {"method": method.name, "round": turn, "seconds": f"{seconds:.4f}"}
-            rows.append(row | {part: f"{seconds_of(metrics, part):.4f}" for part in TIMES})
-            print(f"{method.name}, round {turn}: {seconds:.3f} s an iteration", flush=True)
-    write_rows(data / RATES, rows)
-
-
 def score_bases(page: Page, runs: Path, data: Path) -> None:
     """Score the bases of the methods that have guidance to try, on the reported prompts.
 
@@ -271,14 +236,3 @@ def score_bases(page: Page, runs: Path, data: Path) -> None:
             rows.append({"method": method.name, "guidance": f"{guidance:g}"} | scores)
             print(f"{method.name}, guidance {guidance:g}: {scores}", flush=True)
     write_rows(data / GUIDED, rows)
-
-
-def seconds_of(metrics: Sequence[Mapping[str, Any]], *parts: str) -> float:
-    """Return the median seconds of an iteration, evaluations and the first iteration left out.
-
-    Of its stages `parts`, or of all.
-    """
-    each = [
-        sum(row.get(name) or 0.0 for name in parts or TIMES) for row in metrics if "loss" in row
-    ]
-    return median(each[1:] or each)
