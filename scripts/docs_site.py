@@ -4,7 +4,7 @@
 
 Pages: one of each section of options, the commands, the Python interface, the examples, and from
 beside docs/ the README (as the first page), CHANGELOG, CONTRIBUTING and the gallery. A link to
-a file that has no page leads to the repository where `FLOWRL_REPOSITORY` names its address, to Colab
+a file without a page leads to the repository where `FLOWRL_REPOSITORY` names its address, to Colab
 for a notebook on GitHub, and is plain text elsewhere.
 """
 
