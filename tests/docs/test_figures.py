@@ -59,6 +59,24 @@ def test_ceilings_and_bases_of_the_tiny_world_are_those_that_were_scored(name):
         assert " and ".join(f"{score:.2f}" for score in each) in world, kind
 
 
+def marked() -> list[tuple[str, str, str]]:
+    """Return (page, folder of the gallery, paragraph) of each paragraph that names a folder."""
+    pages = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "gallery/README.md"]
+    return [
+        (str(page.relative_to(ROOT)), folder, " ".join(paragraph.split()))
+        for page in pages
+        for paragraph in page.read_text("utf-8").split("\n\n")
+        for folder in re.findall(r"<!-- figures: (gallery/[\w-]+) -->", paragraph)
+    ]
+
+
+@pytest.mark.parametrize(("page", "folder", "paragraph"), marked())
+def test_intervals_of_a_marked_paragraph_are_on_the_page_that_it_names(page, folder, paragraph):
+    said = re.findall(r"[+-]\d\.\d+ \[-?\d\.\d+, -?\d\.\d+\]", paragraph)
+    computed = (ROOT / folder / "README.md").read_text("utf-8")
+    assert said and [one for one in said if one not in computed] == [], page
+
+
 def test_costs_of_two_stages_are_those_of_the_cost_model():
     page = (ROOT / "docs" / "sol-rl.md").read_text("utf-8")
     (table,) = re.findall(r"^\| N \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)

@@ -19,7 +19,15 @@ from scripts.arena.gamed import changes, render_gamed
 from scripts.arena.methods import GAMED, METHODS, TRIALS, load_arms, recipe
 from scripts.arena.plant import write_prompts
 from scripts.arena.recipes import PREFIX, write_recipes
-from scripts.arena.report import Scores, crossed, improvement, p_value, resampled, verdict
+from scripts.arena.report import (
+    Scores,
+    crossed,
+    improvement,
+    p_value,
+    render,
+    resampled,
+    verdict,
+)
 from scripts.arena.runs import FROZEN, RATES, RUNS, TUNING, chosen, collect, frozen_methods, ranking
 from scripts.arena.world import world
 from scripts.compare.data import read_rows, write_rows
@@ -174,6 +182,31 @@ def test_a_relation_is_judged_by_its_interval():
     }  # fmt: skip
     for (mean, low, high), wanted in said.items():
         assert verdict(Interval(mean=mean, low=low, high=high)) == wanted
+
+
+@pytest.mark.slow
+def test_the_page_and_the_chooser_are_what_their_data_say(tmp_path):
+    """Every figure of both is computed anew; recipes and values are those that were frozen."""
+    gallery, chooser = ROOT / "gallery", ROOT / "docs" / "objectives.md"
+    data = gallery / "arena"
+    for path in data.glob("*.csv"):
+        shutil.copy(path, tmp_path)
+    assert render(tmp_path).read_text() == (data / "README.md").read_text()
+    page = tmp_path / "objectives.md"
+    page.write_text(chooser.read_text())
+    assert write_chooser(data, gallery / "gamed", page).read_text() == chooser.read_text()
+    frozen = {row["arm"]: row for row in read_rows(data / FROZEN)}
+    arms = {name: load_arms()[name] for name in frozen}
+    assert frozen_methods(arms, data, 60) == frozen
+
+
+def test_at_least_twenty_methods_ran_on_three_worlds_with_three_seeds():
+    runs = read_rows(ROOT / "gallery" / "arena" / RUNS)
+    wanted = sorted((world, seed) for world in "234" for seed in "012")
+    places = {row["arm"]: [] for row in runs}
+    for row in runs:
+        places[row["arm"]].append((row["world"], row["seed"]))
+    assert len(places) >= 20 and all(sorted(one) == wanted for one in places.values())
 
 
 def test_the_page_of_gamed_rewards_is_what_its_data_say(tmp_path):
