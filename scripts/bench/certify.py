@@ -499,7 +499,7 @@ SHOWN = (
     "error", "skipped", "forward_share", "training_by_bare", "images_per_second", "of_planned",
     "peak_gb", "operations_per_second", "measured", "predicted", "ratio", "difference",
     "ratios", "seconds_each", "native", "precision", "processes", "all_reduce_gb_per_second",
-    "places", "summary",
+    "places", "summary", "beside",
 )  # fmt: skip
 
 
