@@ -206,7 +206,8 @@ def render(data: Path) -> Path:
         "place*: how often two right images of a request have the same layout, "
         "*Place divergence*: of layouts from that law, in nats. "
         "Prompts ask for none of these. *Forwards*: rows of all calls of the network, in rollouts "
-        "and in learning. *Core seconds* are a run's, with start and evaluation.", "",
+        f"and in learning. *Core seconds* are a run's, with start and evaluation{_elsewhere(rows)}.",
+        "",
         "## By tier and by kind", "",
         "The tier is how often pretraining drew the right image; with 0 there was none.", "",
         *_parts(scores, order, "tier"), "", *_parts(scores, order, "tag"), "",
@@ -219,7 +220,7 @@ def render(data: Path) -> Path:
         *[f"- `{name}`: `{' '.join(v)}`" for name, v in chosen(arms, data).items() if v], "",
         "What was cut from the design: half of the budget of 120 core seconds; a second seed of "
         "each trial; groups of 2, MC-GRPO's median and learning from drafts, which have no option "
-        "any more.",
+        "any more. Two values that scored alike in both pairs of trials never took effect.",
     ]  # fmt: skip
     write_bytes(data / "gains.png", _chart(scores, order))
     write_bytes(data / "profiles.png", _profiles(scores, order))
@@ -293,6 +294,13 @@ def _side_effects(arm: str, rows: Sequence[Mapping[str, str]]) -> str:
     cells = [f"`{arm}`", *[f"{change(own, name):+.3f}" for name in CHANGES.values()]]
     cells += [f"{average(own, name):,.0f}" for name in COSTS.values()]
     return f"| {' | '.join(cells)} |"
+
+
+def _elsewhere(rows: Sequence[Mapping[str, str]]) -> str:
+    """Say how many runs were made on another machine."""
+    count = sum(not row["core_seconds"] for row in rows)
+    other = "of other cores and another torch, whose seconds and memory are in no mean"
+    return f"; {count} of {len(rows)} runs were made on a machine {other}" if count else ""
 
 
 def _parts(scores: Scores, order: Sequence[str], key: str) -> list[str]:
