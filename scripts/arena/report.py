@@ -206,8 +206,8 @@ def render(data: Path) -> Path:
         "place*: how often two right images of a request have the same layout, "
         "*Place divergence*: of layouts from that law, in nats. "
         "Prompts ask for none of these. *Forwards*: rows of all calls of the network, in rollouts "
-        f"and in learning. *Core seconds* are a run's, with start and evaluation{_elsewhere(rows)}.",
-        "",
+        "and in learning. *Core seconds* are a run's, with start and evaluation"
+        f"{_elsewhere(rows)}.", "",
         "## By tier and by kind", "",
         "The tier is how often pretraining drew the right image; with 0 there was none.", "",
         *_parts(scores, order, "tier"), "", *_parts(scores, order, "tag"), "",
