@@ -5,11 +5,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flowrl import __version__
 from flowrl.assembly.backbone import (
     adapted_layers,
     build_backbone,
@@ -397,6 +399,7 @@ def build_evaluator(
         batch_size=e.batch_size,
         decode_batch=config.pipeline.decode_batch,
         key=evaluation_key(config, specs, prompts),
+        origin=evaluation_origin(caches, specs, prompts, backbone.device),
         max_invalid_fraction=config.failures.max_invalid_fraction,
     )
 
@@ -432,6 +435,25 @@ def evaluation_key(
     ]
     parts = [how, what, config.rollout.negative_prompt, rewards, [p.uid for p in prompts]]
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def evaluation_origin(
+    caches: TextCaches, specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord],
+    device: torch.device,
+) -> str:  # fmt: skip
+    """Return a digest of what decides an evaluation's scores beside its key.
+
+    "" for a provided pipeline and for a reward without `version`, of which nothing is known.
+    """
+    weights = caches.weights()
+    scored = [s.reward for s in specs if s.asked_in("evaluation")]
+    if weights is None or any(getattr(reward, "version", None) is None for reward in scored):
+        return ""
+    code = [version(name) for name in ("torch", "diffusers", "transformers", "peft")]
+    texts = [[p.text, p.negative, p.metadata] for p in prompts]
+    parts = [weights, code, __version__, device.type, texts]
+    content = json.dumps(parts, sort_keys=True, default=str)
+    return blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def build_run(

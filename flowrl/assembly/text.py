@@ -191,6 +191,11 @@ class TextCaches:
         """Return the commit of the pipeline on the Hub whose encoders wrote what is on disk."""
         return (self._identify() or {}).get("commit")
 
+    def weights(self) -> dict[str, Any] | None:
+        """Return what identifies the pipeline's files; None for a pipeline that was provided."""
+        index = self._index()
+        return None if index is None else identify_by_files(index, kinds=("",))
+
     def encode(self, pipeline: Any, prompts: GuidedPrompts, runtime: Runtime) -> None:
         """Encode these prompts; then drop the encoders, with memory.text_encoders free.
 

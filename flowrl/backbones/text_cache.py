@@ -228,12 +228,14 @@ def encoder_names(index: Path) -> list[str]:
     return [name for name in read_json(index) if name.startswith(ENCODER)]
 
 
-def identify_by_files(index: Path) -> dict[str, Any]:
-    """Identify text encoders by the commit on the Hub, or by lengths and times of their files."""
+def identify_by_files(index: Path, kinds: Sequence[str] = (ENCODER, "tokenizer")) -> dict[str, Any]:
+    """Identify parts of a pipeline by the commit on the Hub, or by lengths and times of files.
+
+    index: the pipeline's model_index.json. kinds: how the names of the parts' folders begin.
+    """
     folder = index.parent
     if folder.parent.name == "snapshots":  # as the Hub's cache is laid out
         return {"commit": folder.name}
-    kinds = (ENCODER, "tokenizer")
     parts = sorted(p for name in kinds for p in folder.glob(f"{name}*/**/*") if p.is_file())
     stats = [(p.relative_to(folder).as_posix(), p.stat()) for p in parts]
     return {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]}

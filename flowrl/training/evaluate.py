@@ -49,6 +49,7 @@ class Evaluation:
     prompts: tuple[str, ...]  # n
     draws: tuple[int, ...]  # n, each image's number among those of its prompt
     key: str  # of the evaluator; only evaluations with one key can be compared
+    origin: str = ""  # of the evaluator: weights, libraries and device
     prompt: Tensor  # (N,) long, equal for images of one prompt: intervals resample prompts
     steps: int = 0  # denoising steps of an image; 0: not recorded
     rows: int = 0  # of each call of the network, which decide the last bits; 0: not recorded
@@ -174,7 +175,8 @@ class Evaluator:
     seed: int
     batch_size: int
     decode_batch: int
-    key: str = ""  # of everything that decides the base's images and their scores
+    key: str = ""  # of everything in the recipe that decides the base's images and their scores
+    origin: str = ""  # of what else does, see `evaluation_origin`; "": no other run may have these
     keep: int = 24  # images kept for people to look at
     max_invalid_fraction: float = 1.0
     title: str = "evaluating"  # of the progress bar
@@ -210,6 +212,7 @@ class Evaluator:
             prompts=tuple(self.prompts[i].text for i in shown),
             draws=tuple(request.root[: len(shown)].tolist()),
             key=self.key,
+            origin=self.origin,
             prompt=prompt_numbers(self.prompts),
             steps=len(self.schedule.sigmas) - 1,
             rows=even_rows(runtime.largest_share(len(self.prompts)), self.batch_size),

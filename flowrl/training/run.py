@@ -111,7 +111,9 @@ class Run:
         else:
             self.save()  # from here on the run can be resumed
         self._load_history()
-        if self.evaluator is not None and not self._main_finds(self._base_is_evaluated):
+        if self.evaluator is not None and not (
+            self._main_finds(self._base_is_evaluated) or self._main_finds(self._take_base)
+        ):
             with policy.disabled():
                 self._evaluate(0, whole=True)
         if self.hacking is not None and self.best is None:
@@ -152,6 +154,25 @@ class Run:
         """Return whether the base was evaluated as this run does; a resumed run may differ."""
         evaluation, evaluator = self.evaluation(0), self.evaluator
         return evaluation is not None and evaluator is not None and evaluation.key == evaluator.key
+
+    def _take_base(self) -> bool:
+        """Take the base's evaluation of a run beside this one; return whether one has it.
+
+        Of the same recipe's evaluation by `key`, and of the same weights and code by `origin`.
+        """
+        assert self.evaluator is not None
+        wanted = self.evaluator.key, self.evaluator.origin
+        paths = evaluation_file(self.folder.parent / "*", 0).relative_to(self.folder.parent)
+        for path in sorted(self.folder.parent.glob(str(paths))) if wanted[1] else ():
+            try:
+                evaluation = Evaluation.load(path)
+            except DamagedFile:
+                continue
+            if (evaluation.key, evaluation.origin) == wanted:
+                self._print(f"The base's scores are those of {path.parents[1]}.")
+                self._record(0, evaluation)
+                return True
+        return False
 
     def _load_history(self) -> None:
         """Load what earlier sessions measured as this one does, for the stop rule."""
@@ -269,16 +290,20 @@ class Run:
             evaluator = replace(self.evaluator, title=f"evaluating {of}")
             evaluation = evaluator(evaluator.backbone.velocity, self.runtime, whole=whole)
         if self.runtime.is_main:
-            measures = evaluation.measures()
-            scores = {f"eval/{name}": values.nanmean().item() for name, values in measures.items()}
-            # The line first: a resumed run evaluates the base again only if the file is missing.
-            if self.report is not None:
-                self.report.log(step, scores)
-                self.report.sync()
-            evaluation.save(self.evaluation_path(step))
-        if self.hacking is not None and self.runtime.is_main:
-            self._history[step] = self.score(evaluation), self.hacking.score(evaluation)
+            self._record(step, evaluation)
         return evaluation
+
+    def _record(self, step: int, evaluation: Evaluation) -> None:
+        """Log and save an evaluation, on the main process."""
+        measures = evaluation.measures()
+        scores = {f"eval/{name}": values.nanmean().item() for name, values in measures.items()}
+        # The line first: a resumed run evaluates the base again only if the file is missing.
+        if self.report is not None:
+            self.report.log(step, scores)
+            self.report.sync()
+        evaluation.save(self.evaluation_path(step))
+        if self.hacking is not None:
+            self._history[step] = self.score(evaluation), self.hacking.score(evaluation)
 
     # --- what follows hacking ---------------------------------------------------------------
 

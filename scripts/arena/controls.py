@@ -58,7 +58,7 @@ class Size:
     Sizes vary within each name, and no prompt asks for more. 1 on average by the drawing program.
     """
 
-    name = "size"
+    name, version = "size", "size-1"
 
     def __init__(self) -> None:
         self.judge = TinyJudge()

@@ -34,7 +34,6 @@ from scripts.arena.methods import BASE, Arm, recipe
 from scripts.arena.plant import CLEAN, world_folder
 from scripts.compare.data import read_rows, write_rows
 from scripts.compare.law import FREEDOM, LAYOUT, variety
-from scripts.compare.runs import borrow_base
 from scripts.pretrain_tiny.families import save_half
 
 RATES, TUNING, WORLDS, RUNS, FROZEN = (
@@ -75,12 +74,11 @@ class Run:
         stop = Ledger(self.folder).last("start", "resume", "stop")
         return stop["step"] if stop and stop.get("complete") else None
 
-    def train(self, others: Sequence["Run"]) -> bool:
+    def train(self) -> bool:
         """Train what is missing, and append its core seconds to a file beside the run's folder."""
         if self.finished:
             return True
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        borrow_base(self, others)
         path = self.folder.with_suffix(".yaml")
         write_text(path, config_yaml(self.config))
         process = SERVER.Process(target=_train, args=(path, self.folder))
@@ -138,7 +136,7 @@ def run_all(runs: Sequence[Run], *, at_once: int) -> list[str]:
     print(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished", flush=True)
 
     def train(run: Run) -> str | None:
-        if run.train(runs):
+        if run.train():
             print(f"{run.folder}: {run.core_seconds():.0f} core seconds", flush=True)
             return None
         print(f"{run.folder} did not finish, see its .log; the same command resumes", flush=True)

@@ -52,20 +52,10 @@ class Image:
 
 
 def lines_of(folder: Path, method: str, seed: int) -> list[Line]:
-    """Return the evaluations of a run, in order.
-
-    That of the base is in no line of a run that was given it, see `borrow_base`.
-    """
+    """Return the evaluations of a run, in order."""
     forwards = images = 0.0
     found = []
-    rows = read_metrics(folder)
-    base = evaluation_file(folder, 0)
-    if base.is_file() and not any(row["step"] == 0 for row in rows):
-        means = {
-            f"eval/{n}": v.nanmean().item() for n, v in Evaluation.load(base).measures().items()
-        }
-        rows = [{"step": 0, **means}, *rows]
-    for row in rows:
+    for row in read_metrics(folder):
         forwards += sum(row.get(name) or 0.0 for name in PASSES)
         # None is sampled where images are read from a data set.
         images += (row.get("tree/leaves") or 0.0) if row.get("tree/forwards") else 0.0

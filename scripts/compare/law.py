@@ -39,7 +39,7 @@ def visible_layouts(include: Sequence[dict[str, Any]]) -> list[Seen]:
 class Layout:
     """Say which of its layouts an image has: 0, 1, ...; NaN where it is wrong or has no choice."""
 
-    name = LAYOUT
+    name, version = LAYOUT, "layout-1"
 
     def __init__(self) -> None:
         self.judge = TinyJudge()
@@ -68,7 +68,7 @@ def _place(quarters: Sequence[Any], signs: Sequence[Any], wanted: dict[str, Any]
 class Freedom:
     """Say how many layouts a request has; NaN for words."""
 
-    name = FREEDOM
+    name, version = FREEDOM, "freedom-1"
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]

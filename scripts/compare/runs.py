@@ -7,15 +7,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flowrl.api import evaluate
 from flowrl.config import Config, config_yaml, load_config
 from flowrl.config.load import differences
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import CONFIG
-from flowrl.training.evaluate import evaluation_file
-from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.files import write_text
 from scripts.compare.data import (
     CURVES,
     GUIDED,
@@ -77,33 +76,6 @@ class Job:
             )
 
 
-class Trained(Protocol):
-    """A run with its recipe."""
-
-    @property
-    def config(self) -> Config: ...
-    @property
-    def folder(self) -> Path: ...
-
-
-def borrow_base(job: Trained, others: Sequence[Trained]) -> None:
-    """Give a run that has not begun the base's evaluation of another, if they share its options.
-
-    All seeds and most methods begin at one base, and evaluating it costs up to half of a short run.
-    A run checks what it finds, and evaluates the base itself when anything else differs.
-    """
-    own = evaluation_file(job.folder, 0)
-    for other in () if own.is_file() else others:
-        found = evaluation_file(other.folder, 0)
-        if found.is_file() and _base_options(other) == _base_options(job):
-            write_bytes(own, found.read_bytes())
-            return
-
-
-def _base_options(job: Trained) -> dict[str, Any]:
-    return job.config.model_dump(include={"pipeline", "evaluation", "rewards"})
-
-
 def _nice() -> None:
     os.nice(10)
 
@@ -118,7 +90,6 @@ def run_all(jobs: Sequence[Job], *, at_once: int) -> list[str]:
         while waiting and len(running) < at_once:
             job = waiting.pop(0)
             job.folder.parent.mkdir(parents=True, exist_ok=True)
-            borrow_base(job, jobs)
             running[job.name] = job, job.start()
             print(f"{time.strftime('%H:%M:%S')} {job.name}", flush=True)
         time.sleep(POLL)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from flowrl.api import align
 from flowrl.backbones.lora_formats import open_lora
 from flowrl.training.checkpoint import STATE
-from flowrl.training.evaluate import Evaluation
+from flowrl.training.evaluate import Evaluation, Evaluator
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import load_state
 from flowrl.web.runs import RunFiles
@@ -163,6 +164,42 @@ def test_the_base_is_evaluated_without_the_adapter(make_run):
         expected = evaluator(velocity, run.runtime).scores
     assert torch.equal(Evaluation.load(run.evaluation_path(0)).scores, expected)
     assert not torch.equal(evaluator(velocity, run.runtime).scores, expected)
+
+
+def test_a_run_takes_over_the_base_s_scores_of_one_beside_it(
+    tiny_config, tiny_pipeline_path, tmp_path, monkeypatch
+):
+    """Of the same files, prompts and versioned rewards: anything else is evaluated anew."""
+    model, evaluations = tmp_path / "model", []
+    shutil.copytree(tiny_pipeline_path, model)
+    generate = Evaluator._generate
+
+    def counted(self, *args, **kwargs):
+        evaluations.append(self.title)
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Evaluator, "_generate", counted)
+
+    def trained(name: str, own=None, **changes):
+        config = tiny_config(
+            pipeline={"path": str(model)}, run={"output_dir": str(tmp_path / "runs" / name)},
+            rollout={"num_inference_steps": 2}, optim={"lr": (1 + len(evaluations)) / 1e4},
+            **{"evaluation": SMALL["evaluation"]} | changes,
+        )  # fmt: skip
+        before = len(evaluations)
+        align(config, rewards=own)
+        folder = tmp_path / "runs" / name
+        row = next(row for row in read_metrics(folder) if row["step"] == 0)
+        scores = {key: value for key, value in row.items() if key.startswith("eval/")}
+        return len(evaluations) - before, scores
+
+    (drawn, first), (taken, second) = trained("first"), trained("second")
+    assert (drawn, taken) == (2, 1) and first == second and first
+    assert trained("wider", evaluation=SMALL["evaluation"] | {"num_images": 3})[0] == 2
+    assert trained("own reward", own={"mean": lambda images, *_: images.mean((1, 2, 3))})[0] == 2
+    weights = next((model / "transformer").glob("*.safetensors"))
+    os.utime(weights, ns=(1, 1))
+    assert trained("other weights")[0] == 2
 
 
 def test_run_seed_seeds_the_global_generators_that_a_reward_may_use(tiny_config, tmp_path):
