@@ -127,6 +127,7 @@ class Scripted:
     backbone: Any = None
     calls: list[int] = field(default_factory=list)
     key: str = "scripted"
+    origin: str = ""
     prompts: tuple = ()
     others: tuple = ()
     title: str = ""
