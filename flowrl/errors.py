@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 PAGE = "docs/troubleshooting.md"
 
@@ -39,7 +39,6 @@ class CheckResult:
 PhaseName = Literal[
     "load", "check", "encode", "rollout", "decode", "score", "learn", "save", "evaluate", "gallery"
 ]
-PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -403,10 +403,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _time(path: Path) -> float | None:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return None
+    return _stamp(path)[0] / 1e9 or None
 
 
 def _at(data: Any, *keys: str) -> Any:
