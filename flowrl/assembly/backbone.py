@@ -22,18 +22,12 @@ from flowrl.backbones.loading import (
 )
 from flowrl.backbones.offload import AUTOENCODER, ENCODER, place_pipeline
 from flowrl.backbones.pipeline import PipelineBackbone
-from flowrl.backbones.quantized_base import (
-    BaseBits,
-    check_base_bits,
-    is_quantised,
-    loading_config,
-)
+from flowrl.backbones.quantized_base import check_base_bits, is_quantised, loading_config
 from flowrl.backbones.sharding import NETWORK, check_shardable, shard_network
 from flowrl.config import Config
 from flowrl.config.sections import LoRAOptions, MemoryOptions, PipelineOptions
 from flowrl.errors import UserError
 from flowrl.quantization.backends import (
-    Backend,
     NVFP4Emulated,
     NVFP4Native,
     PerRow,
@@ -116,10 +110,8 @@ def build_pipeline(
         decoder_learns: gradients go through the autoencoder, which then stays on the device.
     """
     p, m = config.pipeline, config.memory
-    base = None
     if m.base_bits is not None:
-        base = BaseBits(bits=m.base_bits, library=m.base_library)
-        check_base_bits(base, device)
+        check_base_bits(m, device)
     away = (ENCODER,) if m.text_encoders != "keep" else ()
     if m.vae == "offload" and decoder_learns:
         LOG.warning(
@@ -139,12 +131,12 @@ def build_pipeline(
             dtype=p.dtype,
             device=device,
             revision=revision or p.revision,
-            rounding=None if base is None else loading_config(base, DTYPES[p.dtype]),
+            rounding=None if m.base_bits is None else loading_config(m, DTYPES[p.dtype]),
             away=away,
             parts=loaded,
         )
     else:
-        if base is not None and not is_quantised(provided.transformer):
+        if m.base_bits is not None and not is_quantised(provided.transformer):
             raise UserError(
                 "memory.base_bits rounds weights as they load, and the pipeline is loaded already: "
                 "load it with diffusers' quantization_config, or give its name instead"
@@ -243,12 +235,9 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
             lora="side",
             file=FILE,
         )
-    quantise_base(backbone.transformer, layers, row_by_row(backend))
-
-
-def row_by_row(backend: Backend) -> Backend:
-    """Return the backend with the same numbers for any batch: a rollout's is not a micro-batch."""
-    return PerRow(backend) if isinstance(backend, NVFP4Native | NVFP4Emulated) else backend
+    if isinstance(backend, NVFP4Native | NVFP4Emulated):
+        backend = PerRow(backend)  # the same numbers for any batch: a rollout's, a micro-batch
+    quantise_base(backbone.transformer, layers, backend)
 
 
 def network_dtype(backbone: Backbone) -> torch.dtype:

@@ -49,7 +49,7 @@ from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_gates, check_prompts
 from flowrl.training.checkpoint import Checkpoints, set_aside
 from flowrl.training.evaluate import Evaluation, Evaluator, PipelineCall
-from flowrl.training.hacking import HackingRule, hacking_rule
+from flowrl.training.hacking import hacking_rule
 from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner, Source
 from flowrl.training.run import Run
@@ -96,7 +96,12 @@ def build_learner(
     needed = all_prompts_to_encode(config, provided) if needed is None else needed
     stored = stored_prompts(config, specs)
     check_overlap([p for _, p in stored], held_out, allowed=config.prompts.allow_overlap)
-    pipeline = _pipeline_after_texts(config, runtime, caches, [*needed, *stored], needs)
+    with phase("encode"):  # before the transformer is placed, unless the encoders are kept
+        loaded = caches.encode_first([*needed, *stored], runtime)
+    pipeline = build_pipeline(
+        config, runtime.device, caches.pipeline, loaded=loaded, runtime=runtime,
+        revision=caches.commit() if loaded else None, decoder_learns=needs.reward_grad,
+    )  # fmt: skip
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale, runtime=runtime)
     set_precision(config, backbone, runtime)
     learning = backbone
@@ -125,22 +130,6 @@ def build_learner(
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
         checks_ratio=not isinstance(source, Ahead),
     )
-
-
-def _pipeline_after_texts(
-    config: Config,
-    runtime: Runtime,
-    caches: TextCaches,
-    texts: GuidedPrompts,
-    needs: Needs,
-) -> Any:
-    """Encode texts, unless their encoders are kept; return the pipeline, placed only then."""
-    with phase("encode"):
-        loaded = caches.encode_first(texts, runtime)
-    return build_pipeline(
-        config, runtime.device, caches.pipeline, loaded=loaded, runtime=runtime,
-        revision=caches.commit() if loaded else None, decoder_learns=needs.reward_grad,
-    )  # fmt: skip
 
 
 def check_velocity(
@@ -186,7 +175,10 @@ def check_parts(
 ) -> None:
     """Check that rollouts, objective, rewards and prompts fit each other. Raises UserError."""
     if config.rollout.store is None:
-        check_work_split(config, runtime, needs, specs)
+        whole = any(spec.whole_groups for spec in specs)
+        for plan in config.plans():  # every process gets what objective and rewards compare
+            load = iteration_work(config, needs, plan, whole_groups=whole)
+            check_split(load, runtime.world_size)
         check_trees(config, needs)
         check_prompts(specs, prompts)
         check_overlap(prompts, held_out, allowed=config.prompts.allow_overlap)
@@ -195,7 +187,7 @@ def check_parts(
     if needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
     check_evaluation(specs, held_out)
-    build_hacking_rule(config, specs, held_out)
+    hacking_rule(config.run.on_hacking, specs, held_out)
     for spec in specs:
         if not held_out and not spec.asked_in("rollout"):
             LOG.warning(
@@ -325,15 +317,6 @@ def check_staleness(config: Config, needs: Needs) -> None:
         raise UserError(
             f"rollout.staleness is {config.rollout.staleness}, but {why}; or set it to 0"
         )
-
-
-def check_work_split(
-    config: Config, runtime: Runtime, needs: Needs, specs: Sequence[RewardSpec] = ()
-) -> None:
-    """Check that every process gets what objective and rewards compare. Raises UserError."""
-    whole = any(spec.whole_groups for spec in specs)
-    for plan in config.plans():
-        check_split(iteration_work(config, needs, plan, whole_groups=whole), runtime.world_size)
 
 
 def check_trees(config: Config, needs: Needs) -> None:
@@ -471,16 +454,11 @@ def build_run(
         if runtime.is_main
         else None,
         steps=Steps("training", config.run.iterations, start=done) if runtime.is_main else None,
-        hacking=build_hacking_rule(config, learner.specs, evaluator.prompts if evaluator else ()),
+        hacking=hacking_rule(
+            config.run.on_hacking, learner.specs, evaluator.prompts if evaluator else ()
+        ),
         resume=resume,
     )
-
-
-def build_hacking_rule(
-    config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
-) -> HackingRule | None:
-    rule = config.run.on_hacking
-    return None if rule is None else hacking_rule(rule, specs, held_out)
 
 
 def with_pipeline_name(config: Config, pipeline: Any) -> Config:

@@ -27,7 +27,6 @@ from flowrl.assembly.learner import (
     ProvidedObjects,
     build_policy,
     build_rewards,
-    starting_lora,
 )
 from flowrl.assembly.rollout import (
     WHERE,
@@ -168,7 +167,6 @@ def _for_worker(config: Config, folder: "tempfile.TemporaryDirectory[str]") -> C
 def _build_parts(config: Config) -> RolloutParts:
     p, r = config.pipeline, config.rollout
     runtime = Runtime(device=p.device, mixed_precision=PRECISION[p.dtype], seed=config.run.seed)
-    start = starting_lora(config)
     pipeline = build_pipeline(config, runtime.device, runtime=runtime)
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale)
     set_precision(config, backbone, runtime)
@@ -177,7 +175,7 @@ def _build_parts(config: Config) -> RolloutParts:
         config=config,
         runtime=runtime,
         specs=build_rewards(config, gpu=runtime.gpu),
-        policy=build_policy(config, backbone, start, keep_old=needs.old is not None),
+        policy=build_policy(config, backbone, keep_old=needs.old is not None),
         backbone=backbone,
         needs=needs,
         text_cache=TextCache(backbone),  # never used: jobs bring their conditioning
