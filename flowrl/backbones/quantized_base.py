@@ -54,13 +54,10 @@ def is_quantised(network: nn.Module) -> bool:
     return any(not is_plain(weight) for weight in network.parameters())
 
 
-def _library(weight: torch.Tensor) -> str:
-    return type(weight.data).__module__.partition(".")[0]
-
-
 def is_plain(weight: torch.Tensor) -> bool:
     """Whether a weight is not quantised: bitsandbytes keeps integers, torchao a tensor subclass."""
-    return weight.is_floating_point() and _library(weight) != "torchao"
+    library = type(weight.data).__module__.partition(".")[0]
+    return weight.is_floating_point() and library != "torchao"
 
 
 def check_mergeable(weight: torch.Tensor) -> None:
