@@ -61,7 +61,6 @@ def build_backbone(
 
 
 def evaluated_pipeline(config: Config) -> PipelineOptions:
-    """Return the pipeline's options with the size of evaluated images."""
     sides = {"height": config.evaluation.height, "width": config.evaluation.width}
     named = {name: side for name, side in sides.items() if side is not None}
     return config.pipeline.model_copy(update=named)
@@ -82,7 +81,6 @@ def call_settings(config: Config, pipeline: Any) -> dict[str, Any]:
 
 
 def adapted_layers(lora: LoRAOptions, backbone: Backbone) -> tuple[str, ...]:
-    """Return the name endings of the adapted layers."""
     targets = tuple(lora.targets or backbone.lora_targets)
     family = family_of(type(backbone.pipeline).__name__)
     if not (lora.targets or family.lora_targets):
@@ -151,20 +149,19 @@ def build_pipeline(
     return pipeline
 
 
-def load_without_transformer(options: PipelineOptions, revision: str | None = None) -> Any:
+def load_without_transformer(options: PipelineOptions) -> Any:
     """Load a pipeline to the CPU for its text encoders, with a transformer that has no memory.
 
     The transformer is on the meta device; a pipeline without one of diffusers' is loaded whole.
     """
-    revision = revision or options.revision
     try:
-        _, network = outline(options.path, revision)
+        _, network = outline(options.path, options.revision)
     except UserError:  # or loading says what is wrong
         parts = {}
     else:
         parts = {NETWORK: nn.Module.to(network, DTYPES[options.dtype])}
     return load_pipeline(
-        options.path, dtype=options.dtype, device=None, revision=revision, parts=parts
+        options.path, dtype=options.dtype, device=None, revision=options.revision, parts=parts
     )
 
 

@@ -179,7 +179,10 @@ def check_parts(
         for plan in config.plans():  # every process gets what objective and rewards compare
             load = iteration_work(config, needs, plan, whole_groups=whole)
             check_split(load, runtime.world_size)
-        check_trees(config, needs)
+        try:
+            check_states(needs.states, config.plans(), config.rollout, config.run.seed)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         check_prompts(specs, prompts)
         check_overlap(prompts, held_out, allowed=config.prompts.allow_overlap)
     else:
@@ -319,21 +322,12 @@ def check_staleness(config: Config, needs: Needs) -> None:
         )
 
 
-def check_trees(config: Config, needs: Needs) -> None:
-    """Check that the trees hold what the objective learns from, also one of the user's own."""
-    try:
-        check_states(needs.states, config.plans(), config.rollout, config.run.seed)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
 def build_evaluated_pipeline(
     config: Config, runtime: Runtime, held_out: Sequence[PromptRecord]
 ) -> tuple[Any, TextCaches]:
     """Return the pipeline for evaluations without training, and the encoded held-out prompts."""
     if config.memory.text_encoders == "free":  # the pipeline goes on to others
-        memory = config.memory.model_copy(update={"text_encoders": "offload"})
-        config = config.model_copy(update={"memory": memory})
+        config = config.changed("memory", text_encoders="offload")
     caches = TextCaches(config)
     needed = prompts_to_encode(config, (), _evaluated(config, held_out))
     if config.evaluation.as_deployed:  # the pipeline's own call encodes
@@ -466,8 +460,7 @@ def with_pipeline_name(config: Config, pipeline: Any) -> Config:
     if pipeline is None:
         return config
     name = pipeline.config.get("_name_or_path") or "the pipeline that was provided"
-    section = config.pipeline.model_copy(update={"path": name})
-    return config.model_copy(update={"pipeline": section})
+    return config.changed("pipeline", path=name)
 
 
 def build_prompts(
@@ -530,8 +523,7 @@ def fill_prompt_cache(config: Config, runtime: Runtime) -> dict[str, int]:
             "memory.prompt_cache is null, so there is nowhere to keep encoded prompts: name a "
             "folder, as in memory.prompt_cache=prompts/encoded"
         )
-    memory = config.memory.model_copy(update={"text_encoders": "offload"})
-    config = config.model_copy(update={"memory": memory})
+    config = config.changed("memory", text_encoders="offload")
     needed, store = [*all_prompts_to_encode(config, ProvidedObjects())], config.rollout.store
     if store is not None:
         guidance = config.rollout.learning_guidance_scale

@@ -119,11 +119,9 @@ class Worker:
         if preview not in self._generators:
             generator = build_generator(parts)
             if preview:
-                explore, capability = (
-                    parts.config.rollout.explore,
-                    capability_of(parts.runtime.device),
-                )
+                explore = parts.config.rollout.explore
                 assert explore is not None
+                capability = capability_of(parts.runtime.device)
                 resolved = resolve(explore.precision, capability, where=WHERE)
                 layers, backend = preview_layers(parts, resolved)
                 generator = build_preview_generator(parts, generator, layers, backend)
@@ -145,23 +143,13 @@ def machine(runtime: Runtime) -> str:
 
 def _for_worker(config: Config, folder: "tempfile.TemporaryDirectory[str]") -> Config:
     """Return the recipe without what jobs bring, or only the trainer does."""
-
-    def changed(section: str, **options: Any) -> Any:
-        return getattr(config, section).model_copy(update=options)
-
     # The rest scores evaluations, or compares groups: then all rewards work in the trainer.
     rewards = [e for e in config.rewards if e.trained or e.when in ("rollout", "both")]
-    return config.model_copy(
-        update={
-            "rewards": rewards,
-            "lora": changed("lora", init_from=None),
-            "ema": changed("ema", decay=None),
-            "reference": ReferenceOptions(),
-            "rollout": changed("rollout", workers=None),
-            "run": changed("run", output_dir=folder.name),  # where precisions are recorded
-            "memory": changed("memory", prompt_cache=None, text_encoders="keep"),
-        }
-    )
+    config = config.model_copy(update={"rewards": rewards, "reference": ReferenceOptions()})
+    config = config.changed("lora", init_from=None).changed("ema", decay=None)
+    config = config.changed("memory", prompt_cache=None, text_encoders="keep")
+    config = config.changed("run", output_dir=folder.name)  # where precisions are recorded
+    return config.changed("rollout", workers=None)
 
 
 def _build_parts(config: Config) -> RolloutParts:
