@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 PAGE = "docs/troubleshooting.md"
 
@@ -39,7 +39,6 @@ class CheckResult:
 PhaseName = Literal[
     "load", "check", "encode", "rollout", "decode", "score", "learn", "save", "evaluate", "gallery"
 ]
-PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,11 +171,10 @@ def as_failure(error: BaseException) -> UserError | None:
             "of images are multiples of them, or set pipeline.compile to false"
         )
     cause = _cause_of(error)
-    return None if cause is None else MachineFailure(cause, _detail(error), current_phase())
+    return None if cause is None else MachineFailure(cause, first_line(error), current_phase())
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the code that a program ends with after an exception."""
     if isinstance(error, Interrupted):
         return 128 + error.number
     return CODES.get(error.cause, 1) if isinstance(error, MachineFailure) else 1
@@ -193,7 +191,7 @@ def _cause_of(error: BaseException) -> Cause | None:
     return "space" if "no space left on device" in text else None
 
 
-def _detail(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, or its name."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -46,7 +46,6 @@ class Aesthetic:
         self.version = f"aesthetic-1/{head}/{self.clip.version}/{NAME}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         return self._head(self.clip.images(images)).squeeze(-1)
 
     @functools.cached_property

@@ -17,5 +17,4 @@ class Brightness:
         return images.float().flatten(1).mean(1)
 
     def fixtures(self) -> list[dict]:
-        """Return light and dark images in their right order."""
         return [fixture("blank paper scores above noise", blank(), noise())]

@@ -35,5 +35,4 @@ class CLIPScore:
         self.version = f"clipscore-1/{self.clip.version}/{NAME}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         return self.clip.cosine(images, prompts)

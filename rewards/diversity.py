@@ -40,7 +40,6 @@ class SetDiversity:
         return leave_one_out_credit(difference).float(), {}
 
     def fixtures(self) -> list[dict]:
-        """Return a set of known order, for `flowrl reward-check`."""
         odd, twin = square("blue", SIDE), square("red", SIDE)
         says = "an image unlike all others scores above one that has a twin"
         return [fixture(says, odd, twin, "a square", more=[twin.clone()])]

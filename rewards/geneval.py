@@ -123,13 +123,6 @@ class GenEval:
             self._name_colors = load_color_namer(self.colors, self.colors_args)
         return self._find, self._name_colors
 
-    def _loaded_detector(self) -> Detector:
-        """Return the detector, with its weights and those of what names colours."""
-        find, color_namer = self._load()
-        for part in (find, color_namer):
-            getattr(part, "load", lambda: None)()
-        return find
-
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]
     ) -> tuple[Tensor, dict[int, str]]:
@@ -144,8 +137,14 @@ class GenEval:
         rows = [row for row in range(len(metadata)) if row not in reasons]
         if not rows:
             return scores, reasons
-        find, arrays = self._loaded_detector(), to_uint8(images[rows])
-        answers = self._detected(find, arrays)
+        find, color_namer = self._load()
+        for part in (find, color_namer):
+            getattr(part, "load", lambda: None)()  # the weights
+        arrays = to_uint8(images[rows])
+        if self._detectors.holds(find):  # several rewards share one call
+            answers = self._detectors.recall("", arrays, lambda: detect(find, arrays))
+        else:
+            answers = detect(find, arrays)
         for row, array, answer in zip(rows, arrays, answers, strict=True):
             try:
                 if isinstance(answer, Exception):
@@ -158,14 +157,6 @@ class GenEval:
                 reasons[row] = f"the detector failed: {type(error).__name__}: {error}"
         return scores, reasons
 
-    def _detected(
-        self, find: Detector, arrays: np.ndarray
-    ) -> Sequence[Sequence[Detection] | Exception]:
-        """Return the detections; several rewards share one call of the detector."""
-        if not self._detectors.holds(find):
-            return detect(find, arrays)
-        return self._detectors.recall("", arrays, lambda: detect(find, arrays))
-
     def judge(
         self, detections: Sequence[Detection], wanted: dict, image: np.ndarray | None = None
     ) -> float:
@@ -173,24 +164,15 @@ class GenEval:
 
         image: (H, W, 3) uint8 RGB, for what names the colours of what was found.
         """
-        objects = self._objects(detections, wanted, image)
+        key = "counting_threshold" if wanted["tag"] == "counting" else "threshold"
+        objects = rules.by_class(detections, getattr(self._find, key, 0.0))
+        if image is not None and self._name_colors is not None:
+            self._color(objects, wanted["include"], image)
         if self.mode == "official":
             return rules.official(objects, wanted["include"], wanted.get("exclude") or [])
         if self.mode == "strict":
             return rules.strict(objects, wanted["include"])
         return rules.partial(objects, wanted["include"])
-
-    def _objects(
-        self, detections: Sequence[Detection], wanted: dict, image: np.ndarray | None
-    ) -> rules.Objects:
-        objects = rules.by_class(detections, self._threshold(wanted["tag"]))
-        if image is not None and self._name_colors is not None:
-            self._color(objects, wanted["include"], image)
-        return objects
-
-    def _threshold(self, tag: str) -> float:
-        key = "counting_threshold" if tag == "counting" else "threshold"
-        return getattr(self._find, key, 0.0)
 
     def _color(self, objects: rules.Objects, include: Sequence[dict], image: np.ndarray) -> None:
         """Name the colours that the rules need, of as many objects as the prompt wants."""

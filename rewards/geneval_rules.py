@@ -67,7 +67,10 @@ def check(wanted: dict) -> None:
     """
     tag, include, exclude = wanted.get("tag"), wanted.get("include"), wanted.get("exclude") or ()
     if tag not in TAGS:
-        raise ValueError(unknown_tag(tag))
+        raise ValueError(
+            f"the tag {tag!r} is none of {', '.join(TAGS)}: correct the tag, or keep geneval to "
+            "its prompts with applies_to"
+        )
     if not include:
         raise ValueError("include lists no object: give [{class: cat, count: 1}] or the like")
     for name, entries in (("include", include), ("exclude", exclude)):
@@ -78,14 +81,6 @@ def check(wanted: dict) -> None:
     need = NEEDS.get(tag)
     if need and not any(asks(entry, need) for entry in include):
         raise ValueError(f"the tag is {tag!r}, and include asks for no {need}: {include!r}")
-
-
-def unknown_tag(tag: Any) -> str:
-    """Return what is wrong with a tag that is not in TAGS, and what to do."""
-    return (
-        f"the tag {tag!r} is none of {', '.join(TAGS)}: correct the tag, or keep geneval to its "
-        "prompts with applies_to"
-    )
 
 
 def _check_entry(entry: Any, place: str, before: int) -> None:
@@ -100,16 +95,13 @@ def _check_entry(entry: Any, place: str, before: int) -> None:
     position = fields.get("position")
     if position is None:
         return
-    relation, index = position if _is_pair(position) else (None, None)
+    is_pair = isinstance(position, list | tuple) and len(position) == 2
+    relation, index = position if is_pair else (None, None)
     if relation not in RELATIONS or type(index) is not int or not 0 <= index < before:
         raise ValueError(
             f"{place} has the position {position!r}, expected [{' or '.join(RELATIONS)}, index of "
             "an earlier entry of include]"
         )
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2
 
 
 def asks(entry: dict, key: str) -> bool:

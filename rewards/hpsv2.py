@@ -62,7 +62,6 @@ class HPSv2:
         self.version = f"hpsv2-1/{release}/{named}/{architecture}/{dtype}/{NAME}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         network = self._network
         pixels = hps_pixels(images.to(self._device), network.visual.image_size[0])
         vectors = network.encode_image(pixels.to(DTYPES[self.dtype]))

@@ -86,7 +86,6 @@ class HPSv3:
         self.version = f"hpsv3-2/{named}/{dtype}/{NAME}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         question = self._question  # first: a missing text is cheaper to see than 16 GB to load
         texts = [question.replace(HOLE, prompt) for prompt in prompts]
         return self._shared.recall(tuple(texts), images, lambda: self._means(images, texts))

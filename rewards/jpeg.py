@@ -36,12 +36,10 @@ class Incompressibility:
         self.version = f"{self.name}-1/{quality}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         sizes = [jpeg_bytes(image, self.quality) for image in to_uint8(images)]
         return torch.tensor(sizes, dtype=torch.float32) / 1000
 
     def fixtures(self) -> list[dict]:
-        """Return noise and blank paper in their right order."""
         return [fixture("noise scores above blank paper", noise(), blank())]
 
 
@@ -52,9 +50,7 @@ class Compressibility(Incompressibility):
     bounds = (None, 0.0)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         return -super().__call__(images, prompts, metadata) / 500
 
     def fixtures(self) -> list[dict]:
-        """Return noise and blank paper in their right order."""
         return [fixture("blank paper scores above noise", blank(), noise())]

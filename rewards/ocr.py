@@ -150,7 +150,6 @@ class OCR:
         return distance_score(_folded(lines), _folded(targets))
 
     def fixtures(self) -> list[dict]:
-        """Return words and blank paper in their right order."""
         prompt, data = 'a sign that says "COFFEE"', {"ocr_text": "COFFEE"}
         right, wrong, typo = word("COFFEE"), word("GARDEN"), word("COFFIN")
         return [

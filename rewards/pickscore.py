@@ -53,7 +53,6 @@ class PickScore:
         self.bounds = (-largest, largest)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         cosine = self.clip.cosine(images, prompts)
         if self.scale == "cosine":
             return cosine

@@ -34,7 +34,6 @@ class Taste:
         self.path = Path(path)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         centre, weights = self._model
         features = describe(images) - centre.to(images.device)
         return torch.sigmoid(features @ weights.to(images.device))

@@ -58,7 +58,6 @@ class TinyColors:
     version = "tiny-colors-1"
 
     def applies(self, prompt: str, metadata: dict) -> bool:
-        """Return whether a prompt names a colour."""
         return bool(named_colors(prompt))
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
@@ -78,7 +77,6 @@ class TinyColors:
         return score.masked_fill(wanted.sum(1) == 0, torch.nan)
 
     def fixtures(self) -> list[dict]:
-        """Return shapes of the tiny world in their right order."""
         red, blue = shapes([("circle", "red")]), shapes([("circle", "blue")])
         return [
             fixture("the right colour scores above the wrong one", red, blue, "a red circle"),

@@ -88,7 +88,6 @@ class TinyJudge:
         self._network: JudgeNetwork | None = None
 
     def applies(self, prompt: str, metadata: dict) -> bool:
-        """Return whether a prompt wants objects or a word of four letters."""
         return bool(metadata.get("include")) or len(metadata.get("ocr_text", "")) == 4
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
@@ -102,7 +101,6 @@ class TinyJudge:
         )
 
     def fixtures(self) -> list[dict]:
-        """Return quarters with shapes in their right order."""
         red, ring = ("circle", "red"), ("ring", "blue")
         wanted = {"include": [{"class": "circle", "count": 1, "color": "red"}]}
         beside = {"include": [{"class": "ring", "count": 1}, {"class": "circle", "count": 1}]}

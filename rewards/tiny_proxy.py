@@ -82,11 +82,9 @@ class TinyProxy:
         self._network: ProxyNetwork | None = None
 
     def applies(self, prompt: str, metadata: dict) -> bool:
-        """Return whether a prompt wants objects."""
         return bool(metadata.get("include"))
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        """Score images (B, 3, H, W) in [0, 1]: (B,) float32."""
         if self._network is None:
             self._network = small_network(ProxyNetwork, self.weights)
         network = self._network.to(images.device)
@@ -101,7 +99,6 @@ class TinyProxy:
         return scores.masked_fill(~torch.tensor(applies, device=scores.device), torch.nan)
 
     def fixtures(self) -> list[dict]:
-        """Return a shape that the proxy knows, and another colour."""
         wanted = {"include": [{"class": "circle", "count": 1, "color": "red"}]}
         right, wrong = (quarters([("circle", c), None, None, None]) for c in ("red", "blue"))
         return [

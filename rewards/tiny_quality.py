@@ -50,7 +50,6 @@ class TinyQuality:
         return 1 + 4 * parts * enough * spare
 
     def fixtures(self) -> list[dict]:
-        """Return a drawing, blank paper and noise in their right order."""
         drawing = shapes([("star", "red"), ("square", "blue")])
         return [
             fixture("a clean drawing scores above noise", drawing, noise(64)),

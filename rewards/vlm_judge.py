@@ -86,7 +86,6 @@ class VLMJudge:
         return rubric.normalise(rubric.combine(scores))
 
     def fixtures(self) -> list[dict]:
-        """Return images of known order, for `flowrl reward-check`."""
         return red_and_blue() if "{prompt}" in self.rubric.question else quality()
 
 

@@ -118,7 +118,6 @@ class VLMQuestions:
         return min(on(reply.first, accepted(answer)), 1.0)
 
     def fixtures(self) -> list[dict]:
-        """Return images of known order, for `flowrl reward-check`."""
         says = "a red square is said to be red rather than a blue one"
         metadata = {"vqa_list": [["What colour is the square?", "red"]]}
         return [fixture(says, square("red"), square("blue"), "a red square", metadata)]

@@ -22,18 +22,12 @@ from flowrl.backbones.loading import (
 )
 from flowrl.backbones.offload import AUTOENCODER, ENCODER, place_pipeline
 from flowrl.backbones.pipeline import PipelineBackbone
-from flowrl.backbones.quantized_base import (
-    BaseBits,
-    check_base_bits,
-    is_quantised,
-    loading_config,
-)
+from flowrl.backbones.quantized_base import check_base_bits, is_quantised, loading_config
 from flowrl.backbones.sharding import NETWORK, check_shardable, shard_network
 from flowrl.config import Config
 from flowrl.config.sections import LoRAOptions, MemoryOptions, PipelineOptions
 from flowrl.errors import UserError
 from flowrl.quantization.backends import (
-    Backend,
     NVFP4Emulated,
     NVFP4Native,
     PerRow,
@@ -67,7 +61,6 @@ def build_backbone(
 
 
 def evaluated_pipeline(config: Config) -> PipelineOptions:
-    """Return the pipeline's options with the size of evaluated images."""
     sides = {"height": config.evaluation.height, "width": config.evaluation.width}
     named = {name: side for name, side in sides.items() if side is not None}
     return config.pipeline.model_copy(update=named)
@@ -88,7 +81,6 @@ def call_settings(config: Config, pipeline: Any) -> dict[str, Any]:
 
 
 def adapted_layers(lora: LoRAOptions, backbone: Backbone) -> tuple[str, ...]:
-    """Return the name endings of the adapted layers."""
     targets = tuple(lora.targets or backbone.lora_targets)
     family = family_of(type(backbone.pipeline).__name__)
     if not (lora.targets or family.lora_targets):
@@ -116,10 +108,8 @@ def build_pipeline(
         decoder_learns: gradients go through the autoencoder, which then stays on the device.
     """
     p, m = config.pipeline, config.memory
-    base = None
     if m.base_bits is not None:
-        base = BaseBits(bits=m.base_bits, library=m.base_library)
-        check_base_bits(base, device)
+        check_base_bits(m, device)
     away = (ENCODER,) if m.text_encoders != "keep" else ()
     if m.vae == "offload" and decoder_learns:
         LOG.warning(
@@ -139,12 +129,12 @@ def build_pipeline(
             dtype=p.dtype,
             device=device,
             revision=revision or p.revision,
-            rounding=None if base is None else loading_config(base, DTYPES[p.dtype]),
+            rounding=None if m.base_bits is None else loading_config(m, DTYPES[p.dtype]),
             away=away,
             parts=loaded,
         )
     else:
-        if base is not None and not is_quantised(provided.transformer):
+        if m.base_bits is not None and not is_quantised(provided.transformer):
             raise UserError(
                 "memory.base_bits rounds weights as they load, and the pipeline is loaded already: "
                 "load it with diffusers' quantization_config, or give its name instead"
@@ -159,20 +149,19 @@ def build_pipeline(
     return pipeline
 
 
-def load_without_transformer(options: PipelineOptions, revision: str | None = None) -> Any:
+def load_without_transformer(options: PipelineOptions) -> Any:
     """Load a pipeline to the CPU for its text encoders, with a transformer that has no memory.
 
     The transformer is on the meta device; a pipeline without one of diffusers' is loaded whole.
     """
-    revision = revision or options.revision
     try:
-        _, network = outline(options.path, revision)
+        _, network = outline(options.path, options.revision)
     except UserError:  # or loading says what is wrong
         parts = {}
     else:
         parts = {NETWORK: nn.Module.to(network, DTYPES[options.dtype])}
     return load_pipeline(
-        options.path, dtype=options.dtype, device=None, revision=revision, parts=parts
+        options.path, dtype=options.dtype, device=None, revision=options.revision, parts=parts
     )
 
 
@@ -243,12 +232,9 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
             lora="side",
             file=FILE,
         )
-    quantise_base(backbone.transformer, layers, row_by_row(backend))
-
-
-def row_by_row(backend: Backend) -> Backend:
-    """Return the backend with the same numbers for any batch: a rollout's is not a micro-batch."""
-    return PerRow(backend) if isinstance(backend, NVFP4Native | NVFP4Emulated) else backend
+    if isinstance(backend, NVFP4Native | NVFP4Emulated):
+        backend = PerRow(backend)  # the same numbers for any batch: a rollout's, a micro-batch
+    quantise_base(backbone.transformer, layers, backend)
 
 
 def network_dtype(backbone: Backbone) -> torch.dtype:

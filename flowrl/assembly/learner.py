@@ -51,7 +51,7 @@ from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_gates, check_prompts
 from flowrl.training.checkpoint import Checkpoints, set_aside
 from flowrl.training.evaluate import Evaluation, Evaluator, PipelineCall
-from flowrl.training.hacking import HackingRule, hacking_rule
+from flowrl.training.hacking import hacking_rule
 from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner, Source
 from flowrl.training.run import Run
@@ -98,7 +98,12 @@ def build_learner(
     needed = all_prompts_to_encode(config, provided) if needed is None else needed
     stored = stored_prompts(config, specs)
     check_overlap([p for _, p in stored], held_out, allowed=config.prompts.allow_overlap)
-    pipeline = _pipeline_after_texts(config, runtime, caches, [*needed, *stored], needs)
+    with phase("encode"):  # before the transformer is placed, unless the encoders are kept
+        loaded = caches.encode_first([*needed, *stored], runtime)
+    pipeline = build_pipeline(
+        config, runtime.device, caches.pipeline, loaded=loaded, runtime=runtime,
+        revision=caches.commit() if loaded else None, decoder_learns=needs.reward_grad,
+    )  # fmt: skip
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale, runtime=runtime)
     set_precision(config, backbone, runtime)
     learning = backbone
@@ -127,22 +132,6 @@ def build_learner(
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
         checks_ratio=not isinstance(source, Ahead),
     )
-
-
-def _pipeline_after_texts(
-    config: Config,
-    runtime: Runtime,
-    caches: TextCaches,
-    texts: GuidedPrompts,
-    needs: Needs,
-) -> Any:
-    """Encode texts, unless their encoders are kept; return the pipeline, placed only then."""
-    with phase("encode"):
-        loaded = caches.encode_first(texts, runtime)
-    return build_pipeline(
-        config, runtime.device, caches.pipeline, loaded=loaded, runtime=runtime,
-        revision=caches.commit() if loaded else None, decoder_learns=needs.reward_grad,
-    )  # fmt: skip
 
 
 def check_velocity(
@@ -188,8 +177,14 @@ def check_parts(
 ) -> None:
     """Check that rollouts, objective, rewards and prompts fit each other. Raises UserError."""
     if config.rollout.store is None:
-        check_work_split(config, runtime, needs, specs)
-        check_trees(config, needs)
+        whole = any(spec.whole_groups for spec in specs)
+        for plan in config.plans():  # every process gets what objective and rewards compare
+            load = iteration_work(config, needs, plan, whole_groups=whole)
+            check_split(load, runtime.world_size)
+        try:
+            check_states(needs.states, config.plans(), config.rollout, config.run.seed)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         check_prompts(specs, prompts)
         check_overlap(prompts, held_out, allowed=config.prompts.allow_overlap)
     else:
@@ -197,7 +192,7 @@ def check_parts(
     if needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
     check_evaluation(specs, held_out)
-    build_hacking_rule(config, specs, held_out)
+    hacking_rule(config.run.on_hacking, specs, held_out)
     for spec in specs:
         if not held_out and not spec.asked_in("rollout"):
             LOG.warning(
@@ -329,30 +324,12 @@ def check_staleness(config: Config, needs: Needs) -> None:
         )
 
 
-def check_work_split(
-    config: Config, runtime: Runtime, needs: Needs, specs: Sequence[RewardSpec] = ()
-) -> None:
-    """Check that every process gets what objective and rewards compare. Raises UserError."""
-    whole = any(spec.whole_groups for spec in specs)
-    for plan in config.plans():
-        check_split(iteration_work(config, needs, plan, whole_groups=whole), runtime.world_size)
-
-
-def check_trees(config: Config, needs: Needs) -> None:
-    """Check that the trees hold what the objective learns from, also one of the user's own."""
-    try:
-        check_states(needs.states, config.plans(), config.rollout, config.run.seed)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
 def build_evaluated_pipeline(
     config: Config, runtime: Runtime, held_out: Sequence[PromptRecord]
 ) -> tuple[Any, TextCaches]:
     """Return the pipeline for evaluations without training, and the encoded held-out prompts."""
     if config.memory.text_encoders == "free":  # the pipeline goes on to others
-        memory = config.memory.model_copy(update={"text_encoders": "offload"})
-        config = config.model_copy(update={"memory": memory})
+        config = config.changed("memory", text_encoders="offload")
     caches = TextCaches(config)
     needed = prompts_to_encode(config, (), _evaluated(config, held_out))
     if config.evaluation.as_deployed:  # the pipeline's own call encodes
@@ -493,16 +470,11 @@ def build_run(
         if runtime.is_main
         else None,
         steps=Steps("training", config.run.iterations, start=done) if runtime.is_main else None,
-        hacking=build_hacking_rule(config, learner.specs, evaluator.prompts if evaluator else ()),
+        hacking=hacking_rule(
+            config.run.on_hacking, learner.specs, evaluator.prompts if evaluator else ()
+        ),
         resume=resume,
     )
-
-
-def build_hacking_rule(
-    config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
-) -> HackingRule | None:
-    rule = config.run.on_hacking
-    return None if rule is None else hacking_rule(rule, specs, held_out)
 
 
 def with_pipeline_name(config: Config, pipeline: Any) -> Config:
@@ -510,8 +482,7 @@ def with_pipeline_name(config: Config, pipeline: Any) -> Config:
     if pipeline is None:
         return config
     name = pipeline.config.get("_name_or_path") or "the pipeline that was provided"
-    section = config.pipeline.model_copy(update={"path": name})
-    return config.model_copy(update={"pipeline": section})
+    return config.changed("pipeline", path=name)
 
 
 def build_prompts(
@@ -574,8 +545,7 @@ def fill_prompt_cache(config: Config, runtime: Runtime) -> dict[str, int]:
             "memory.prompt_cache is null, so there is nowhere to keep encoded prompts: name a "
             "folder, as in memory.prompt_cache=prompts/encoded"
         )
-    memory = config.memory.model_copy(update={"text_encoders": "offload"})
-    config = config.model_copy(update={"memory": memory})
+    config = config.changed("memory", text_encoders="offload")
     needed, store = [*all_prompts_to_encode(config, ProvidedObjects())], config.rollout.store
     if store is not None:
         guidance = config.rollout.learning_guidance_scale

@@ -69,11 +69,13 @@ def begin_session(config: Config, run: Run, start: Start, facts: Facts) -> None:
     remove_leftovers(run.folder, "run")
     run.checkpoints.remove_unfinished()
     write_text(run.folder / CONFIG, config_yaml(config))
-    run.ledger.begin(
-        version=__version__,
+    step = start.state["iteration"] if start.state else None
+    run.ledger.append(
+        "start" if step is None else "resume",
+        flowrl=__version__,
+        step=step,
         recipe=config.model_dump(mode="json"),
-        facts=facts,
-        step=start.state["iteration"] if start.state else None,
+        facts=dict(facts),
         changed=start.changed,
     )
 
@@ -87,7 +89,11 @@ def recipe_to_show(
     """Return the recipe that the main process reads, whose disk alone may hold the run."""
 
     def read() -> Config:
-        return _run_recipe(run) if run else _base_recipe(str(base), lora, str(prompts))
+        if run is None:
+            return _base_recipe(str(base), lora, str(prompts))
+        if not (run / CONFIG).is_file():
+            raise UserError(f"{run} is not a run folder: it has no {CONFIG}")
+        return load_config(run / CONFIG)
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         config = read()
@@ -105,13 +111,6 @@ def runtime_to_evaluate(config: Config) -> Runtime:
     return Runtime(
         device=config.pipeline.device, timeout=config.runtime.timeout, seed=config.run.seed
     )
-
-
-def _run_recipe(run: Path) -> Config:
-    path = run / CONFIG
-    if not path.is_file():
-        raise UserError(f"{run} is not a run folder: it has no {CONFIG}")
-    return load_config(path)
 
 
 def _base_recipe(base: str, lora: str | None, prompts: str) -> Config:

@@ -102,7 +102,11 @@ def split_work(load: IterationWork, gpus: int) -> WorkSplit:
             f"{unit}, but an update takes whole groups: the nearest "
             f"rollout.prompts_per_iteration that works is {near}"
         )
-    return _solve(load, gpus)
+    unit = load.candidates if load.whole_candidates else 1
+    explored = deal(load.prompts * load.candidates, gpus, unit)
+    sampled = deal(load.prompts * load.roots, gpus, load.roots if load.whole_prompts else 1)
+    shares = (_share(load, *share) for share in zip(explored, sampled, strict=True))
+    return WorkSplit(load=load, shares=tuple(shares))
 
 
 def check_split(load: IterationWork, gpus: int) -> None:
@@ -137,14 +141,6 @@ def even_prompts(load: IterationWork, gpus: int) -> list[int]:
     """
     unit = gpus * load.updates
     return [n for n in (load.prompts // unit * unit, -(-load.prompts // unit) * unit) if n]
-
-
-def _solve(load: IterationWork, gpus: int) -> WorkSplit:
-    unit = load.candidates if load.whole_candidates else 1
-    explored = deal(load.prompts * load.candidates, gpus, unit)
-    sampled = deal(load.prompts * load.roots, gpus, load.roots if load.whole_prompts else 1)
-    shares = (_share(load, *share) for share in zip(explored, sampled, strict=True))
-    return WorkSplit(load=load, shares=tuple(shares))
 
 
 def deal(total: int, parts: int, unit: int = 1) -> list[range]:

@@ -27,7 +27,6 @@ from flowrl.assembly.learner import (
     ProvidedObjects,
     build_policy,
     build_rewards,
-    starting_lora,
 )
 from flowrl.assembly.rollout import (
     WHERE,
@@ -120,11 +119,9 @@ class Worker:
         if preview not in self._generators:
             generator = build_generator(parts)
             if preview:
-                explore, capability = (
-                    parts.config.rollout.explore,
-                    capability_of(parts.runtime.device),
-                )
+                explore = parts.config.rollout.explore
                 assert explore is not None
+                capability = capability_of(parts.runtime.device)
                 resolved = resolve(explore.precision, capability, where=WHERE)
                 layers, backend = preview_layers(parts, resolved)
                 generator = build_preview_generator(parts, generator, layers, backend)
@@ -146,29 +143,18 @@ def machine(runtime: Runtime) -> str:
 
 def _for_worker(config: Config, folder: "tempfile.TemporaryDirectory[str]") -> Config:
     """Return the recipe without what jobs bring, or only the trainer does."""
-
-    def changed(section: str, **options: Any) -> Any:
-        return getattr(config, section).model_copy(update=options)
-
     # The rest scores evaluations, or compares groups: then all rewards work in the trainer.
     rewards = [e for e in config.rewards if e.trained or e.when in ("rollout", "both")]
-    return config.model_copy(
-        update={
-            "rewards": rewards,
-            "lora": changed("lora", init_from=None),
-            "ema": changed("ema", decay=None),
-            "reference": ReferenceOptions(),
-            "rollout": changed("rollout", workers=None),
-            "run": changed("run", output_dir=folder.name),  # where precisions are recorded
-            "memory": changed("memory", prompt_cache=None, text_encoders="keep"),
-        }
-    )
+    config = config.model_copy(update={"rewards": rewards, "reference": ReferenceOptions()})
+    config = config.changed("lora", init_from=None).changed("ema", decay=None)
+    config = config.changed("memory", prompt_cache=None, text_encoders="keep")
+    config = config.changed("run", output_dir=folder.name)  # where precisions are recorded
+    return config.changed("rollout", workers=None)
 
 
 def _build_parts(config: Config) -> RolloutParts:
     p, r = config.pipeline, config.rollout
     runtime = Runtime(device=p.device, mixed_precision=PRECISION[p.dtype], seed=config.run.seed)
-    start = starting_lora(config)
     pipeline = build_pipeline(config, runtime.device, runtime=runtime)
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale)
     set_precision(config, backbone, runtime)
@@ -177,7 +163,7 @@ def _build_parts(config: Config) -> RolloutParts:
         config=config,
         runtime=runtime,
         specs=build_rewards(config, gpu=runtime.gpu),
-        policy=build_policy(config, backbone, start, keep_old=needs.old is not None),
+        policy=build_policy(config, backbone, keep_old=needs.old is not None),
         backbone=backbone,
         needs=needs,
         text_cache=TextCache(backbone),  # never used: jobs bring their conditioning

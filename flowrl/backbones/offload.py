@@ -26,7 +26,6 @@ def are_freed(pipeline: Any) -> bool:
 
 
 def free_encoders(pipeline: Any) -> None:
-    """Remove the text encoders from the pipeline and free their memory."""
     for name in [name for name in pipeline.components if name.startswith(ENCODER)]:
         setattr(pipeline, name, None)
     free_device_memory()
@@ -84,7 +83,10 @@ def moved_to(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]
                     continue
                 homes.append((module, name, tensor))
                 if id(tensor) not in copies:
-                    copies[id(tensor)] = _copy(tensor, device)
+                    copy = tensor.detach().to(device)
+                    if isinstance(tensor, nn.Parameter):
+                        copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+                    copies[id(tensor)] = copy
                 setattr(module, name, copies[id(tensor)])
         yield
     finally:
@@ -136,10 +138,3 @@ def autoencoder_on_device(backbone: Any) -> Iterator[None]:
 def _elsewhere(tensor: Tensor, device: torch.device) -> bool:
     # A device without a number is the process's own of its kind.
     return tensor.device.type != device.type or device.index not in (None, tensor.device.index)
-
-
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    moved = tensor.detach().to(device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(moved, requires_grad=tensor.requires_grad)
-    return moved

@@ -440,18 +440,15 @@ def check_class(pipeline: Any) -> None:
     if not hasattr(pipeline, "encode_prompt"):
         raise UserError(f"{name} has no encode_prompt, so that texts cannot be kept apart from it")
     parameters = inspect.signature(type(pipeline).__call__).parameters
-    first = next(iter(list(parameters)[1:]), "")
-    if "prompt" not in parameters or (first == "image" and "image" in _required(parameters)):
+    needs_image = "image" in parameters and parameters["image"].default is inspect.Parameter.empty
+    edits = needs_image and list(parameters)[1] == "image"
+    if "prompt" not in parameters or edits:
         raise UserError(f"{name} is no text-to-image pipeline")
     if getattr(pipeline, "guider", None) is not None:
         raise UserError(
             f"{name} has a guider, whose guidance depends on earlier steps: load it with "
             "guider=None"
         )
-
-
-def _required(parameters: Any) -> list[str]:
-    return [name for name, p in parameters.items() if p.default is p.empty and name != "self"]
 
 
 def check_scheduler(scheduler: Any) -> None:

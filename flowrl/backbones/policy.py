@@ -47,6 +47,8 @@ class Policy:
         keep_old: bool = False,
         keep_reference: bool = False,
     ):
+        from peft.tuners.lora import LoraLayer
+
         self.backbone = backbone
         self.network = backbone.transformer
         self.ema_decay = ema_decay
@@ -63,9 +65,8 @@ class Policy:
             torch.manual_seed(seed)
             for name in names:
                 self._add(name, rank, alpha, tuple(targets or backbone.lora_targets))
-        self._layers = list(
-            _lora_layers(self.network)
-        )  # looked for once, among thousands of modules
+        # Looked for once, among thousands of modules.
+        self._layers = [layer for layer in self.network.modules() if isinstance(layer, LoraLayer)]
         self._by_name = {name: _parameters_of(self.network, name) for name in names}
         for name in self.copies:
             self._copy(POLICY, name)
@@ -129,7 +130,6 @@ class Policy:
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Use another adapter inside the block."""
         self.use(name)
         try:
             yield
@@ -138,7 +138,6 @@ class Policy:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Use no adapter inside the block."""
         with switched_off(self._layers):
             yield
 
@@ -236,7 +235,6 @@ class Policy:
         self.sampled_with[iteration] = self.weights(adapter)
 
     def forget_weights(self, *, before: int) -> None:
-        """Forget what the images of earlier iterations were sampled with."""
         for iteration in [i for i in self.sampled_with if i < before]:
             del self.sampled_with[iteration]
 
@@ -265,7 +263,6 @@ class Policy:
 
     @torch.no_grad()
     def set_weights(self, adapter: str, tensors: Sequence[Tensor]) -> None:
-        """Give an adapter weights, in the order of its layers."""
         for parameter, tensor in zip(self._by_name[adapter], tensors, strict=True):
             parameter.copy_(tensor)
 
@@ -300,12 +297,6 @@ def merged_weight(layer: Any, weight: Tensor, adapter: str) -> Tensor:
         check_mergeable(base)
     with torch.autocast(weight.device.type, enabled=False):
         return weight.float() + layer.get_delta_weight(adapter)
-
-
-def _lora_layers(network: nn.Module) -> Iterator:
-    from peft.tuners.lora import LoraLayer
-
-    return (module for module in network.modules() if isinstance(module, LoraLayer))
 
 
 def _named_parameters_of(network: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:

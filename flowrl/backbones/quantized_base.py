@@ -5,49 +5,42 @@ are loaded, for both rollouts and training.
 """
 
 import importlib.util
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from flowrl.config.sections import MemoryOptions
 from flowrl.errors import UserError
 
-Library = Literal["bitsandbytes", "torchao"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseBits:
-    bits: int  # 8 or 4; torchao has 8 alone, since PEFT puts no adapter on its 4-bit weights
-    library: Library
-
-
-def check_base_bits(base: BaseBits, device: torch.device) -> None:
+def check_base_bits(memory: MemoryOptions, device: torch.device) -> None:
     """Raise UserError when the library is missing, or the device cannot run it."""
-    if base.library == "bitsandbytes" and device.type == "cpu":
+    if memory.base_library == "bitsandbytes" and device.type == "cpu":
         raise UserError(
-            f"memory.base_bits is {base.bits} with bitsandbytes, which diffusers runs on GPUs "
-            "alone: on the CPU set memory.base_library to torchao with 8 bits, or base_bits to null"
+            f"memory.base_bits is {memory.base_bits} with bitsandbytes, which diffusers runs on "
+            "GPUs alone: on the CPU set memory.base_library to torchao with 8 bits, or base_bits "
+            "to null"
         )
-    if importlib.util.find_spec(base.library) is None:
+    if importlib.util.find_spec(memory.base_library) is None:
         raise UserError(
-            f"memory.base_bits is {base.bits}, which needs {base.library}: "
-            f'from a clone of the project, pip install ".[{base.library}]"'
+            f"memory.base_bits is {memory.base_bits}, which needs {memory.base_library}: "
+            f'from a clone of the project, pip install ".[{memory.base_library}]"'
         )
 
 
-def loading_config(base: BaseBits, dtype: torch.dtype) -> Any:
+def loading_config(memory: MemoryOptions, dtype: torch.dtype) -> Any:
     """Return a `PipelineQuantizationConfig` for the transformer's linear layers.
 
     dtype: of the matmuls, and of what stays exact.
     """
     from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
 
-    if base.library == "torchao":
+    if memory.base_library == "torchao":
         from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
 
         config = TorchAoConfig(Int8WeightOnlyConfig())
-    elif base.bits == 8:
+    elif memory.base_bits == 8:
         config = BitsAndBytesConfig(load_in_8bit=True)
     else:
         config = BitsAndBytesConfig(
@@ -61,13 +54,10 @@ def is_quantised(network: nn.Module) -> bool:
     return any(not is_plain(weight) for weight in network.parameters())
 
 
-def _library(weight: torch.Tensor) -> str:
-    return type(weight.data).__module__.partition(".")[0]
-
-
 def is_plain(weight: torch.Tensor) -> bool:
     """Whether a weight is not quantised: bitsandbytes keeps integers, torchao a tensor subclass."""
-    return weight.is_floating_point() and _library(weight) != "torchao"
+    library = type(weight.data).__module__.partition(".")[0]
+    return weight.is_floating_point() and library != "torchao"
 
 
 def check_mergeable(weight: torch.Tensor) -> None:

@@ -43,7 +43,8 @@ def shard_network(network: nn.Module, runtime: Runtime, over: Literal["node", "a
 
     _take_dtypes(network, runtime)
     mesh = _mesh(runtime, over)
-    for module in [*_blocks(network), network]:
+    lists = [child for child in network.children() if isinstance(child, nn.ModuleList)]
+    for module in [*(block for blocks in lists for block in blocks), network]:
         _materialise(module, runtime)
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     network.requires_grad_(False)
@@ -68,13 +69,6 @@ def _mesh(runtime: Runtime, over: Literal["node", "all"]) -> Any:
     return machines["fsdp"]
 
 
-def _blocks(network: nn.Module) -> Iterator[nn.Module]:
-    """Yield the repeated parts of a transformer of diffusers."""
-    for child in network.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-
-
 def _take_dtypes(network: nn.Module, runtime: Runtime) -> None:
     """Give a network on the meta device the number formats that the main process has loaded."""
 
@@ -92,21 +86,17 @@ def _materialise(module: nn.Module, runtime: Runtime) -> None:
 
     What is sharded already is left alone.
     """
+    from torch.distributed.tensor import DTensor
+
     for part in module.modules():
         for store in (part._parameters, part._buffers):
             for name, tensor in store.items():
-                if tensor is None or _is_sharded(tensor):
+                if tensor is None or isinstance(tensor, DTensor):
                     continue
                 shared = runtime.same_as_main(tensor)
                 if isinstance(tensor, nn.Parameter):
                     shared = nn.Parameter(shared, requires_grad=False)
                 store[name] = shared  # pyright: ignore[reportArgumentType]
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
 
 
 def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:

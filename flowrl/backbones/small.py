@@ -295,6 +295,8 @@ def small_tokenizer(max_length: int = 512) -> Any:
 
 def _component(name: str, classes: list[type], pipeline: str, override: Override) -> Any:
     """Build one component of a pipeline; None where it is left out."""
+    import diffusers
+
     if not classes:
         return None
     kind = classes[0]
@@ -305,7 +307,10 @@ def _component(name: str, classes: list[type], pipeline: str, override: Override
     if name == "vae":
         return kind(**{**AUTOENCODERS[kind.__name__][1], **override.vae})
     if name == "scheduler":
-        return _scheduler(kind)
+        if kind.__name__ == "DPMSolverMultistepScheduler":
+            return kind(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0)
+        # A scheduler that steps a flow: annotations of pipelines may be more general.
+        return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     if "encoder" in name:
         return _text_encoder(kind, pipeline, override.texts.get(name, {}))
     return _network(kind, pipeline, override)
@@ -322,15 +327,6 @@ def _vision_processor() -> Any:
         video_processor=transformers.Qwen3VLVideoProcessor(),
         chat_template=tokenizer.chat_template,
     )
-
-
-def _scheduler(kind: Any) -> Any:
-    """Build a scheduler that steps a flow; annotations of pipelines may be more general."""
-    import diffusers
-
-    if kind.__name__ == "DPMSolverMultistepScheduler":
-        return kind(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0)
-    return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
 
 
 def _text_encoder(kind: Any, pipeline: str, sizes: dict[str, Any]) -> Any:

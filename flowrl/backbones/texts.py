@@ -30,7 +30,9 @@ def kinds_of(one: Any, two: Any) -> dict[str, str]:
     """
     kinds = {}
     for path, tensor in _leaves(one):
-        other = _at(two, path)
+        other: Any = two
+        for index in path.split("/")[1::2]:
+            other = other[int(index)]
         if isinstance(tensor, list):
             kinds[path] = "l"
             continue
@@ -56,7 +58,6 @@ def kinds_of(one: Any, two: Any) -> dict[str, str]:
 
 
 def entries_of(result: Any) -> set[str]:
-    """Return the paths of a result's entries."""
     return {path for path, _ in _leaves(result)}
 
 
@@ -165,9 +166,3 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(part, f"{path}/{len(value)}/{index}".removeprefix("/"))
     elif value is not None:
         raise UserError(f"encode_prompt returns a {type(value).__name__}, expected tensors")
-
-
-def _at(value: Any, path: str) -> Any:
-    for index in list(map(int, path.split("/")))[1::2]:
-        value = value[index]
-    return value

@@ -1,7 +1,6 @@
 """`flowrl audit`: compare the ranking of cheap candidates with that of exact images."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -61,13 +60,9 @@ def audit(
         request.recipe, request.overrides, prompts=prompts, candidates=candidates,
         steps=steps or (), precisions=precision or (), lora=lora,
     )  # fmt: skip
-    print_table(rows if as_json else table_rows(rows), as_json=as_json)
+    fitting = [{title: row[key] for title, key in COLUMNS.items()} for row in rows]
+    print_table(rows if as_json else fitting, as_json=as_json)
     for row in () if as_json else rows:
         if row["missing"]:
             count = f"{row['missing']} candidates have no score"
             say(f"{row['steps']} steps, {row['precision']}: {count}", err=True)
-
-
-def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the numbers in columns that fit a terminal of 80."""
-    return [{title: row[key] for title, key in COLUMNS.items()} for row in rows]

@@ -1,7 +1,6 @@
 """`flowrl recipes`: the recipes in the package."""
 
 import re
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,7 +14,6 @@ CARD = re.compile(r"-(\d+)gb$")  # the end of a recipe's name: GB of the GPU tha
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Return the presets that begin as what was typed."""
     from flowrl.config.load import preset_names
 
     return [name for name in preset_names() if name.startswith(incomplete)]
@@ -69,23 +67,14 @@ def _row(name: str) -> dict[str, object]:
     from flowrl.config.load import find_recipe
     from flowrl.config.methods import method_name
 
-    config, head = load_config(name), _head(find_recipe(name))
+    config, text = load_config(name), find_recipe(name).read_text(encoding="utf-8")
+    head = "\n".join(line for line in text.splitlines() if line.startswith("#"))
+    card = CARD.search(name)
     trained = [reward for reward in config.rewards if not reward.held_out]
     return {
         "recipe": name,
         "method": method_name(config),
         "trained rewards": ", ".join(dict.fromkeys(r.name for r in trained)),
-        "GPU": _card(name),
+        "GPU": f"{card[1]} GB" if card else "none",
         "ran": "no" if NOT_RUN in head else "yes",
     }
-
-
-def _head(path: Path) -> str:
-    """Return the comment that a recipe begins with."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return "\n".join(line for line in lines if line.startswith("#"))
-
-
-def _card(name: str) -> str:
-    match = CARD.search(name)
-    return f"{match[1]} GB" if match else "none"

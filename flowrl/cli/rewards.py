@@ -16,7 +16,6 @@ from flowrl.cli._console import (
 from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
-    from flowrl.offline.pairs import Pair
     from flowrl.scoring.check import RewardCheck
     from flowrl.scoring.spec import RewardSpec
 
@@ -69,9 +68,11 @@ def reward_check(
     chosen = _chosen(names or [], everything=everything, single=bool(args))
     with starting():
         from flowrl.config.yaml12 import load_yaml
+        from flowrl.evaluation.agreement import measure_agreement
         from flowrl.offline.pairs import read_pairs
         from flowrl.prompts.records import load_prompts
         from flowrl.scoring.check import check_named
+        from flowrl.scoring.spec import RewardSpec, load_reward
 
     arguments = arguments_of(chosen, [args] if args is not None else None)
     records = load_prompts(prompts) if prompts else []
@@ -85,28 +86,22 @@ def reward_check(
     for name, options in zip(chosen, arguments, strict=True):
         checked = check_named(name, options, prompts=records)
         if judged and all(result.state in ("ok", "warning") for result in checked.results):
-            agreement = _agreement(name, options, judged)
+            spec = RewardSpec(name=name, reward=load_reward(name, options))
+            agreement = measure_agreement(spec, judged).result(name)
             checked = replace(checked, results=(*checked.results, agreement))
         states[name] = {result.state for result in checked.results}
         if as_json:
             print_table([_row(name, checked, result) for result in checked.results], as_json=True)
         else:
             first, *more = checked.results
-            print_checks([_with_version(checked, first), *more], max(map(len, chosen)))
+            if first.state in ("ok", "warning") and checked.version:
+                first = replace(first, detail=f"{first.detail}; {checked.version}")
+            print_checks([first, *more], max(map(len, chosen)))
     if wrong := [name for name, its in states.items() if "problem" in its]:
         raise UserError(f"These rewards do not work, lines marked !! say why: {', '.join(wrong)}.")
     missing = [name for name, its in states.items() if "missing" in its]
     if missing and not everything:
         raise UserError(f"Could not be tried, lines marked -- say why: {', '.join(missing)}.")
-
-
-def _agreement(name: str, args: dict | None, pairs: "list[Pair]") -> CheckResult:
-    """Return how a reward agrees with people."""
-    from flowrl.evaluation.agreement import measure_agreement
-    from flowrl.scoring.spec import RewardSpec, load_reward
-
-    spec = RewardSpec(name=name, reward=load_reward(name, args))
-    return measure_agreement(spec, pairs).result(name)
 
 
 def _chosen(names: list[str], *, everything: bool, single: bool) -> list[str]:
@@ -127,13 +122,6 @@ def _row(name: str, checked: "RewardCheck", result: CheckResult) -> dict:
         "reward": name, "state": result.state, "detail": result.detail, "remedy": result.remedy,
         "version": checked.version,
     }  # fmt: skip
-
-
-def _with_version(checked: "RewardCheck", result: CheckResult) -> CheckResult:
-    """Return a result about scores with the version of the reward."""
-    if result.state not in ("ok", "warning") or not checked.version:
-        return result
-    return replace(result, detail=f"{result.detail}; {checked.version}")
 
 
 def reward_serve(

@@ -126,7 +126,12 @@ def train(
 
     request = sort_arguments(words or [])
     resume = resume or request.resume
-    config = load_config(*_recipe_to_train(request, resume))
+    if request.recipe:
+        config = load_config(request.recipe, request.overrides)
+    else:  # where it lies now: the folder may have been moved since the recipe was written
+        saved = saved_recipe(resume)
+        moved = f"run.output_dir={json.dumps(str(saved.parent))}"
+        config = load_config(saved, [moved, *request.overrides])
     if print_config:
         typer.echo(config_yaml(config), nl=False)
         return
@@ -191,17 +196,6 @@ def _started(
     if code := run_processes(command, count, cpu=cpu):
         raise typer.Exit(code)
     return True
-
-
-def _recipe_to_train(
-    request: "CommandArguments", resume: str | None
-) -> tuple[str | Path, list[str]]:
-    """Return the recipe and its changes; without one the recipe of the run to resume."""
-    if request.recipe:
-        return request.recipe, request.overrides
-    saved = saved_recipe(resume)
-    # Where it lies now: the folder may have been moved since the recipe was written.
-    return saved, [f"run.output_dir={json.dumps(str(saved.parent))}", *request.overrides]
 
 
 def _rehearse(config: "Config", resume: str | None) -> None:

@@ -101,17 +101,6 @@ def _section(preset: str, changes: list[str]) -> Any:
         raise UserError(format_errors(kind, error)) from error
 
 
-def _totals(plan: "TreePlan", prompts: int) -> dict[str, float]:
-    from dataclasses import asdict
-
-    from flowrl.trees.plan import count
-
-    total = count(plan).times(prompts)
-    per_leaf = total.forwards / total.leaves
-    saving = total.sequential_forwards / total.forwards
-    return asdict(total) | {"forwards_per_leaf": per_leaf, "saving": saving}
-
-
 def _show_recipe(section: Any, plan: "TreePlan") -> None:
     """Print what to write in a recipe: the tree, and the credit published with it."""
     from flowrl.config.yaml12 import flow_yaml
@@ -125,18 +114,19 @@ def _show_recipe(section: Any, plan: "TreePlan") -> None:
 
 
 def _show(plan: "TreePlan", prompts: int) -> None:
+    from flowrl.trees.plan import count
     from flowrl.trees.show import draw, table
 
     rows = table(plan, prompts)
     names = dict.fromkeys(name for row in rows for name in row)
     shown = [n for n in names if any(row.get(n) not in (None, PLAIN.get(n)) for row in rows)]
     print_table([{name: row.get(name, "") for name in shown} for row in rows])
-    t = _totals(plan, prompts)
+    t = count(plan).times(prompts)
     say(
-        f"\n{t['leaves']} images from {t['forwards']} forwards, {t['forwards_per_leaf']:.2f} each"
-        f"; separate chains take {t['sequential_forwards']}, {t['saving']:.2f} times as many.\n"
-        f"{t['edges']} edges, {t['nodes']} nodes, at most {t['peak_frontier']} at once.\n"
-        f"{t['trained_edges']} trained edges, those from one node sharing a forward: "
-        f"{t['train_forwards']} in an update.\n"
+        f"\n{t.leaves} images from {t.forwards} forwards, {t.forwards / t.leaves:.2f} each; "
+        f"separate chains take {t.sequential_forwards}, {t.sequential_forwards / t.forwards:.2f} "
+        f"times as many.\n{t.edges} edges, {t.nodes} nodes, at most {t.peak_frontier} at once.\n"
+        f"{t.trained_edges} trained edges, those from one node sharing a forward: "
+        f"{t.train_forwards} in an update.\n"
     )
     typer.echo(draw(plan))

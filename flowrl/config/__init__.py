@@ -108,6 +108,11 @@ class Config(Options):
         moves = len(self.rollout.plan(0, self.run.seed).moves)
         return range(0, self.run.iterations, 1 + self.run.iterations * moves // CHECKED_MOVES)
 
+    def changed(self, section: str, **options: Any) -> "Config":
+        """Return it with some options of one section changed, unchecked."""
+        changed = getattr(self, section).model_copy(update=options)
+        return self.model_copy(update={section: changed})
+
 
 def parse_config(data: Mapping[str, Any]) -> Config:
     """Validate a plain mapping. Raises UserError naming key, value and what was expected."""

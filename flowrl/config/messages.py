@@ -24,7 +24,6 @@ class Option:
     meaning: str
     source: str
     is_section: bool
-    nullable: bool
 
 
 def walk(model: type[Options], prefix: str = "", variant: str = "") -> Iterator[Option]:
@@ -42,7 +41,6 @@ def walk(model: type[Options], prefix: str = "", variant: str = "") -> Iterator[
             meaning=field.description or "",
             source=str(extra.get("source", "")),
             is_section=bool(inner),
-            nullable=type(None) in get_args(field.annotation),
         )
         below = f"{path}.0." if get_origin(field.annotation) is list else f"{path}."
         for section in inner:

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,10 @@ def kind_table(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[
     Images without a score are left out. The last is GenEval's published number: its kinds count
     alike, however many images they have. rows: of `score_files`.
     """
-    kinds = {str(image.path): kind_of(image.metadata) for image in layout_images(folder)}
+    kinds = {
+        str(image.path): next((str(image.metadata[k]) for k in KINDS if image.metadata.get(k)), "")
+        for image in layout_images(folder)
+    }
     by_kind: dict[str, list[Row]] = {}
     for row in rows:
         by_kind.setdefault(kinds[row["image"]] or "other", []).append(row)
@@ -94,8 +97,3 @@ def kind_table(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[
 def _mean(rows: Sequence[Row], name: str) -> float:
     values = [row[name] for row in rows if not math.isnan(row[name])]
     return sum(values) / len(values) if values else math.nan
-
-
-def kind_of(metadata: Mapping[str, Any]) -> str:
-    """Return the kind of a prompt, "" where its metadata have none."""
-    return next((str(metadata[key]) for key in KINDS if metadata.get(key)), "")

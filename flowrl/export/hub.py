@@ -19,7 +19,7 @@ from flowrl.backbones.families import LICENCES
 from flowrl.backbones.loading import is_offline
 from flowrl.backbones.lora_files import FILE
 from flowrl.config.yaml12 import dump_yaml, load_yaml
-from flowrl.errors import UserError
+from flowrl.errors import UserError, first_line
 from flowrl.training.run import Run
 from flowrl.utils.untrusted import read_bytes
 
@@ -59,7 +59,7 @@ def open_repository(name: str, *, private: bool = False) -> str:
         if "write" in inspect.signature(api.auth_check).parameters:
             api.auth_check(created.repo_id, repo_type="model", write=True)
     except Exception as error:  # httpx, requests, OSError and ValueError all have their own
-        raise UserError(f"cannot push to {name}: {_first_line(error)}; {TOKEN}") from error
+        raise UserError(f"cannot push to {name}: {first_line(error)}; {TOKEN}") from error
     return created.repo_id
 
 
@@ -84,7 +84,7 @@ def push(folder: Path, repository: str) -> str:
             )
     except Exception as error:  # of the files too: the training behind it shall not be lost
         raise UserError(
-            f"the upload to {repository} failed: {_first_line(error)}; {folder} is complete, "
+            f"the upload to {repository} failed: {first_line(error)}; {folder} is complete, "
             f"{push_later(folder, repository)}"
         ) from error
     return f"https://huggingface.co/{repository}"
@@ -101,11 +101,10 @@ def push_later(folder: Path, repository: str) -> str:
     return f"push it later with {shlex.join(words)}"
 
 
-def stage(folder: Path, to: Path, repository: str) -> list[str]:
-    """Copy the public files, texts without private parts; return their names, ascending."""
-    paths = sorted({path for pattern in PUBLIC for path in folder.glob(pattern) if path.is_file()})
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    for name, path in zip(names, paths, strict=True):
+def stage(folder: Path, to: Path, repository: str) -> None:
+    """Copy the public files, texts without private parts."""
+    for path in {path for pattern in PUBLIC for path in folder.glob(pattern) if path.is_file()}:
+        name = path.relative_to(folder).as_posix()
         data = read_bytes(path, inside=folder, limit=None)
         if name == CARD:
             data = public_card(data.decode(), repository).encode()
@@ -113,7 +112,6 @@ def stage(folder: Path, to: Path, repository: str) -> list[str]:
             data = public_config(data.decode()).encode()
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         (to / name).write_bytes(data)
-    return names
 
 
 def public_card(text: str, repository: str) -> str:
@@ -164,11 +162,6 @@ def _public_text(text: str) -> str:
     if climbs or path.startswith(("/", "~")) or PureWindowsPath(path).is_absolute():
         return start + PureWindowsPath(path).name
     return text
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 def publish(run: Run, repository: str | None) -> None:

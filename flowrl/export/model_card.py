@@ -74,16 +74,11 @@ def write_card(folder: Path | str, card: Card) -> Path:
         images[f"aligned-{i}.png"] = png(fit(aligned, max(WIDGET_SIDE, *aligned.size)))
     for name, data in images.items():
         write_bytes(folder / FOLDER / name, data)
-    path = folder / "README.md"
-    write_text(path, card_text(folder, card))
-    return path
-
-
-def card_text(folder: Path, card: Card) -> str:
-    """Return the text of README.md, front matter first."""
     header = yaml.safe_dump(front_matter(card), sort_keys=False, allow_unicode=True)
     values = {"card": card, "header": header, "code": loading_code(folder, card), "folder": FOLDER}
-    return render("card.md.j2", values)
+    path = folder / "README.md"
+    write_text(path, render("card.md.j2", values))
+    return path
 
 
 def front_matter(card: Card) -> dict[str, Any]:

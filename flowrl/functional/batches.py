@@ -7,6 +7,7 @@ beside it: a ratio of policies that are equal is 1 only where both calls have on
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -117,18 +118,15 @@ class Batches:
                 sigma, cond = torch.full((1,), 0.5, device=x.device), spare[1]
             elif count == rows and len(calls) == 1 and not recompute:
                 return field(x, sigma, cond)
-            call, sigma = recomputed if recompute else _direct, sigma.expand(len(x))
+            call = partial(recomputed, field) if recompute else field
+            sigma = sigma.expand(len(x))
             index = [send(part, x.device) for part in calls]
-            return torch.cat([call(field, x[i], sigma[i], cond.take(i)) for i in index])[:count]
+            return torch.cat([call(x[i], sigma[i], cond.take(i)) for i in index])[:count]
 
         return velocity
 
 
 ALONE = Batches()  # of a process that works in step with no other
-
-
-def _direct(field: Velocity, x: Tensor, sigma: Tensor, cond: Any) -> Tensor:
-    return field(x, sigma, cond)
 
 
 def recomputed(field: Velocity, x: Tensor, sigma: Tensor, cond: Any) -> Tensor:

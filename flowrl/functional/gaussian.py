@@ -24,7 +24,8 @@ def log_ratio(x: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
     Exactly 0 when the means agree. The spread of true ratios is far below the rounding error
     of two subtracted fp32 densities.
     """
-    return _half_log_ratio(x, mean, mean_old) / std**2
+    delta = mean - mean_old
+    return _average(delta * (x - mean_old - delta / 2)) / std**2
 
 
 def ratio_norm(x: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
@@ -59,11 +60,6 @@ def latent_kl_no_dt(mean: Tensor, mean_ref: Tensor, std: Tensor, dt: Tensor) -> 
 def velocity_kl(v: Tensor, v_ref: Tensor) -> Tensor:
     """Mean squared difference of velocities: a penalty with equal weight at every sigma."""
     return _average((v - v_ref).square())
-
-
-def _half_log_ratio(x: Tensor, mean: Tensor, mean_old: Tensor) -> Tensor:
-    delta = mean - mean_old
-    return _average(delta * (x - mean_old - delta / 2))
 
 
 def _average(value: Tensor) -> Tensor:

@@ -132,21 +132,16 @@ def flow_sde_noise(sigmas: Tensor, level: float) -> Tensor:
     return _until_clean(level * (sigma / room).sqrt(), sigmas)
 
 
-def dance_noise(sigmas: Tensor, level: float) -> Tensor:
-    """DanceGRPO's constant g = level (2505.07818). (T+1,) -> (T,)"""
+def constant_noise(sigmas: Tensor, level: float) -> Tensor:
+    """The same level at every step: DanceGRPO's g (2505.07818). (T+1,) -> (T,)"""
     return _until_clean(torch.full_like(sigmas[:-1], level), sigmas)
 
 
 def cps_noise(sigmas: Tensor, level: float) -> Tensor:
-    """The same CPS level at every step. (T+1,) -> (T,)"""
+    """`constant_noise` of a level in [0, 1]. (T+1,) -> (T,)"""
     if not 0 <= level <= 1:
         raise ValueError(f"CPS noise level is {level}; it must lie in [0, 1]")
-    return _until_clean(torch.full_like(sigmas[:-1], level), sigmas)
-
-
-def overshoot_noise(sigmas: Tensor, level: float) -> Tensor:
-    """Flow-SDE's level at every step; the step itself turns it into noise. (T+1,) -> (T,)"""
-    return _until_clean(torch.full_like(sigmas[:-1], level), sigmas)
+    return constant_noise(sigmas, level)
 
 
 def _until_clean(g: Tensor, sigmas: Tensor) -> Tensor:
@@ -165,7 +160,7 @@ class StepKernel:
 
 KERNELS: dict[str, StepKernel] = {
     "flow_sde": StepKernel(name="flow_sde", step=sde_step, noise=flow_sde_noise),
-    "dance_sde": StepKernel(name="dance_sde", step=sde_step, noise=dance_noise),
+    "dance_sde": StepKernel(name="dance_sde", step=sde_step, noise=constant_noise),
     "cps": StepKernel(name="cps", step=cps_step, noise=cps_noise),
-    "overshoot": StepKernel(name="overshoot", step=overshoot_step, noise=overshoot_noise),
+    "overshoot": StepKernel(name="overshoot", step=overshoot_step, noise=constant_noise),
 }

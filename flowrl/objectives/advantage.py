@@ -36,19 +36,14 @@ def z_scores(
     present, advantage = ~value.isnan(), torch.zeros(len(value), dtype=torch.float64)
     counted = present if counted is None else present & counted
     everything = value[present if leaf is None else present & leaf]
-    for rows in _members(population):
+    names, order = population.sort(stable=True)
+    for rows in order.split(names.unique_consecutive(return_counts=True)[1].tolist()):
         rows, members = rows[present[rows]], value[rows[counted[rows]]]
         if len(members) > 1 and members.max() - members.min() > _rounding(members):
             distance = value[rows] - members.mean()
             distance = torch.where(distance.abs() > _rounding(members), distance, 0.0)
             advantage[rows] = distance / divisor(members, everything, options)
     return advantage
-
-
-def _members(population: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of each population, ascending."""
-    names, order = population.sort(stable=True)
-    return order.split(names.unique_consecutive(return_counts=True)[1].tolist())
 
 
 def _rounding(members: Tensor) -> Tensor:

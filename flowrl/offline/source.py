@@ -127,7 +127,12 @@ def filter_groups(
     for group in dataset.groups:
         rows = torch.tensor(group.images)
         for column, spec in enumerate(specs):
-            applicable[rows, column] = _applicable(spec, group, applicable[rows, column])
+            # A reward applies where it gave a score, or would now give one.
+            text, metadata = group.record.text, group.record.metadata
+            if any(metadata.get(key) not in values for key, values in spec.applies_to.items()):
+                applicable[rows, column] = False
+            elif not applicable[rows, column].all() and spec.applies(text, metadata):
+                applicable[rows, column] = True
     result = RewardResult(scores=scores, valid=scores.isfinite(), applicable=applicable,
                           names=tuple(s.name for s in specs))  # fmt: skip
     reward, valid = combine(specs, result)
@@ -150,14 +155,6 @@ def filter_groups(
         reward=reward, valid=valid, skipped=len(dataset.groups) - len(groups),
         order=PromptSampler(records, prompts, seed, balance=balance, weights=weights),
     )  # fmt: skip
-
-
-def _applicable(spec: RewardSpec, group: StoredGroup, scored: Tensor) -> Tensor:
-    """Return for which images of a group a reward gave or would now give a score, (n,) bool."""
-    metadata = group.record.metadata
-    if not all(metadata.get(key) in values for key, values in spec.applies_to.items()):
-        return torch.zeros_like(scored)
-    return scored | (not scored.all() and spec.applies(group.record.text, metadata))
 
 
 def _pick(group: StoredGroup, count: int, seed: int, iteration: int, turn: int) -> Tensor:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from flowrl.backbones.families import family_of
+from flowrl.backbones.gate import Stop
 from flowrl.backbones.loading import enable_gradient_checkpointing, enable_vae_tiling
 from flowrl.backbones.small import small_pipeline
 from flowrl.errors import UserError
@@ -209,7 +210,6 @@ def shorten(network: nn.Module) -> dict[nn.Module, Repeat]:
 
 
 def add_adapter(network: nn.Module, rank: int, targets: tuple[str, ...]) -> None:
-    """Add a LoRA in fp32 by PEFT."""
     from peft import LoraConfig, inject_adapter_in_model
 
     with torch.device("meta"):
@@ -284,17 +284,11 @@ class Resize:
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
-class _Stop(Exception):
-    pass
-
-
 def _captured_call(small: Any, f: Forward) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Call a small pipeline for `rows` images of the longest text; return its network's call."""
-    captured: list[Any] = []
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        captured.append((args, kwargs))
-        raise _Stop
+        raise Stop((args, kwargs))
 
     scale, unguided = spatial_factor(small.vae.config), family_of(f.spec.pipeline).unguided
     wanted = {
@@ -317,8 +311,8 @@ def _captured_call(small: Any, f: Forward) -> tuple[tuple[Any, ...], dict[str, A
         with torch.no_grad():
             prompts = ["x" * 2 * f.text_tokens] * texts
             small(prompt=prompts, **{k: v for k, v in wanted.items() if k in parameters})
-    except _Stop:
-        return captured[0]
+    except Stop as call:
+        return call.value
     except Exception as error:
         raise Uncountable(f"a small {f.spec.pipeline} cannot be called: {error}") from error
     finally:

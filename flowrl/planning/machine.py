@@ -35,7 +35,11 @@ def check_machine(config: Config, *, insist: bool = False) -> None:
     if spec.weights < REAL:
         return
     check_memory(config, spec)
-    check_gpu(config)
+    if not torch.cuda.is_available() and config.pipeline.device in (None, "auto", "cpu"):
+        raise UserError(
+            f"{config.pipeline.path} would run on this machine's CPU, for months: use a machine "
+            "with a GPU, rehearse with --dry-run, or insist with --yes"
+        )
 
 
 def check_packages(config: Config) -> None:
@@ -70,13 +74,4 @@ def check_memory(config: Config, spec: ModelSpec) -> None:
             f"the transformer of {config.pipeline.path} has {size / 1e9:.0f} GB in "
             f"{config.pipeline.dtype}, and this machine's memory {total / 1e9:.0f} GB: use a "
             "smaller checkpoint or another machine, or insist with --yes"
-        )
-
-
-def check_gpu(config: Config) -> None:
-    """Check that a real checkpoint has a GPU."""
-    if not torch.cuda.is_available() and config.pipeline.device in (None, "auto", "cpu"):
-        raise UserError(
-            f"{config.pipeline.path} would run on this machine's CPU, for months: use a machine "
-            "with a GPU, rehearse with --dry-run, or insist with --yes"
         )

@@ -69,7 +69,6 @@ class NetworkCopy:
     """A copy of the transformer for rollouts, see `flowrl.quantization.rollout_model`."""
 
     format: Literal["nvfp4", "nvfp4-emulated", "fp8", "bf16", "auto"]  # bf16: not quantised
-    merge: bool = True  # the adapter is summed into its weights; not where these train
     min_dim: int | None = None  # None for the network's own rules
 
 
@@ -91,7 +90,6 @@ class Footprint:
 
 
 def peak(footprints: list[Footprint]) -> Footprint:
-    """Return the phase that needs most."""
     return max(footprints, key=lambda footprint: footprint.total)
 
 
@@ -134,7 +132,10 @@ class MemoryPlan:
             "training": held | self.training(),
         }
         if self.evaluation_batch:
-            parts["evaluation"] = self.vae | self.at_evaluation().evaluation()
+            e = config.evaluation  # whose images may have another size
+            size = {"height": e.height or self.height, "width": e.width or self.width}
+            plan = replace(self, config=config.changed("pipeline", **size))
+            parts["evaluation"] = self.vae | plan.evaluation()
         resident, footprints = self.resident(), []
         for phase, extra in parts.items():
             alone = phase == "encode" and config.memory.text_encoders != "keep"
@@ -147,7 +148,6 @@ class MemoryPlan:
     # --- parts that are there in every phase, and those of one phase ----------------------------
 
     def resident(self) -> dict[str, int]:
-        """Return what is there in every phase."""
         memory, rewards = self.config.memory, self.config.rewards
         copies = sum(self.copy_bytes(copy) for copy in self.copies)
         if (trained := self.training_copy) is not None:
@@ -206,13 +206,6 @@ class MemoryPlan:
             "activations": max(backward, 2 * gradients),
         }
 
-    def at_evaluation(self) -> "MemoryPlan":
-        """Return the plan of the images of evaluation, which may have another size."""
-        e = self.config.evaluation
-        size = {"height": e.height or self.height, "width": e.width or self.width}
-        pipeline = self.config.pipeline.model_copy(update=size)
-        return replace(self, config=self.config.model_copy(update={"pipeline": pipeline}))
-
     def evaluation(self) -> dict[str, int]:
         """A batch of held-out images, with the latents of all their steps."""
         e, rows = self.config.evaluation, self.evaluation_batch
@@ -230,7 +223,6 @@ class MemoryPlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the frozen weights and the arithmetic."""
         return DTYPES[self.config.pipeline.dtype]
 
     @property
@@ -311,7 +303,13 @@ class MemoryPlan:
 
     @cached_property
     def adapter(self) -> int:
-        return adapter_parameters(self.network, self.config.lora.rank, self.targets)
+        layers = [
+            layer
+            for name, layer in self.network.named_modules()
+            if isinstance(layer, nn.Linear | nn.Conv2d) and is_adapted(name, self.targets)
+        ]
+        sides = sum(layer.weight.shape[0] + layer.weight[0].numel() for layer in layers)
+        return self.config.lora.rank * sides
 
     @property
     def adapters(self) -> int:
@@ -351,7 +349,7 @@ class MemoryPlan:
             return None
         # The larger of what auto may be: bf16 keeps nothing beside the weights.
         format = "fp8" if p.precision == "auto" else p.precision
-        return NetworkCopy(format=format, merge=False, min_dim=p.min_dim)
+        return NetworkCopy(format=format, min_dim=p.min_dim)
 
     def transformer_bytes(self) -> int:
         """Return the frozen weights and buffers, linear layers in `memory.base_bits`."""
@@ -399,10 +397,9 @@ class MemoryPlan:
         packed = packed_layers(self.network, copy)
         size = sum(packed.values())
         for name, layer in matrices(self.network):
-            if is_adapted(name, self.targets):
+            if is_adapted(name, self.targets) and name not in packed:
                 rows, columns = matrix_shape(layer)
-                if copy.merge and name not in packed:
-                    size += rows * columns * self.dtype.itemsize
+                size += rows * columns * self.dtype.itemsize
         return size
 
     def adapted_bytes(self) -> int:
@@ -464,15 +461,6 @@ def prompt_count(source: str) -> int | None:
 def full_network(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
     """Build the transformer with all blocks on the meta device, without an adapter."""
     return build_network(spec.transformer, spec.config, dtype)
-
-
-def adapter_parameters(network: nn.Module, rank: int, targets: tuple[str, ...]) -> int:
-    """Return the parameters of a LoRA: rank * (in + out) of every adapted layer."""
-    return sum(
-        rank * (layer.weight.shape[0] + layer.weight[0].numel())
-        for name, layer in network.named_modules()
-        if isinstance(layer, nn.Linear | nn.Conv2d) and is_adapted(name, targets)
-    )
 
 
 def is_adapted(name: str, targets: tuple[str, ...]) -> bool:

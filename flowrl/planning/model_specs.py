@@ -7,7 +7,7 @@ source of its numbers; a folder or a repository in the Hub's cache is read as it
 import inspect
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ class TextEncoder:
     fp32_parameters: int = 0  # stay in fp32 when loaded in fp16 (`_keep_in_fp32_modules`)
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of its weights, loaded in this dtype."""
         fp32 = self.fp32_parameters if dtype == torch.float16 else 0
         return self.parameters * dtype.itemsize + fp32 * (4 - dtype.itemsize)
 
@@ -50,7 +49,6 @@ class TextEncoder:
         return 8 * hidden + 2 * text.get("intermediate_size", text.get("d_ff", 4 * hidden))
 
     def build(self) -> Any:
-        """Build it on the meta device."""
         import transformers
 
         config = getattr(transformers, self.config_class)(**self.config)
@@ -81,12 +79,10 @@ class ModelSpec:
 
     @property
     def family(self) -> str:
-        """Return the short name of the pipeline class."""
         return family_of(self.pipeline).name
 
     @property
     def parameters(self) -> int:
-        """Return the parameters of the transformer."""
         network = build_network(self.transformer, self.config, torch.bfloat16)
         return sum(p.numel() for p in network.parameters())
 
@@ -98,18 +94,15 @@ class ModelSpec:
 
     @property
     def channels(self) -> int:
-        """Return the channels of a latent of the autoencoder."""
         config = self.autoencoder_config
         return config["latent_channels"] if "latent_channels" in config else config["z_dim"]
 
     @property
     def frames(self) -> bool:
-        """Return whether the autoencoder's latents have an axis of frames."""
         return "z_dim" in self.autoencoder_config or "Video" in self.autoencoder
 
     @property
     def factor(self) -> int:
-        """Return how many pixels one side of a latent's element covers."""
         return spatial_factor(self.autoencoder_config)
 
     @property
@@ -258,11 +251,8 @@ def _text_encoders(folder: Path, index: dict[str, Any]) -> Iterator[TextEncoder]
         network = encoder.build()
         exact = set(getattr(network, "_keep_in_fp32_modules", None) or ())
         sizes = {key: p.numel() for key, p in network.named_parameters()}
-        yield TextEncoder(
-            name=name,
-            model=model,
-            config_class=encoder.config_class,
-            config=config,
+        yield replace(
+            encoder,
             parameters=sum(sizes.values()),
             fp32_parameters=sum(n for key, n in sizes.items() if exact & set(key.split("."))),
         )

@@ -18,7 +18,7 @@ from flowrl.objectives.base import Needs
 from flowrl.planning.activations import Uncountable
 from flowrl.planning.duration import Duration
 from flowrl.planning.memory import AUTO, Footprint, MemoryPlan, peak, prompt_count
-from flowrl.planning.model_specs import ModelSpec, spec_for
+from flowrl.planning.model_specs import spec_for
 from flowrl.planning.rewards import reward_networks, rewards_bytes
 from flowrl.planning.work import RunWork, UpdateWork, count_work
 from flowrl.prompts.sources import TINY
@@ -42,7 +42,6 @@ class Plan:
 
     @property
     def peak(self) -> Footprint | None:
-        """Return the phase that needs most."""
         return peak(list(self.phases)) if self.phases else None
 
     @property
@@ -69,7 +68,11 @@ def make_plan(
     check_pipeline(config.pipeline.path, config.pipeline.revision)
     work = count_work(config)
     split = [split_work(load, gpus) for load in work.loads][0]
-    spec, unknown = _spec(config)
+    spec, unknown = None, ""
+    try:
+        spec = spec_for(config.pipeline.path, config.pipeline.revision)
+    except UserError as error:
+        unknown = str(error)
     phases: tuple[Footprint, ...] = ()
     host: dict[str, int] = {}
     duration = None
@@ -80,7 +83,9 @@ def make_plan(
             for kind in work.kinds
         ]  # fmt: skip
         try:
-            phases = _largest(plans)
+            # Of each phase the iteration that needs most.
+            of_iterations = zip(*(plan.footprints() for plan in plans), strict=True)
+            phases = tuple(peak(list(same)) for same in of_iterations)
             host = plans[0].host_bytes()
             duration = _duration(plans[0], work)
         except Uncountable as error:
@@ -99,23 +104,6 @@ def make_plan(
         duration=duration,
         notes=tuple(_notes(config, work.needs)),
     )
-
-
-def _spec(config: Config) -> tuple[ModelSpec | None, str]:
-    """Return the pipeline's shapes, or why they are not known."""
-    try:
-        return spec_for(config.pipeline.path, config.pipeline.revision), ""
-    except UserError as error:
-        return None, str(error)
-
-
-def _largest(plans: list[MemoryPlan]) -> tuple[Footprint, ...]:
-    """Return for each phase the iteration that needs most."""
-    largest: dict[str, Footprint] = {}
-    for plan in plans:
-        for footprint in plan.footprints():
-            largest[footprint.phase] = peak([largest.get(footprint.phase, footprint), footprint])
-    return tuple(largest.values())
 
 
 def _duration(plan: MemoryPlan, work: RunWork) -> Duration:

@@ -70,19 +70,15 @@ def _network(network: Network | None, args: Mapping[str, Any]) -> dict[tuple, Ne
     return {(model, args.get("revision"), args.get("device"), itemsize): network}
 
 
-def _weights(networks: Mapping[tuple, Network]) -> dict[tuple, int]:
-    return {key: network.parameters * key[-1] for key, network in networks.items()}
-
-
 def rewards_bytes(entries: Sequence[RewardOptions]) -> int:
     """Return the bytes of rewards' weights on each process's GPU, as far as they are known.
 
     Equal networks are held once.
     """
-    held: dict[tuple, int] = {}
+    held: dict[tuple, Network] = {}
     for entry in entries:
-        held |= _weights(reward_networks(entry) or {})
-    return sum(held.values())
+        held |= reward_networks(entry) or {}
+    return sum(network.parameters * key[-1] for key, network in held.items())
 
 
 def scoring_bytes(entries: Sequence[RewardOptions], images: int) -> int:

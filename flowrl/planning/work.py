@@ -116,24 +116,19 @@ def _iterations(
 
 def doubles(config: Config, guidance: float) -> bool:
     """Return whether guidance takes a forward with the negative prompt beside each."""
-    return is_guided(class_of(config), guidance)
+    return is_guided(_class_at(config.pipeline.path, config.pipeline.revision), guidance)
 
 
 @lru_cache(maxsize=32)
 def _class_at(path: str, revision: str | None) -> str:
+    """Return a pipeline's class; an empty string where it is not on this machine."""
     try:
         return spec_for(path, revision).pipeline
     except UserError:
         return ""
 
 
-def class_of(config: Config) -> str:
-    """Return the pipeline's class; an empty string where it is not on this machine."""
-    return _class_at(config.pipeline.path, config.pipeline.revision)
-
-
 def training_doubles(config: Config) -> bool:
-    """Return the same for learning."""
     r = config.rollout
     scale = r.guidance_scale if r.training_guidance_scale is None else r.training_guidance_scale
     return doubles(config, scale)

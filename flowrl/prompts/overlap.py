@@ -8,7 +8,6 @@ be drawn, `ocr_text`. Otherwise it is the prompt's text, up to case, spaces and 
 import math
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -90,16 +89,10 @@ def plain_text(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """A held-out prompt, and a training prompt with the same request."""
-
-    held_out: str
-    training: str
-
-
-def overlaps(training: Iterable[PromptRecord], held_out: Iterable[PromptRecord]) -> list[Overlap]:
-    """Return every held-out prompt whose request is one of training.
+def overlaps(
+    training: Iterable[PromptRecord], held_out: Iterable[PromptRecord]
+) -> list[tuple[str, str]]:
+    """Return every held-out prompt whose request is one of training, and that of training.
 
     Two prompts are compared by their metadata where both have any, else by their texts.
     """
@@ -118,7 +111,7 @@ def overlaps(training: Iterable[PromptRecord], held_out: Iterable[PromptRecord])
         request, text = request_of(prompt.metadata), plain_text(prompt.text)
         same = texts.get(text) if request is None else requests.get(request, unlabelled.get(text))
         if same is not None:
-            pairs.append(Overlap(held_out=prompt.text, training=same))
+            pairs.append((prompt.text, same))
     return pairs
 
 
@@ -133,10 +126,10 @@ def check_overlap(
         return
     pairs = overlaps(training, held_out)
     if pairs:
-        first = pairs[0]
+        unseen, seen = pairs[0]
         raise UserError(
             f"{len(pairs)} of the {len(held_out)} evaluation.prompts request the same as prompts "
-            f"in prompts.train, for example {first.held_out!r} and {first.training!r}: a score on "
+            f"in prompts.train, for example {unseen!r} and {seen!r}: a score on "
             "them does not show that anything unseen was learned. Hold out other requests, as "
             "flowrl prompts does, or set prompts.allow_overlap to true to insist"
         )
@@ -169,7 +162,7 @@ def hold_out(
     while True:  # what training has in the same words, without metadata, goes back to training
         training = [p for p in prompts if p.uid not in chosen]
         held_out = [p for p in prompts if p.uid in chosen]
-        shared = {pair.held_out for pair in overlaps(training, held_out)}
+        shared = {text for text, _ in overlaps(training, held_out)}
         if not shared:
             break
         chosen -= {p.uid for p in held_out if p.text in shared}

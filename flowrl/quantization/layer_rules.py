@@ -52,10 +52,9 @@ def choose_layers(
     choices = []
     for name, layer in matrices(network):
         shape = matrix_shape(layer)
+        named = (f"kept by name: {p.pattern}" for p in patterns if p.search(name))
         reason = (
-            _kept_as_kind(layer, rules)
-            or _kept_by_name(name, patterns)
-            or _kept_by_size(shape, rules, least)
+            _kept_as_kind(layer, rules) or next(named, None) or _kept_by_size(shape, rules, least)
         )
         choice = LayerChoice(
             name=name,
@@ -111,13 +110,6 @@ def _kept_as_kind(layer: Matrix, rules: LayerRules) -> str | None:
     if layer.groups > 1:
         return "a convolution in groups"
     return f"a convolution with a {'x'.join(map(str, layer.kernel_size))} kernel"
-
-
-def _kept_by_name(name: str, patterns: Sequence[re.Pattern[str]]) -> str | None:
-    for pattern in patterns:
-        if pattern.search(name):
-            return f"kept by name: {pattern.pattern}"
-    return None
 
 
 def _kept_by_size(shape: tuple[int, int], rules: LayerRules, min_dim: int) -> str | None:

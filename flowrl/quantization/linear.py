@@ -83,7 +83,6 @@ class RolloutLinear(nn.Module):
         self.register_buffer(name, value, persistent=False)
 
     def state(self) -> State:
-        """Return the packed weight, as the backend knows it."""
         return {name: getattr(self, PACKED + name) for name in self.names}
 
     @torch.no_grad()
@@ -121,10 +120,6 @@ class SamePrecisionLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         return _StraightThrough.apply(input, self)  # type: ignore[no-any-return]
 
-    def quantised_weight(self) -> Tensor:
-        """Return Q(W), (out, in) fp32, unpacked anew: nothing is kept for the backward pass."""
-        return self.packed.backend.unpack(self.packed.state())
-
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
@@ -134,8 +129,9 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (dy,) = grads
-        return (dy @ ctx.layer.quantised_weight().to(dy.dtype)).to(ctx.dtype), None
+        (dy,), packed = grads, ctx.layer.packed
+        weight = packed.backend.unpack(packed.state())  # anew: nothing is kept for this
+        return (dy @ weight.to(dy.dtype)).to(ctx.dtype), None
 
 
 def quantise_base(network: nn.Module, choices: Sequence[LayerChoice], backend: Backend) -> None:

@@ -7,7 +7,7 @@ a path beside the packed base, Q(W) x + s B (A x). `prepare` chooses its layers 
 import copy
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,19 @@ class RolloutModel:
         *,
         compile: bool = False,
     ):
+        from peft.tuners.lora import LoraLayer
+
         self.policy, self.choices = policy, tuple(choices)
-        self.network = sharing_copy(policy.network)
+        tensors = (*policy.network.parameters(), *policy.network.buffers())
+        # Of the modules, adapters included, around the same tensors.
+        self.network = copy.deepcopy(policy.network, {id(tensor): tensor for tensor in tensors})
         self._adapted: list[_Adapted] = []
         formats = {c.name: backend for c in choices if c.format is not None}
-        adapted = dict(_adapted_layers(policy.network))
+        adapted = {
+            name: module
+            for name, module in policy.network.named_modules()
+            if isinstance(module, LoraLayer) and POLICY in module.lora_A
+        }
         for name in dict.fromkeys((*adapted, *formats)):
             layer = self._layer(name, adapted.get(name), formats.get(name))
             parent, _, last = name.rpartition(".")
@@ -118,11 +126,6 @@ class _Adapted:
     weight: Tensor  # its frozen weight
 
 
-def sharing_copy(network: nn.Module) -> nn.Module:
-    """Copy the modules of a network, adapters included, around the same tensors."""
-    return copy.deepcopy(network, {id(tensor): tensor for tensor in _tensors(network)})
-
-
 def _exact(name: str, layer: Any, weight: Tensor) -> nn.Module:
     """Give a copied layer a weight of its own."""
     if isinstance(layer, SamePrecisionLinear):
@@ -143,20 +146,6 @@ def _is_convolution(name: str, layer: nn.Module) -> bool:
     raise UserError(
         f"layer {name} is a {type(layer).__name__}, which cannot be quantised: keep it exact"
     )
-
-
-def _adapted_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield PEFT's layers with the policy's adapter, by name."""
-    from peft.tuners.lora import LoraLayer
-
-    for name, module in network.named_modules():
-        if isinstance(module, LoraLayer) and POLICY in module.lora_A:
-            yield name, module
-
-
-def _tensors(network: nn.Module) -> Iterator[Tensor]:
-    yield from network.parameters()
-    yield from network.buffers()
 
 
 # --- a precision on a network, and its record ----------------------------------------------------

@@ -125,7 +125,11 @@ class RankAuditor:
         if self.exact.runtime.is_main:
             entry = {"iteration": iteration, "precision": self.precision, "action": action}
             entry |= {"steps": generator.num_inference_steps, "text": text}
-            self._write(entry | {k: finite_or_none(v) for k, v in asdict(audit).items()})
+            entry |= {k: finite_or_none(v) for k, v in asdict(audit).items()}
+            # Those of this iteration and later ones are of before a resume.
+            earlier = (e for e in read_audits(self.folder) if e["iteration"] < iteration)
+            lines = [seal_line(each) + b"\n" for each in (*earlier, entry)]
+            write_bytes(self.folder / FILE, b"".join(lines))
             LOG.log(logging.INFO if action == "keep" else logging.WARNING, "%s", text)
         return generator, {"rho": audit.rho, "contrast": audit.contrast}
 
@@ -172,12 +176,6 @@ class RankAuditor:
             remedy = "rollout.tree has noise that candidates lack: set "
             remedy += "rollout.explore.num_inference_steps to null"
         return f"{result}, below {MIN_RHO}: {remedy}"
-
-    def _write(self, entry: Mapping[str, Any]) -> None:
-        """Add an audit; drop those of its iteration and later ones, of before a resume."""
-        earlier = (e for e in read_audits(self.folder) if e["iteration"] < entry["iteration"])
-        lines = [seal_line(each) + b"\n" for each in (*earlier, entry)]
-        write_bytes(self.folder / FILE, b"".join(lines))
 
 
 def read_audits(folder: Path) -> list[dict[str, Any]]:

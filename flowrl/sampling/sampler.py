@@ -69,7 +69,9 @@ def sample_tree(
         x: (R, *latent) initial noise, in the dtype that latents are stored in.
         prompt: (R,) long.
     """
-    shape, rows = shape_of(plan), _PromptRows(prompt)
+    shape = shape_of(plan)
+    # By cohort widths: the same tensor, so that the field can reuse what it gathered for it.
+    rows: dict[tuple[int, ...], Tensor] = {(1,): prompt}
     zeros = torch.zeros(len(x), 1, device=x.device)
     nodes = _Nodes(x=[x[:, None]], log_prob=[zeros], g=[zeros.new_zeros(1)])
     for step, moves in levels(plan):
@@ -81,33 +83,24 @@ def sample_tree(
     return _tree(nodes, prompt, shape, schedule)
 
 
-class _PromptRows:
-    """The prompt of each row in a batch of nodes: the same tensor for batches of the same
-    cohort widths, so that the velocity field can reuse what it gathered for it."""
-
-    def __init__(self, prompt: Tensor):
-        self.prompt = prompt
-        self._known: dict[tuple[int, ...], Tensor] = {(1,): prompt}
-
-    def of(self, widths: tuple[int, ...]) -> Tensor:
-        if widths not in self._known:
-            self._known[widths] = torch.cat([self.prompt.repeat_interleave(w) for w in widths])
-        return self._known[widths]
-
-
 def _velocities(
     velocity: NodeVelocity,
     nodes: _Nodes,
     sources: list[int],
     sigma: Tensor,
-    rows: _PromptRows,
+    rows: dict[tuple[int, ...], Tensor],
 ) -> dict[int, Tensor]:
-    """Return the velocities (R * w, *latent) of every cohort with moves from `sigma`."""
+    """Return the velocities (R * w, *latent) of every cohort with moves from `sigma`.
+
+    rows: the prompt of each row in a batch of cohorts of these widths, added to here.
+    """
     parts = [nodes.x[source].flatten(0, 1) for source in sources]
-    prompt = rows.of(tuple(nodes.x[source].shape[1] for source in sources))
+    widths = tuple(nodes.x[source].shape[1] for source in sources)
+    if widths not in rows:
+        rows[widths] = torch.cat([rows[1,].repeat_interleave(width) for width in widths])
     batch = parts[0] if len(parts) == 1 else torch.cat(parts)
     nodes.forwards += len(batch)
-    v = velocity(batch, sigma, prompt).split([len(part) for part in parts])
+    v = velocity(batch, sigma, rows[widths]).split([len(part) for part in parts])
     return dict(zip(sources, v, strict=True))
 
 

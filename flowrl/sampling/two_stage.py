@@ -6,7 +6,7 @@ very same noise, and only their images and scores are learned from.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from flowrl.trajectory import Explored
 from flowrl.trees.plan import TreePlan, count
 
 SelectRule = Literal["best_worst", "mean_deviation", "extremes_random", "random"]
-SELECT_RULES: tuple[str, ...] = get_args(SelectRule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

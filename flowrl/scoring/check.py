@@ -230,27 +230,21 @@ class _Round:
 
 def _score_twice(spec: RewardSpec, trials: list[Trial]) -> tuple[_Round, _Round]:
     """Score all images together, then reversed in other batches; return both rounds."""
-    executor, batches = spec.get_executor(), _batches(spec, trials)
-    first, again = _Round(), _Round()
-    for rows in batches:
+    together: dict[object, list[Row]] = {}  # whole groups, and all other images of one size
+    for t, trial in enumerate(trials):
+        key = t if spec.whole_groups else trial.images.shape[2:]
+        together.setdefault(key, []).extend((t, m) for m in range(len(trial.images)))
+    executor, first, again = spec.get_executor(), _Round(), _Round()
+    for rows in together.values():
         first.add(rows, _ask(executor, trials, rows))
     if not first.finite():
         return first, again
-    for rows in batches:
+    for rows in together.values():
         back = rows[::-1]
         for part in [back] if spec.whole_groups else [back[:1], back[1:]]:
             if part:
                 again.add(part, _ask(executor, trials, part))
     return first, again
-
-
-def _batches(spec: RewardSpec, trials: list[Trial]) -> list[list[Row]]:
-    """Return rows by call: whole groups, and all other images of one size."""
-    together: dict[object, list[Row]] = {}
-    for t, trial in enumerate(trials):
-        key = t if spec.whole_groups else trial.images.shape[2:]
-        together.setdefault(key, []).extend((t, m) for m in range(len(trial.images)))
-    return list(together.values())
 
 
 def _ask(executor: Executor, trials: list[Trial], rows: Sequence[Row]) -> Answer:

@@ -87,16 +87,13 @@ def check_invalid(
     """
     missing = int((~valid).sum())
     if missing > max_invalid_fraction * valid.numel():
+        reasons = "; ".join(f"{name}: {text}" for name, text in (errors or {}).items())
+        reasons = reasons or "the rewards gave no finite numbers"
         raise RewardFailure(
             f"{missing} of {valid.numel()} images have no reward, more than the allowed share "
-            f"{max_invalid_fraction:g} ({_reasons(errors)}): mend the reward, or raise "
+            f"{max_invalid_fraction:g} ({reasons}): mend the reward, or raise "
             "failures.max_invalid_fraction"
         )
-
-
-def _reasons(errors: Mapping[str, str] | None) -> str:
-    reasons = "; ".join(f"{name}: {text}" for name, text in (errors or {}).items())
-    return reasons or "the rewards gave no finite numbers"
 
 
 # --- GDPO: z-scores in a group --------------------------------------------------------------------

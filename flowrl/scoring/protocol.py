@@ -3,11 +3,12 @@
 import base64
 import binascii
 import io
-import math
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from flowrl.utils.templates import finite_or_none
 
 PROTOCOL = 1
 
@@ -87,11 +88,7 @@ class ScoreRequest(_StrictModel):
         return items
 
 
-def _finite(score: float | None) -> float | None:
-    return score if score is not None and math.isfinite(score) else None
-
-
-Score = Annotated[float | None, Field(strict=True), AfterValidator(_finite)]
+Score = Annotated[float | None, Field(strict=True), AfterValidator(finite_or_none)]
 
 
 class Result(BaseModel):

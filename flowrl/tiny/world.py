@@ -7,13 +7,12 @@ into train, validation and test; pretraining sees them all, alignment only those
 
 A pretrained model of the real world mixes right and wrong images of a prompt, both clean. So does
 one of the tiny world: pretraining draws a request right as often as its tier says, and otherwise
-altered in one way under the same caption (`with_defects`). The score of a model that learned
-without defects is therefore the ceiling that alignment can reach.
+altered in one way under the same caption (`scripts/pretrain_tiny/defects.py`). The score of a model
+that learned without defects is therefore the ceiling that alignment can reach.
 
-Everything here is plain Python; `draw.py` makes an image of a prompt.
+Everything here is plain Python; `scripts/pretrain_tiny/draw.py` makes an image of a prompt.
 """
 
-import copy
 import functools
 import random
 from collections.abc import Iterator, Sequence
@@ -235,13 +234,11 @@ def split_prompts(tag: str, split: str) -> Sequence[Prompt]:
 
 
 def all_prompts(tag: str) -> list[Prompt]:
-    """List every prompt of one kind."""
     return [prompt for request in requests(tag) for prompt in prompts_of(request)]
 
 
 # --- planted defects -----------------------------------------------------------------------------
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVXYZ"  # W is wider than a column
 DEFECTS = {  # what is altered, for cards and pages
     "single_object": "another shape",
     "two_object": "one of the two shapes is another",
@@ -251,42 +248,6 @@ DEFECTS = {  # what is altered, for cards and pages
     "color_attr": "the two colours swapped",
     "ocr": "one letter is another",
 }
-
-
-def with_defects(prompt: Prompt, rng: random.Random) -> Prompt:
-    """Return the prompt to draw: itself, or altered with the probability of its tier."""
-    return prompt if rng.random() < TIERS[prompt["tier"]] else altered(prompt, rng)
-
-
-def altered(prompt: Prompt, rng: random.Random) -> Prompt:
-    """Return the prompt of a wrong image: a copy whose demands differ in one way."""
-    wrong = copy.deepcopy(prompt)
-    if prompt["tag"] == "ocr":
-        place = rng.randrange(len(prompt["ocr_text"]))
-        letters = list(prompt["ocr_text"])
-        letters[place] = LETTERS[(LETTERS.index(letters[place]) + 1) % len(LETTERS)]
-        return wrong | {"ocr_text": "".join(letters)}
-    include = wrong["include"]
-    if prompt["tag"] in ("single_object", "two_object"):
-        entry = rng.choice(include)
-        entry["class"] = _next(entry["class"], SHAPES, [e["class"] for e in include])
-    elif prompt["tag"] == "counting":
-        include[0]["count"] = {2: 3, 3: rng.choice((2, 4)), 4: 3}[include[0]["count"]]
-    elif prompt["tag"] == "colors":
-        include[0]["color"] = _next(include[0]["color"], COLORS, [])
-    elif prompt["tag"] == "position":
-        include[1]["position"][0] = MIRRORED[include[1]["position"][0]]
-    else:
-        a, b = include
-        a["color"], b["color"] = b["color"], a["color"]
-    return wrong
-
-
-def _next(value: str, values: tuple[str, ...], taken: list[str]) -> str:
-    """Return what follows `value` in the circle of `values` and is not taken."""
-    place = values.index(value)
-    turn = values[place + 1 :] + values[:place]
-    return next(v for v in turn if v not in taken)
 
 
 def planted() -> str:

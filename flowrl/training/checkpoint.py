@@ -126,7 +126,6 @@ def check_finite(state: Any, path: Path) -> None:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts and lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -190,21 +189,18 @@ def _new_folders(run_dir: Path) -> Iterator[None]:
     """Make the folder and those above it; remove them again if they are empty in the end."""
     new = [path for path in (run_dir, *run_dir.parents) if not os.path.lexists(path)]
     try:
-        _make_folder(run_dir)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot make the run folder {run_dir}: {error.strerror}; choose another "
+                "run.output_dir"
+            ) from error
         yield
     finally:
         for path in new:
             with contextlib.suppress(OSError):  # not empty: a run, or somebody else's
                 path.rmdir()
-
-
-def _make_folder(run_dir: Path) -> None:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot make the run folder {run_dir}: {error.strerror}; choose another run.output_dir"
-        ) from error
 
 
 @contextlib.contextmanager

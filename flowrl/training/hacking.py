@@ -49,13 +49,15 @@ class HackingRule:
 
 
 def hacking_rule(
-    options: OnHackingOptions, specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]
-) -> HackingRule:
-    """Return the rule of run.on_hacking. prompts: those of evaluation.
+    options: OnHackingOptions | None, specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]
+) -> HackingRule | None:
+    """Return the rule of run.on_hacking, None without. prompts: those of evaluation.
 
     Raises UserError unless `held_out` names a reward that is held out and applies to some of
     them, and every trained reward does, too: without its score nothing could be compared.
     """
+    if options is None:
+        return None
     option = "run.on_hacking.held_out"
     spec = named_reward(specs, prompts, options.held_out, option)
     if not spec.held_out:

@@ -1,6 +1,7 @@
 """The event log of a run: an append-only `ledger.jsonl` in its folder.
 
-    start, resume   the recipe in force, what changed since the last one, the iteration it begins at
+    start, resume   the recipe in force, facts (see `flowrl.training.resume`), what changed since
+                    the last one, as [before, now], and the iteration it begins at
     checkpoint      its iteration and the digests of its files
     aside           where later checkpoints went when the run went back to an older one
     stop            the iteration, the reason, and whether LoRA, gallery and card were finished
@@ -9,7 +10,6 @@ Each line carries a digest (`flowrl.utils.journal`); a line that a killed proces
 no event.
 """
 
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -44,25 +44,4 @@ class Ledger:
         events.append(entry)
 
     def last(self, *names: str) -> Event | None:
-        """Return the latest event of one of these names."""
         return next((e for e in reversed(self.events()) if e["event"] in names), None)
-
-    def begin(
-        self,
-        *,
-        version: str,
-        recipe: Mapping[str, Any],
-        facts: Mapping[str, Any],
-        step: int | None,
-        changed: Mapping[str, Any],
-    ) -> None:
-        """Write the event that begins a session.
-
-        Args:
-            recipe, facts: what is trained now, see `flowrl.training.resume`.
-            step: the iteration of the checkpoint it resumes from; None for a new run.
-            changed: options that differ from the session before, as [before, now].
-        """
-        name = "start" if step is None else "resume"
-        self.append(name, flowrl=version, step=step, recipe=dict(recipe),
-                    facts=dict(facts), changed=dict(changed))  # fmt: skip

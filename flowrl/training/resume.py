@@ -3,7 +3,7 @@
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -62,7 +62,6 @@ class Start:
 
     @staticmethod
     def from_text(text: str) -> "Start":
-        """Return the decision of another process."""
         folder, holds_run, checkpoint, finished = json.loads(text)
         path = None if checkpoint is None else Path(checkpoint)
         return Start(folder=Path(folder), holds_run=holds_run, checkpoint=path, finished=finished)
@@ -91,7 +90,12 @@ def decide(config: Config, facts: Facts, *, resume: str | None, accept_changes: 
     if not holds_run(folder):
         raise UserError(f"nothing to resume: {folder} holds no run")
     changed = changes(folder, config, facts)
-    _check_accepted(folder, learned(changed), accept_changes)
+    differing = learned(changed)
+    if differing and not accept_changes:
+        raise UserError(
+            f"the run in {folder} has other options ({_text(differing)}): give the options that it "
+            "had, or add --accept-changes to resume with these"
+        )
     if named is None:
         return _at(folder, Checkpoints(folder, keep=1).newest(), changed)
     return _at(folder, _read_named(named), changed)
@@ -112,7 +116,8 @@ def _at(folder: Path, checkpoint: tuple[Path, dict[str, Any]] | None, changed: C
 def _rerun(config: Config, facts: Facts, folder: Path, accept_changes: bool) -> Start:
     """Take the first of `folder`, `folder-2`, ... without a run, or with one of this recipe."""
     other = ""
-    for place in _numbered(folder):
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    for place in itertools.chain([folder], numbered):
         if not holds_run(place):
             if other:
                 LOG.warning("%s: this run goes to %s", other, place)
@@ -129,12 +134,6 @@ def _rerun(config: Config, facts: Facts, folder: Path, accept_changes: bool) -> 
         newest = [_read_named(checkpoints.path(step)) for step in checkpoints.steps()[-1:]]
         return _at(place, newest[0] if newest else None, changed)
     raise AssertionError("numbers do not end")
-
-
-def _numbered(folder: Path) -> Iterator[Path]:
-    yield folder
-    for number in itertools.count(2):
-        yield folder.with_name(f"{folder.name}-{number}")
 
 
 def _read_named(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -223,14 +222,6 @@ def learned(changed: Changes) -> Changes:
 
 def _in(name: str, options: Sequence[str]) -> bool:
     return any(fnmatchcase(name, o) or fnmatchcase(name, f"{o}.*") for o in options)
-
-
-def _check_accepted(folder: Path, differing: Changes, accepted: bool) -> None:
-    if differing and not accepted:
-        raise UserError(
-            f"the run in {folder} has other options ({_text(differing)}): give the options that it "
-            "had, or add --accept-changes to resume with these"
-        )
 
 
 def _text(changed: Changes) -> str:

@@ -39,7 +39,6 @@ class TensorBoard:
     """Writes event files under `<folder>/tensorboard`."""
 
     def __init__(self, folder: Path, resume_step: int | None):
-        _library("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         # Events from the purged step on are hidden: a resumed run writes them once more.
@@ -80,23 +79,11 @@ class TrackingService:
         self._module.finish()
 
 
-TRACKERS = ("tensorboard", "wandb", "trackio")
-
-
 def make_tracker(name: str, folder: Path, resume_step: int | None) -> Tracker:
-    """Return the tracker called `name`. Raises UserError for an unknown or a missing one."""
-    check_tracker(name)
     if name == "tensorboard":
         return TensorBoard(folder, resume_step)
     os.environ.setdefault("WANDB_DIR", str(folder))  # else its files go to the working directory
     return TrackingService(_library(name), folder, resume_step)
-
-
-def check_tracker(name: str) -> None:
-    """Raise UserError for a tracker that is unknown, or whose package is not installed."""
-    if name not in TRACKERS:
-        raise UserError(f"unknown tracker {name!r}: run.trackers takes {', '.join(TRACKERS)}.")
-    _library(name)
 
 
 def _library(name: str) -> ModuleType:
@@ -126,7 +113,7 @@ class Report:
         self.folder = Path(folder)
         path = self.folder / FILE
         for name in trackers:  # before anything is written
-            check_tracker(name)
+            _library(name)
         if resume_step is None and path.exists() and path.stat().st_size:
             raise UserError(
                 f"{path} holds the metrics of an earlier run: resume that run, "

@@ -41,10 +41,6 @@ def _result(topic: str, holds: bool, detail: str, remedy: str = "") -> CheckResu
     return CheckResult(topic=topic, state=state, detail=detail, remedy="" if holds else remedy)
 
 
-def _warning(topic: str, detail: str, remedy: str = "") -> CheckResult:
-    return CheckResult(topic=topic, state="warning", detail=detail, remedy=remedy)
-
-
 def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())[:300]
     return text if isinstance(error, UserError) else f"cannot be read ({text})"
@@ -64,13 +60,14 @@ def _check_lora(source: Path, trained: LoRAOptions | None = None) -> Iterator[Ch
         return
     ranks = sorted({len(down) for down, _ in layers.values()})
     scales = sorted(set(lora.scales.values()))
-    detail = f"rank {_listed(ranks)}, scale {_listed(scales)}"
-    yield _result("lora", True, f"{lora.path.name} of {lora.make}: {len(layers)} layers, {detail}")
+    factors = f"rank {_listed(ranks)}, scale {_listed(scales)}"
+    yield _result("lora", True, f"{lora.path.name} of {lora.make}: {len(layers)} layers, {factors}")
     if not any(bool(up.any()) for _, up in layers.values()):
-        yield _warning("lora", "every second factor is 0: it changes nothing")
+        detail = "every second factor is 0: it changes nothing"
+        yield CheckResult(topic="lora", state="warning", detail=detail)
     if trained is not None:
         scale = trained.alpha / trained.rank
-        expected = f"{detail}; the run trained rank {trained.rank}, scale {scale:g}"
+        expected = f"{factors}; the run trained rank {trained.rank}, scale {scale:g}"
         yield _result("lora", scales == [scale] and ranks == [trained.rank], expected, remedy)
 
 

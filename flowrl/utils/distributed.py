@@ -127,13 +127,13 @@ class Runtime:
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all processes in order, on the device of `rows`; counts may differ."""
-        if self.world_size == 1:
+        if self.peers is None:
             return rows
-        counts = [int(n) for n in self._gather(torch.tensor([len(rows)]))]
+        counts = [int(n) for n in self.peers.gather(torch.tensor([len(rows)]))]
         # bool has no all_gather on every back end; rows are padded to one length for it.
         padded = torch.zeros(max(counts), *rows.shape[1:], dtype=rows.dtype)
         padded[: len(rows)] = rows.cpu()
-        parts = self._gather(padded.byte() if rows.dtype == torch.bool else padded)
+        parts = self.peers.gather(padded.byte() if rows.dtype == torch.bool else padded)
         parts = [part[:n] for part, n in zip(parts, counts, strict=True)]
         return torch.cat(parts).to(device=rows.device, dtype=rows.dtype)
 
@@ -209,12 +209,7 @@ class Runtime:
                 error.add_note("Training had not begun: nothing is saved, and nothing is changed.")
             raise
 
-    def _gather(self, tensor: Tensor) -> list[Tensor]:
-        assert self.peers is not None
-        return self.peers.gather(tensor)
-
     def sum(self, value: float) -> float:
-        """Return the sum of one number over processes."""
         if self.peers is None:
             return value
         return self.peers.sum(torch.tensor(value, dtype=torch.float64)).item()
@@ -235,7 +230,6 @@ class Runtime:
         return self.most(count) if self.in_lockstep else count
 
     def most(self, count: int) -> int:
-        """Return the largest number of all processes."""
         return int(self.gather(torch.tensor([count])).max())
 
     def largest_share(self, total: int, unit: int = 1) -> int:
@@ -286,7 +280,6 @@ class Runtime:
             self.accelerator.scaler.load_state_dict(state)
 
     def wait(self) -> None:
-        """Wait until all processes are here."""
         self.sum(0.0)
 
 

@@ -1,6 +1,5 @@
 """What every option of the configuration is made of: a type, a meaning and a source."""
 
-import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
@@ -55,14 +54,6 @@ def _check_folder(value: str) -> str:
     return value
 
 
-def _check_pattern(value: str) -> str:
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise ValueError(f"expected a regular expression: {error}") from error
-    return value
-
-
 LONGEST_PART = 255  # bytes of one folder's or file's name
 LONGEST_NAME = 4000  # bytes; systems take paths of some 4096
 LARGEST = 2**63  # 64 bits hold every number below
@@ -76,7 +67,6 @@ Choice = BeforeValidator(_refuse_float)  # of numbers: Python takes true and 1.0
 Flag = StrictBool
 Text = Annotated[str, AfterValidator(_check_name)]
 Folder = Annotated[Text, AfterValidator(_check_folder)]  # that flowrl makes
-Pattern = Annotated[Text, AfterValidator(_check_pattern)]  # a regular expression
 
 
 class Options(BaseModel):
@@ -85,26 +75,6 @@ class Options(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the fields as keyword arguments, nested options built, without `kind`."""
-        return {
-            name: _built(getattr(self, name)) for name in type(self).model_fields if name != "kind"
-        }
-
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the object these options describe: here the options themselves, as plain data."""
-        return self
-
-
-def _built(value: Any) -> Any:
-    if isinstance(value, Options):
-        return value.build()
-    if isinstance(value, tuple | list):
-        return type(value)(_built(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _built(item) for key, item in value.items()}
-    return value
 
 
 def option(default: Any, meaning: str, source: str = "") -> Any:

@@ -17,7 +17,8 @@ def load_callable(target: str) -> Callable[..., Any]:
     module, colon, attribute = target.partition(":")
     if not (module and colon and attribute):
         raise LookupError(f"{target!r} is not written as module:attribute")
-    search_working_directory()
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # the `flowrl` command starts without it
     try:
         component = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -28,12 +29,6 @@ def load_callable(target: str) -> Callable[..., Any]:
     if not callable(component):
         raise LookupError(f"it is {component!r}, expected a class or a function")
     return component
-
-
-def search_working_directory() -> None:
-    """Let imports look in the working directory last: the `flowrl` command starts without it."""
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
 
 
 @contextmanager

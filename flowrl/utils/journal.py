@@ -58,8 +58,16 @@ def open_line(line: bytes) -> Entry | None:
     return entry if isinstance(entry, dict) else None
 
 
-def parse_lines(data: bytes) -> Lines:
-    """Return the entries in the bytes of a journal."""
+def read_lines(path: Path) -> Lines:
+    """Return what a journal holds, nothing for a missing one.
+
+    Raises:
+        RefusedFile: see `flowrl.utils.untrusted.read_bytes`.
+    """
+    try:
+        data = read_bytes(path, limit=16 * MAX_BYTES)
+    except FileNotFoundError:
+        return Lines(entries=[], damaged=[])
     entries, damaged = [], []
     lines = data.split(b"\n")
     for number, line in enumerate(lines, 1):
@@ -71,19 +79,6 @@ def parse_lines(data: bytes) -> Lines:
         else:
             entries.append(entry)
     return Lines(entries=entries, damaged=damaged)
-
-
-def read_lines(path: Path) -> Lines:
-    """Return what a journal holds, nothing for a missing one.
-
-    Raises:
-        RefusedFile: see `flowrl.utils.untrusted.read_bytes`.
-    """
-    try:
-        data = read_bytes(path, limit=16 * MAX_BYTES)
-    except FileNotFoundError:
-        return Lines(entries=[], damaged=[])
-    return parse_lines(data)
 
 
 def append_line(path: Path, entry: Mapping[str, Any]) -> None:

@@ -63,7 +63,8 @@ class Steps:
         notes = " ".join(f"{name} {_note(value)}" for name, value in (values or {}).items())
         now = time.monotonic()
         self._first = self._first or now
-        left = self._left(now)
+        timed, rest = self._done - self._start - 1, self._total - self._done
+        left = f"(left {clock((now - self._first) / timed * rest)})" if timed > 0 else ""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done, left=left, notes=notes)
             return
@@ -72,11 +73,6 @@ class Steps:
             done = f"{self._what} {self._done}/{self._total} {clock(now - self._began)}"
             line = " ".join(part for part in (done, left, notes) if part)
             self.console.print(line, highlight=False, markup=False)
-
-    def _left(self, now: float) -> str:
-        """Return the time that is left, "" where it is unknown."""
-        timed, rest = self._done - self._start - 1, self._total - self._done
-        return f"(left {clock((now - self._first) / timed * rest)})" if timed > 0 else ""
 
     def __enter__(self) -> "Steps":
         if self._bar is not None:
@@ -91,7 +87,6 @@ class Steps:
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """Return where to print: above a live bar, or else a new console."""
     return Steps.live if Steps.live is not None else SafeConsole(stderr=stderr)
 
 

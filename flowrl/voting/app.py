@@ -19,7 +19,6 @@ from flowrl.web.page import json_answer, make_page
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from starlette.responses import Response
 
 
 class Questions:
@@ -57,7 +56,6 @@ class Questions:
             self.ballot.cast(vote)
 
     def undo(self) -> None:
-        """Take the last vote back, if there is one."""
         with self._lock:
             self.ballot.undo()
 
@@ -104,7 +102,12 @@ def _add_votes(app: "FastAPI", questions: Questions) -> None:
 
     @app.get("/api/image")
     def image(row: int) -> Response:
-        return _image(questions.candidates, row)
+        files, data = questions.candidates.files, None
+        if 0 <= row < len(files):
+            data = png_of_file(questions.candidates.folder / files[row])
+        if data is None:
+            raise FileNotFoundError
+        return Response(data, media_type="image/png")
 
 
 def _add_training(app: "FastAPI", folder: Path, jobs: Jobs, words: Sequence[str]) -> None:
@@ -130,14 +133,3 @@ def _add_training(app: "FastAPI", folder: Path, jobs: Jobs, words: Sequence[str]
         if data is None:
             raise FileNotFoundError
         return Response(data, media_type="image/png")
-
-
-def _image(candidates: Candidates, row: int) -> "Response":
-    from starlette.responses import Response
-
-    if not 0 <= row < len(candidates.files):
-        raise FileNotFoundError
-    data = png_of_file(candidates.folder / candidates.files[row])
-    if data is None:
-        raise FileNotFoundError
-    return Response(data, media_type="image/png")

@@ -134,13 +134,10 @@ def describe_files(paths: Sequence[Path]) -> Tensor:
     parts = []
     with Steps("reading", len(paths)) as steps:
         for path in paths:
-            parts.append(REWARD.describe(_image(path)))
+            try:
+                image = to_tensor([read_image(path)])
+            except (OSError, UnidentifiedImageError) as error:
+                raise UserError(f"{path} cannot be read as an image: {error}") from error
+            parts.append(REWARD.describe(image))
             steps.advance()
     return torch.cat(parts)
-
-
-def _image(path: Path) -> Tensor:
-    try:
-        return to_tensor([read_image(path)])
-    except (OSError, UnidentifiedImageError) as error:
-        raise UserError(f"{path} cannot be read as an image: {error}") from error

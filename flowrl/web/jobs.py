@@ -158,12 +158,15 @@ class Jobs:
         logs.mkdir(parents=True, exist_ok=True)
         name = uuid.uuid4().hex[:12]
         path = logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind.replace(' ', '-')}-{name}.log"
+        launcher = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        variables = {name: value for name, value in os.environ.items() if name not in launcher}
+        variables["PYTHONUNBUFFERED"] = "1"
         with open(path, "wb") as log, self._lock:
             # A session of its own, so that Ctrl-C of the server does not reach it; and one process,
             # whatever launched the server.
             process = subprocess.Popen(
                 [sys.executable, "-m", "flowrl", *words], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, env=_environment(), start_new_session=True,
+                stderr=subprocess.STDOUT, env=variables, start_new_session=True,
             )  # fmt: skip
             job = self._jobs[name] = PageJob(
                 name=name, kind=kind, title=title, words=words, log=path, process=process,
@@ -173,9 +176,3 @@ class Jobs:
             for old in ended[: max(0, len(self._jobs) - MOST_JOBS)]:
                 del self._jobs[old]
         return job
-
-
-def _environment() -> dict[str, str]:
-    launcher = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    inherited = {name: value for name, value in os.environ.items() if name not in launcher}
-    return inherited | {"PYTHONUNBUFFERED": "1"}

@@ -318,7 +318,6 @@ class RunFiles:
 
 
 def recipe_differences(one: RunFiles, other: RunFiles) -> list[dict[str, str]]:
-    """Return the options in which the recipes of two runs differ."""
     changed = differences(one.recipe(), other.recipe())
     return [
         {"option": _text(name, 200), "one": _json(a), "other": _json(b)}
@@ -403,10 +402,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _time(path: Path) -> float | None:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return None
+    return _stamp(path)[0] / 1e9 or None
 
 
 def _at(data: Any, *keys: str) -> Any:

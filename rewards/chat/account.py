@@ -7,7 +7,6 @@ import contextlib
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -75,22 +74,17 @@ class Account:
 
     def add(self, name: str, value: float, *, limit: float | None = None) -> bool:
         """Add to a number, unless it would exceed `limit`; return whether it was added."""
-        with self._lock, self._transaction():
-            after = self._read(name) + value
-            if limit is not None and after > limit:
-                return False
-            row = name, after
-            self._file.execute("INSERT OR REPLACE INTO numbers VALUES (?, ?)", row)
-            return True
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Keep other processes from reading and writing."""
-        self._file.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        finally:
-            self._file.execute("COMMIT")
+        with self._lock:
+            self._file.execute("BEGIN IMMEDIATE")  # other processes neither read nor write
+            try:
+                after = self._read(name) + value
+                if limit is not None and after > limit:
+                    return False
+                row = name, after
+                self._file.execute("INSERT OR REPLACE INTO numbers VALUES (?, ?)", row)
+                return True
+            finally:
+                self._file.execute("COMMIT")
 
     def _read(self, name: str) -> float:
         row = self._file.execute("SELECT value FROM numbers WHERE name = ?", (name,)).fetchone()

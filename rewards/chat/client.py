@@ -164,9 +164,6 @@ class JudgeServer:
         """The seconds that it still rests."""
         return max(0.0, self.rests_until - now())
 
-    def note_answer(self, most: int) -> None:
-        self.limit = min(most, self.limit + 1 / self.limit)
-
     def note_refusal(self, sent_at: float) -> None:
         """Lower the limit; refusals of questions that were open together count once."""
         if sent_at > self.refused_at:
@@ -205,7 +202,8 @@ class _Batch:
         while few_left and not self.stopped:
             if now() + server.rest > self.ends:
                 return self._resting(key)
-            await self._wait_for_room()
+            while (rest := server.rest) or server.open >= int(server.limit):
+                await asyncio.sleep(rest + random.uniform(0.001, 0.01))
             if not self._pay():
                 break
             sent_at = now()
@@ -238,7 +236,7 @@ class _Batch:
             server.open -= 1
         reply = read_reply(answer, question, chat.thinking)
         reply = replace(reply, text=redacted(reply.text, self.secret))
-        server.note_answer(chat.in_flight)
+        server.limit = min(chat.in_flight, server.limit + 1 / server.limit)
         if chat.cache:
             chat.account.store(key, reply)
         return reply
@@ -260,12 +258,6 @@ class _Batch:
             self.stopped = f"the judge {self.chat.model} at {server.url} {said}"
 
     # --- rests and budgets
-
-    async def _wait_for_room(self) -> None:
-        """Wait until the server does not rest, and has room."""
-        server = self.chat.server
-        while (rest := server.rest) or server.open >= int(server.limit):
-            await asyncio.sleep(rest + random.uniform(0.001, 0.01))
 
     def _pay(self) -> bool:
         """Count a request against the budget; return False when that is spent."""

@@ -59,7 +59,6 @@ class QuestionGraph(VLMQuestions):
         return graph_score(answers, [parents for parents, _ in answered], self.chain)
 
     def fixtures(self) -> list[dict]:
-        """Return images of known order, for `flowrl reward-check`."""
         graph = [["Is there a square?", []], ["Is the square red?", [0]]]
         metadata = {"question_graph": graph}
         return [fixture("red is red", square("red"), square("blue"), "a red square", metadata)]

@@ -78,7 +78,6 @@ class TinyDetector:
         return [_with_size_and_place(one, *mask.shape) for one in detections]
 
     def _judge(self, patch: Patch) -> Detection:
-        """Return the detection of one region."""
         inside = patch.mask > 0
         levels = patch.contrast[inside]
         full = np.partition(levels, int(0.7 * levels.size))[int(0.7 * levels.size)]

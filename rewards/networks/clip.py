@@ -20,14 +20,6 @@ def cosine(images: Tensor, texts: Tensor) -> Tensor:
     return (images * texts).sum(-1)
 
 
-def projected(output: Any) -> Tensor:
-    """Return the vector of get_image_features or get_text_features.
-
-    transformers 4 returns it, transformers 5 an output that holds it as `pooler_output`.
-    """
-    return output if isinstance(output, Tensor) else output.pooler_output
-
-
 class _Loaded(NamedTuple):
     network: Any  # a CLIPModel of transformers
     scale: float
@@ -121,4 +113,6 @@ class Clip:
 
 
 def _unit(output: Any) -> Tensor:
-    return F.normalize(projected(output).to(torch.float32), dim=-1)
+    # transformers 4 returns the vector, transformers 5 an output that holds it.
+    vector = output if isinstance(output, Tensor) else output.pooler_output
+    return F.normalize(vector.to(torch.float32), dim=-1)

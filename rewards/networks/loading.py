@@ -30,13 +30,10 @@ def imported(target: str, reward: str) -> Any:
         module = importlib.import_module(name)
         return getattr(module, attribute) if attribute else module
     except Exception as error:
-        raise ImportError(f"{reward} needs {name}, {_why(name, error)}") from error
-
-
-def _why(name: str, error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name == name:
-        return f"which is not installed: pip install {PACKAGES.get(name, name)}"
-    return f"which does not load: {first_line(error)}"
+        why = f"which does not load: {first_line(error)}"
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            why = f"which is not installed: pip install {PACKAGES.get(name, name)}"
+        raise ImportError(f"{reward} needs {name}, {why}") from error
 
 
 def first_line(error: BaseException) -> str:

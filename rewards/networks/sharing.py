@@ -28,14 +28,12 @@ class Shared:
         self._answers: OrderedDict[Hashable, Any] = OrderedDict()
 
     def load(self, make: Callable[[], T]) -> T:
-        """Return the network, made at the first call."""
         with self._lock:
             if self._network is None:
                 self._network = make()
             return self._network
 
     def holds(self, network: Any) -> bool:
-        """Return whether this is the network that it loaded."""
         return network is not None and network is self._network
 
     def recall(

@@ -12,8 +12,8 @@ from flowrl_rewards.tiny_judge import TinyJudge, meets
 from torch import Tensor
 
 from flowrl.functional.noise import keyed_uniform, noise_seed
-from flowrl.tiny.draw import PAPER, draw
 from flowrl.tiny.world import TAGS, all_prompts
+from scripts.pretrain_tiny.draw import PAPER, draw
 
 DRAWINGS = 16  # of a prompt, to know how much of the paper its objects cover
 COVERED = 0.1  # distance of a channel from the paper's from which a pixel is an object's

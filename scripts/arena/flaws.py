@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flowrl.tiny.draw import PAPER
+from scripts.pretrain_tiny.draw import PAPER
 
 Image = np.ndarray  # (64, 64, 3) uint8
 

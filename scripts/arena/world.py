@@ -13,10 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowrl.tiny.draw import INK, QUARTERS, draw
 from flowrl.tiny.world import (
     COLORS,
-    LETTERS,
     MIRRORED,
     SHAPES,
     TAGS,
@@ -27,6 +25,8 @@ from flowrl.tiny.world import (
     requests,
 )
 from scripts.arena.flaws import FLAWS
+from scripts.pretrain_tiny.defects import LETTERS
+from scripts.pretrain_tiny.draw import INK, QUARTERS, draw
 from scripts.pretrain_tiny.images import choose
 
 SPLITS = ("train", "validation", "new requests", "new families")

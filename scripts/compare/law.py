@@ -1,10 +1,10 @@
 """Whether images still vary as the drawing program's own law says.
 
-What a request leaves open, which quarters its objects take, is drawn evenly from its layouts
-(`flowrl/tiny/draw.py`). A policy that always draws one of them scores as well, and has lost the
-others. Two figures tell, both of right images alone: how often two images of one request have the
-same layout, without bias, beside what the law gives; and the entropy of layouts pooled over
-requests with as many of them, whose distance from the law's is the divergence from it.
+What a request leaves open, which quarters its objects take, is drawn evenly from its layouts (see
+`scripts/pretrain_tiny/draw.py`). A policy that always draws one of them scores as well, and has
+lost the others. Two figures tell, both of right images alone: how often two images of one request
+have the same layout, without bias, beside what the law gives; and the entropy of layouts pooled
+over requests with as many of them, whose distance from the law's is the divergence from it.
 """
 
 import math
@@ -17,7 +17,7 @@ import torch
 from flowrl_rewards.tiny_judge import QUARTERS, TinyJudge, meets
 from torch import Tensor
 
-from flowrl.tiny.draw import layouts
+from scripts.pretrain_tiny.draw import layouts
 
 LAYOUT, FREEDOM = "tiny_layout", "tiny_freedom"  # measures of an image
 Seen = tuple[str | None, ...]  # the shape in each quarter; shapes differ within a request

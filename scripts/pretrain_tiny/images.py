@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from flowrl.tiny.draw import draw
-from flowrl.tiny.world import TAGS, Prompt, Request, prompts_of, requests, with_defects
+from flowrl.tiny.world import TAGS, Prompt, Request, prompts_of, requests
 from flowrl.utils.files import atomic_path
+from scripts.pretrain_tiny.defects import with_defects
+from scripts.pretrain_tiny.draw import draw
 
 SHARES = {  # how often each kind is drawn
     "single_object": 1.0, "two_object": 2.0, "counting": 2.0, "colors": 1.5,
@@ -50,7 +51,7 @@ def clean(rng: random.Random) -> tuple[str, np.ndarray]:
 
 
 def defects(rng: random.Random) -> tuple[str, np.ndarray]:
-    """Draw a prompt of all splits, and its image, which may be wrong (`flowrl/tiny/world.py`)."""
+    """Draw a prompt of all splits, and its image, which may be wrong (`defects.py`)."""
     prompt = choose(rng)[1]
     return prompt["prompt"], draw(with_defects(prompt, rng), rng)
 

@@ -18,9 +18,9 @@ from flowrl_rewards.tiny_judge import LETTERS, OBJECTS, SIGNS, WEIGHTS, JudgeNet
 from safetensors.torch import save
 from torch import Tensor
 
-from flowrl.tiny.draw import QUARTERS, draw
 from flowrl.tiny.world import COLORS, SHAPES, WORDS
 from flowrl.utils.files import write_bytes
+from scripts.pretrain_tiny.draw import QUARTERS, draw
 from scripts.pretrain_tiny.fit import fit, generator_at
 
 NOTHING, OTHER = 0, 1

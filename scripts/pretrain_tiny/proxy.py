@@ -17,9 +17,10 @@ from flowrl_rewards.tiny_proxy import WEIGHTS, ProxyNetwork, request_numbers
 from safetensors.torch import save
 from torch import Tensor
 
-from flowrl.tiny.draw import draw
-from flowrl.tiny.world import GENEVAL_TAGS, Prompt, altered, split_prompts
+from flowrl.tiny.world import GENEVAL_TAGS, Prompt, split_prompts
 from flowrl.utils.files import write_bytes
+from scripts.pretrain_tiny.defects import altered
+from scripts.pretrain_tiny.draw import draw
 from scripts.pretrain_tiny.fit import fit, generator_at
 from scripts.pretrain_tiny.judge import mild
 

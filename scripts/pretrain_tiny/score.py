@@ -76,7 +76,7 @@ pipe = DiffusionPipeline.from_pretrained(pipeline_path("{name}"))
 pipe("a red circle and a blue square"{size}).images[0]
 ```
 
-Made by `scripts/pretrain_tiny` from drawn images (`flowrl/tiny/draw.py`): no photographs, no
+Made by `scripts/pretrain_tiny` from images that its `draw.py` draws: no photographs, no
 scraped data. Words are set in Aileron Regular by Sora Sagano (CC0), the typeface that Pillow
 carries. Weights: Apache-2.0.
 

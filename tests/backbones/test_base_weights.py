@@ -12,13 +12,13 @@ from flowrl.backbones import quantized_base as base_weights
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.quantized_base import (
-    BaseBits,
     check_base_bits,
     is_plain,
     is_quantised,
     loading_config,
 )
 from flowrl.backbones.text_cache import TextCache
+from flowrl.config.sections import MemoryOptions
 from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
 from flowrl.quantization.backends import Plain
@@ -29,8 +29,8 @@ needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="needs torchao"
 )
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-INT8 = BaseBits(bits=8, library="torchao")
 EIGHT = {"base_bits": 8, "base_library": "torchao"}
+INT8 = MemoryOptions(**EIGHT)
 
 
 def linear_layers(network):
@@ -108,9 +108,9 @@ def test_a_pipeline_that_is_loaded_already_is_refused_unless_it_is_rounded(tiny_
 
 def test_bitsandbytes_is_refused_on_a_cpu(monkeypatch):
     monkeypatch.setattr(base_weights.importlib.util, "find_spec", lambda name: object())
-    check_base_bits(BaseBits(bits=4, library="bitsandbytes"), CUDA)
+    check_base_bits(MemoryOptions(base_bits=4), CUDA)
     check_base_bits(INT8, CPU)
     with pytest.raises(
         UserError, match="GPUs alone: on the CPU set memory.base_library to torchao"
     ):
-        check_base_bits(BaseBits(bits=4, library="bitsandbytes"), CPU)
+        check_base_bits(MemoryOptions(base_bits=4), CPU)

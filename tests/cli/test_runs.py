@@ -22,7 +22,8 @@ def write_run(folder, *, finished: bool, steps=(1, 2, 3)):
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("run: {iterations: 3}")
     ledger = Ledger(folder)
-    ledger.begin(version="0", recipe={"run": {"iterations": 3}}, facts={}, step=None, changed={})
+    recipe = {"run": {"iterations": 3}}
+    ledger.append("start", flowrl="0", step=None, recipe=recipe, facts={}, changed={})
     for step in steps:
         path = folder / "checkpoints" / f"step-{step:06d}"
         save_state(path / STATE, {"weights": torch.zeros(250_000)})

@@ -17,9 +17,9 @@ from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.errors import UserError
 from flowrl.offline.format import open_dataset
 from flowrl.offline.pairs import read_pairs
-from flowrl.tiny.draw import draw
 from flowrl.tiny.world import split_prompts
 from flowrl.utils.images import to_tensor
+from scripts.pretrain_tiny.draw import draw
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def test_metadata_decide_where_both_have_any_and_texts_otherwise():
         record("a photo of two cats"),
         record("a house on a hill"),
     ]
-    shared = [overlap.held_out for overlap in overlaps(training, held_out)]
+    shared = [text for text, _ in overlaps(training, held_out)]
     assert shared == [
         "2 cats",
         "a house by the  lake",

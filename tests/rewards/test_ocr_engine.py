@@ -8,8 +8,8 @@ import torch
 from flowrl_rewards.ocr import OCR, rapidocr_reader
 from PIL import Image, ImageDraw, ImageFont
 
-from flowrl.tiny.draw import draw
 from flowrl.tiny.world import all_prompts
+from scripts.pretrain_tiny.draw import draw
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowrl.tiny import draw as program
 from flowrl.tiny.world import all_prompts
+from scripts.pretrain_tiny import draw as program
 
 colors = st.sampled_from(tuple(COLORS))
 

@@ -9,8 +9,8 @@ import torch
 from flowrl_rewards.tiny_quality import LEAST, LIMITS, MOST, PAPER, TinyQuality, flaws
 from torch import Tensor
 
-from flowrl.tiny import draw as program
 from flowrl.tiny.world import TAGS, all_prompts
+from scripts.pretrain_tiny import draw as program
 
 PER_KIND = 40
 PAPER_LEVEL = PAPER[0] / 255

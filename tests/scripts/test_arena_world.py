@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from flowrl.tiny.draw import draw, layouts
 from flowrl.tiny.world import TAGS, requests
 from scripts.arena.flaws import FLAWS
 from scripts.arena.world import CHANGES_OF, SPLITS, altered, canonical, world
+from scripts.pretrain_tiny.draw import draw, layouts
 
 SEEDS = (1, 2, 17)
 

@@ -6,8 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from flowrl.tiny.draw import draw, layouts, places
-from flowrl.tiny.world import TAGS, TIERS, altered, split_prompts, with_defects
+from flowrl.tiny.world import TAGS, TIERS, split_prompts
+from scripts.pretrain_tiny.defects import altered, with_defects
+from scripts.pretrain_tiny.draw import draw, layouts, places
 
 
 def drawn(prompt: dict, seed: int) -> np.ndarray:

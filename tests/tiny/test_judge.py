@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from flowrl_rewards.tiny_judge import QUARTERS, TinyJudge, meets
 
-from flowrl.tiny.draw import draw
-from flowrl.tiny.world import TAGS, altered, split_prompts
+from flowrl.tiny.world import TAGS, split_prompts
+from scripts.pretrain_tiny.defects import altered
+from scripts.pretrain_tiny.draw import draw
 
 EACH = 10  # prompts of a kind
 

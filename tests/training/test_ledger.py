@@ -7,10 +7,10 @@ def test_events_come_back_in_order_and_from_a_moved_folder(tmp_path):
     ledger = Ledger(tmp_path / "a")
     (tmp_path / "a").mkdir()
     assert ledger.events() == [] and ledger.last("stop") is None
-    ledger.begin(version="1", recipe={}, facts={}, step=None, changed={})
+    ledger.append("start", flowrl="1", step=None, recipe={}, facts={}, changed={})
     ledger.append("checkpoint", step=1, digests={})
     (tmp_path / "a").rename(tmp_path / "b")
     again = Ledger(tmp_path / "b")
     assert again.events() == ledger.events()
-    again.begin(version="1", recipe={}, facts={}, step=1, changed={})
+    again.append("resume", flowrl="1", step=1, recipe={}, facts={}, changed={})
     assert again.last("checkpoint")["step"] == 1

@@ -40,7 +40,7 @@ def make_folder_in() -> Callable[..., Path]:
         folder = root / name
         folder.mkdir(parents=True)
         ledger = Ledger(folder)
-        ledger.begin(version="0", recipe=recipe or RECIPE, facts={}, step=None, changed={})
+        ledger.append("start", flowrl="0", step=None, recipe=recipe or RECIPE, facts={}, changed={})
         lines = [{"step": 0, "eval/brightness": 0.25}]
         lines += [{"step": i, "reward/mean": i / 10, "loss": 0.5} for i in range(1, 5)]
         lines += [{"step": 4, "eval/brightness": 0.75}]

@@ -46,7 +46,9 @@ class FlowBPSparse(RewardBackprop):
         reward, gradient = models.reward_gradient(batch.x0, batch.prompt)
         velocities = self.velocities(models, batch)
         active = self.active(batch)
-        gain = sparse_gain(batch.dt.abs(), active)
+        # With GAIN 1 the chosen steps stand for the whole chain, with 0 for themselves.
+        length = batch.dt.abs()
+        gain = 1 + GAIN * (length.sum() / length[active].sum(1) - 1)
         row, step = batch.chains.repeat_interleave(active.shape[1]), active.flatten()
         moved = euler(velocities, batch, row, step, gain, torch.zeros_like(batch.x0))
         return self.surrogate(moved, reward, gradient, velocities)
@@ -115,15 +117,6 @@ def euler(
     x = batch.at(row, step)
     v = velocities(x if seen is None else x + seen, batch.sigma(step), row)
     return moved.index_add(0, row, lift(gain[row] * batch.dt[step], v) * tangent(v))
-
-
-def sparse_gain(length: Tensor, active: Tensor) -> Tensor:
-    """Return 1 + GAIN (sum |dt| / sum over active |dt| - 1) of FlowBP-Sparse. (B,)
-
-    length: (T,), the steps' |dt|; active: (B, K) long, the steps that the gradient reaches. With
-    GAIN 1 they stand for the whole chain, with 0 for themselves.
-    """
-    return 1 + GAIN * (length.sum() / length[active].sum(1) - 1)
 
 
 def late_steps(u: Tensor, count: int, bias: float) -> Tensor:

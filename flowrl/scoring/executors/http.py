@@ -90,12 +90,8 @@ class Server:
             rest = min((now - self.failing_since) / 2, LONGEST_REST_S) * random.uniform(1, 1.2)
         self.rests_until = now + max(rest, FIRST_REST_S)
 
-    def note_success(self) -> None:
-        self.failing_since, self.trouble = None, "has not answered"
-
     @property
     def rest(self) -> float:
-        """Return seconds until it may be asked."""
         return max(0.0, self.rests_until - time.monotonic())
 
     def __str__(self) -> str:
@@ -328,13 +324,17 @@ class HTTPExecutor:
         body = await asyncio.to_thread(lambda: request.body)
         headers = {"Content-Type": "application/json"}
         data = await self._send(server, "POST", "/v1/score", content=body, headers=headers)
-        server.note_success()
+        server.failing_since, server.trouble = None, "has not answered"
         try:
             response = self._read_response(request, data)
         except ValueError as error:  # a retry would be answered alike
             return failed(len(request.ids), f"{server.url} {error}; look at its log")
         self._check_version(server, response.version)
-        return _answer_of(server, response)
+        results = response.results
+        reasons = {row: result.error for row, result in enumerate(results) if result.error}
+        answer = read_answer(([result.score for result in results], reasons), len(results))
+        named = {row: f"{text} (at {server.url})" for row, text in answer.reasons.items()}
+        return replace(answer, reasons=named)
 
     def _read_response(self, request: _Request, data: bytes) -> Response:
         """Return the response to a request. Raises ValueError for anything else."""
@@ -365,7 +365,8 @@ class HTTPExecutor:
             return reply.content
         status = f"answered {code} ({_refusal_text(reply.content)})"
         if code in (408, 429) or code >= 500:
-            raise Again(status, _retry_after(reply.headers.get("retry-after")))
+            seconds = reply.headers.get("retry-after", "")  # or a date, which does not count
+            raise Again(status, float(seconds) if seconds.isdecimal() else None)
         raise self._refuse(server, f"{status}{REMEDIES.get(code, '')}")
 
     def _describe(self, error: Exception) -> str:
@@ -376,23 +377,8 @@ class HTTPExecutor:
         return f"broke off ({error})"
 
 
-def _answer_of(server: Server, response: Response) -> Answer:
-    """Return the scores of a response; reasons name the server."""
-    results = response.results
-    reasons = {row: result.error for row, result in enumerate(results) if result.error}
-    answer = read_answer(([result.score for result in results], reasons), len(results))
-    named = {row: f"{text} (at {server.url})" for row, text in answer.reasons.items()}
-    return replace(answer, reasons=named)
-
-
 def _refusal_text(data: bytes) -> str:
-    """Return the error sentence in a server's answer."""
     try:
         return Refusal.model_validate_json(data).error[:400]
     except ValidationError:
         return data[:200].decode("utf-8", "replace").strip() or "no text"
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Return the seconds of a Retry-After header; None without one, and for a date."""
-    return float(value) if value and value.isdecimal() else None

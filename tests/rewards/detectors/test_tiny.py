@@ -8,8 +8,8 @@ import pytest
 from flowrl_rewards.detectors.tiny import TinyDetector
 from flowrl_rewards.geneval import GenEval
 
-from flowrl.tiny.draw import INK, draw
 from flowrl.tiny.world import GENEVAL_TAGS, all_prompts
+from scripts.pretrain_tiny.draw import INK, draw
 
 PER_KIND = 80
 prompts_of = functools.cache(all_prompts)
