@@ -61,6 +61,18 @@ def test_fp8_rowwise_is_the_product_of_dequantised_operands():
     assert worst.max() < 1e-6, "small rows as exact as large ones"
 
 
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    for dtype in [torch.float32, torch.bfloat16]:
+        rows, plain = randn(12, 64) * torch.logspace(-3, 3, 12)[:, None], NVFP4Emulated()
+        rows, backend = rows.to(dtype), PerRow(plain)
+        state = backend.pack(randn(48, 64, seed=1))
+        for start in (0, 3):
+            part, whole = rows[start : start + 6], backend.matmul(rows, state)[start : start + 6]
+            assert torch.equal(backend.matmul(part, state), whole)
+            beside = plain.matmul(rows, state)[start : start + 6]
+            assert not torch.equal(plain.matmul(part, state), beside)
+
+
 def test_the_bias_is_added_and_a_zero_input_gives_it_alone():
     for dtype in DTYPES:
         for backend in QUANTISED:
