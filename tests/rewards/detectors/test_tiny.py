@@ -13,7 +13,6 @@ from flowrl.tiny.world import GENEVAL_TAGS, all_prompts
 
 PER_KIND = 80
 prompts_of = functools.cache(all_prompts)
-BLUE = (40, 84, 224)
 
 
 @pytest.fixture(scope="module")
