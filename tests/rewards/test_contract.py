@@ -182,7 +182,7 @@ def test_weights_that_are_missing_or_could_run_code_are_refused_in_one_sentence(
     names = {"hpsv2": "HPS_v2.1_compressed.pt", "aesthetic": AESTHETIC_FILE}
     file = tmp_path / names[name]
     torch.save({"state_dict": torch.nn.Linear(1, 1), "layers": torch.nn.Linear(1, 1)}, file)
-    with pytest.raises(ValueError, match="plain weights"):
+    with pytest.raises(ValueError, match=f"{names[name]} is not read as plain weights"):
         case.load(**{field: str(tmp_path)})(random_images(1), ["a"], [{}])
 
 

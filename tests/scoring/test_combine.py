@@ -55,13 +55,6 @@ def test_equal_scores_weigh_the_same_wherever_rewards_do_not_apply(first, second
     torch.testing.assert_close(reward[:3], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_rewards_that_are_only_watched_never_stop_nor_invalidate():
-    for watched in [{"held_out": True}, {"weight": 0.0}]:
-        pair = [spec(), spec("r1", **watched)]
-        reward, valid = combine(pair, result([[1.0, nan], [2.0, 5.0], [3.0, nan]]))
-        assert valid.all() and reward.tolist() == [1.0, 2.0, 3.0]
-
-
 def test_an_evaluation_is_best_by_what_is_trained():
     # A reward of which less is better must not choose the worst checkpoint.
     three = specs(-1.0, 2.0, 0.0)

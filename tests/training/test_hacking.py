@@ -208,12 +208,6 @@ def test_it_stops_after_the_last_bad_evaluation_saves_and_says_why(scripted, cap
     assert run.done == 6
 
 
-def test_without_a_rule_the_trained_reward_decides_and_nothing_stops(scripted):
-    _, learner, run = scripted(rule=None)
-    trained(learner, run)
-    assert run.done == 6 and run.stopped == "" and run.best[1] == 5
-
-
 def test_a_resumed_run_knows_the_evaluations_before_it(scripted):
     """Killed after the third iteration: only one bad evaluation is still to come."""
     _, learner, run = scripted()
