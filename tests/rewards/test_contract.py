@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chat_servers import Scripted, completion, images_of, redness, scripted
+from chat_servers import Scripted, completion, images_of, redness
 from flowrl_rewards.aesthetic import FILE as AESTHETIC_FILE
 from flowrl_rewards.taste import WIDTHS
 from torch import Tensor
@@ -68,7 +68,7 @@ def server() -> Iterator[Scripted]:
             tokens = {"5": likes, "0": 1 - likes}
         return completion("", tokens)
 
-    with scripted(answer) as server:
+    with Scripted(answer) as server:
         yield server
 
 
