@@ -19,6 +19,10 @@ def f64(*values: float) -> Tensor:
     return torch.tensor(values, dtype=F64)
 
 
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
 @dataclass(frozen=True)
 class GaussianFlow:
     data_mean: float
