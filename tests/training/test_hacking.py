@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from crashes import SMALLEST
 from safetensors.torch import load_file
 
 from flowrl.backbones.lora_formats import FILE
@@ -154,13 +155,7 @@ def scripted(make_run):
         config, learner, made = make_run(
             resume,
             evaluator=(evaluator := Scripted()),
-            rollout={
-                "prompts_per_iteration": 1,
-                "group_size": 2,
-                "num_inference_steps": 2,
-                "batch_size": 2,
-                **({"tree": tree} if tree else {}),
-            },
+            rollout=SMALLEST | ({"tree": tree} if tree else {}),
             **({"objective": objective} if objective else {}),
             evaluation={"prompts": "tiny:colors:test", "num_images": 1, "every": 1},
             run=settings | run,
