@@ -95,11 +95,15 @@ def test_another_column_is_refused_with_its_line_and_name(name, old, new, place,
 def test_a_benchmark_by_name_says_what_it_lacks_and_counts_its_prompts(tmp_path, flowrl):
     parti = ["partiprompts", "tiny-sd3", "--prompts", str(written(tmp_path, "partiprompts"))]
     fast = "--per-prompt 1 --steps 1 --guidance 1 --device cpu --max-sequence-length 12".split()
+    (tmp_path / "own.jsonl").write_text('{"prompt": "a red star"}\n')
+    own = [str(tmp_path / "own.jsonl"), "tiny-sd3", "-o", str(tmp_path / "own")]
     for words, said in (
         (["wise", "tiny-sd3", "--args", "{server: {model: m}}"], "WISE_legacy"),
         (parti, "--reward"),
         ([*parti, "--reward", "brightness", "-o", str(tmp_path / "i"), *fast], "1 prompts of 1632"),
+        ([*own, "--reward", "brightness", *fast], ""),
     ):
         code, _, err = flowrl("benchmark", *words)
         assert bool(code) == (words[-1] != "12") and said in err
-    assert "brightness" in (tmp_path / "i" / "scores.csv").read_text()
+    for folder in ("i", "own"):
+        assert "brightness" in (tmp_path / folder / "scores.csv").read_text()
