@@ -248,6 +248,28 @@ def even_activations(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"flowrl.planning.{module}.count_decode", decoder)
 
 
+# --- commands ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flowrl(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Run the program with these words: (exit code, stdout, stderr)."""
+    from flowrl.cli import main
+
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return run
+
+
 # --- processes ---------------------------------------------------------------------------------
 
 

@@ -29,6 +29,16 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
         block.compile(dynamic=False, backend=backend)
 
 
+def compiled_graphs() -> int:
+    """Return the number of graphs compiled in this process so far.
+
+    Graphs beyond torch's limit are not compiled, but raise, see `flowrl.errors.as_failure`.
+    """
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
 def _limit_graphs() -> None:
     """Raise torch's limit of graphs, which all networks of a class share, copies too.
 

@@ -1,14 +1,12 @@
 """The commands' work on the tiny pipeline: images, scores, galleries, a whole training."""
 
 import dataclasses
-import json
 import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from PIL import Image
 
 from flowrl.api import align, evaluate, gallery, named_rewards
@@ -43,17 +41,6 @@ def run_dir(tiny_config, tmp_path_factory):
     return folder
 
 
-def test_a_run_folder_holds_lora_card_gallery_metrics_and_checkpoints(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert {line["step"] for line in lines} == {0, 1, 2, 3}
-    assert (run_dir / "pytorch_lora_weights.safetensors").is_file()
-    assert (run_dir / "gallery" / "index.html").is_file()
-    assert (run_dir / "gallery" / "grid.png").is_file()
-    assert (run_dir / "samples" / "step-000002.png").is_file()
-    assert yaml.safe_load((run_dir / "config.yaml").read_text())["run"]["iterations"] == 3
-    assert "load_lora_weights" in (run_dir / "README.md").read_text()
-
-
 def test_what_a_run_uploads_is_public_and_names_no_path_of_this_machine(
     run_dir, tiny_pipeline_path
 ):
@@ -62,7 +49,8 @@ def test_what_a_run_uploads_is_public_and_names_no_path_of_this_machine(
     images = {name for name in names if name.startswith("card/")}
     assert names == {"pytorch_lora_weights.safetensors", "README.md", "config.yaml"} | images
     assert {"card/before-after.png", "card/aligned-1.png"} <= images
-    assert (run_dir / "checkpoints").is_dir()  # there, and not uploaded
+    for name in ("checkpoints", "samples/step-000002.png", "metrics.jsonl", "gallery/index.html"):
+        assert (run_dir / name).exists()  # there, and not uploaded
     for name in ("README.md", "config.yaml"):
         text = (uploaded / name).read_text()
         for private in (str(run_dir.parent), tiny_pipeline_path, str(Path.cwd())):

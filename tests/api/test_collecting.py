@@ -1,7 +1,6 @@
 """Collecting: what is drawn is what is stored, interrupted or not."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from flowrl.api import collect, with_lora
 from flowrl.backbones.lora_files import save_lora
 from flowrl.errors import UserError
 from flowrl.offline.format import open_dataset, shard_file
-from flowrl.offline.source import StoredGroups, filter_groups
 from flowrl.sampling.rollout import Timer
 
 ROLLOUT = {"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 2}
@@ -102,23 +100,19 @@ def test_a_lora_draws_other_images_and_is_named(
 def test_an_iteration_can_learn_from_stored_groups_as_from_drawn_ones(collected, make_learner):
     """All images of one prompt: the objective sees the latents, rewards and words it would have
     seen when they were drawn."""
-    learner = make_learner(
-        rollout=ROLLOUT | {"prompts_per_iteration": 1, "tree": {"kind": "ode"}},
-        objective={"kind": "gdro"},
-    )
     store = open_dataset(collected[0])
-    sampler = learner.source
-    given = {"backbone": sampler.generator.backbone, "text_cache": sampler.generator.text_cache}
-    given |= {"specs": learner.specs, "runtime": learner.runtime}
-    groups = filter_groups(store, learner.specs, 1, 3, balance=None, weights=None)
-    stored = StoredGroups(groups, **given, group_size=4, seed=3)
-    rollout = stored.collect(0, Timer())
+    stored = {"prompts_per_iteration": 1, "tree": {"kind": "ode"}, "store": str(collected[0])}
+    learner = make_learner(
+        rollout=ROLLOUT | stored, objective={"kind": "gdro"},
+        pipeline={"path": store.metadata.pipeline},
+    )  # fmt: skip
+    rollout = learner.source.collect(0, Timer())
     batch = learner.objective.prepare(rollout)
     (group,) = (g for g in store.groups if g.record.text == rollout.prompts[0])
     rows = torch.tensor(group.images)
     assert torch.equal(batch.x0.sort(0).values, store.latents(rows).sort(0).values)
     assert torch.equal(batch.reward.sort().values, store.scores[rows, 0].sort().values)
     before = [p.detach().clone() for p in learner.policy.parameters()]
-    _, metrics = replace(learner, source=stored).iterate(0)
+    _, metrics = learner.iterate(0)
     assert math.isfinite(metrics["loss"]) and metrics["grad/norm"] > 0
     assert not all(map(torch.equal, learner.policy.parameters(), before))

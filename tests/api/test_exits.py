@@ -17,7 +17,6 @@ from flowrl.backbones.lora_files import load_lora, network_of
 from flowrl.backbones.lora_formats import FILE
 from flowrl.backbones.original_layers import key_map_of
 from flowrl.backbones.small import small_folder
-from flowrl.cli import main
 from flowrl.errors import UserError
 
 pytestmark = pytest.mark.slow  # the tests of each exit take runs of the built-in pipelines
@@ -26,12 +25,6 @@ CLASSES = (  # LongCat's keys have no names of ComfyUI's
     "LongCatImagePipeline",
 )  # fmt: skip
 STEPS = 4
-
-
-def run(*words: object) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    assert not end.value.code
 
 
 @pytest.fixture(scope="module", params=CLASSES)
@@ -58,7 +51,7 @@ def image(pipeline: Any, call: dict[str, Any]) -> np.ndarray:
     return np.asarray(result.images[0]).astype(int)
 
 
-def test_every_exit_takes_the_run(finished, tmp_path):
+def test_every_exit_takes_the_run(finished, tmp_path, flowrl):
     base, folder, config = finished
     assert (folder / FILE).is_file() and (folder / "gallery" / "index.html").is_file()
     # The card's own code, offline and in a process of its own too.
@@ -76,19 +69,20 @@ def test_every_exit_takes_the_run(finished, tmp_path):
     expected = image(names["pipe"], call)
     plain = diffusers.DiffusionPipeline.from_pretrained(base)
     assert not np.array_equal(image(plain, call), expected)
-    run("sample", base, "a red circle", "--lora", folder, "-o", tmp_path / "images")
+    words = ("sample", base, "a red circle", "--lora", folder, "-o", tmp_path / "images")
+    assert flowrl(*words)[0] == 0
     (path,) = (tmp_path / "images").glob("*.png")
     assert abs(np.asarray(Image.open(path)).astype(int) - expected).max() <= 1
-    run("export", folder, "--to", "merged", "-o", tmp_path / "merged")
+    assert flowrl("export", folder, "--to", "merged", "-o", tmp_path / "merged")[0] == 0
     merged = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "merged")
     assert abs(image(merged, call) - expected).max() <= 4
     # Evaluation by the pipeline's own call, and the gallery.
     deployed = config.evaluation.model_copy(update={"as_deployed": True})
     (row,) = api.evaluate(config.model_copy(update={"evaluation": deployed}), lora=str(folder))
     assert row["base"] != row["aligned"]
-    run("gallery", folder, "--count", 1, "-o", tmp_path / "pages")
+    assert flowrl("gallery", folder, "--count", 1, "-o", tmp_path / "pages")[0] == 0
     # Files for diffusers and ComfyUI.
-    run("export", folder, "--to", "diffusers", "-o", tmp_path / "lora")
+    assert flowrl("export", folder, "--to", "diffusers", "-o", tmp_path / "lora")[0] == 0
     kind = type(network_of(merged)).__name__
     try:
         key_map_of(kind)
@@ -96,6 +90,7 @@ def test_every_exit_takes_the_run(finished, tmp_path):
         with pytest.raises(UserError, match=kind):
             api.export(str(folder), tmp_path / "comfyui", format="comfyui")
         return
-    run("export", folder, "--to", "comfyui", "-o", tmp_path / "comfyui.safetensors")
-    assert load_lora(plain, tmp_path / "comfyui.safetensors") > 0
+    file = tmp_path / "comfyui.safetensors"
+    assert flowrl("export", folder, "--to", "comfyui", "-o", file)[0] == 0
+    assert load_lora(plain, file) > 0
     assert np.array_equal(image(plain, call), expected)

@@ -10,7 +10,6 @@ from PIL import Image
 from flowrl import api
 from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.backbones.loading import load_pipeline
-from flowrl.cli import main
 from flowrl.errors import UserError
 from flowrl.utils.distributed import Runtime
 
@@ -59,12 +58,6 @@ def reference(trained, load_tiny):
     return pipeline
 
 
-def run(*words: object) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    assert not end.value.code
-
-
 def pictures(pipeline, seeds: int = 2) -> list[np.ndarray]:
     noise = (torch.Generator().manual_seed(seed) for seed in range(seeds))
     return [np.asarray(pipeline("a red star", generator=g, **CALL).images[0]) for g in noise]
@@ -80,10 +73,11 @@ def config(tiny_config):
 
 
 def test_sample_draws_what_peft_draws_and_not_what_the_base_draws(
-    trained, reference, load_tiny, tiny_pipeline_path, tmp_path
+    trained, reference, load_tiny, tiny_pipeline_path, tmp_path, flowrl
 ):
     words = ["sample", tiny_pipeline_path, "a red star", "--lora", trained, "--count", "2"]
-    run(*words, "--steps", 3, "--guidance", 1, "--max-sequence-length", 12, "-o", tmp_path)
+    words += ["--steps", 3, "--guidance", 1, "--max-sequence-length", 12, "-o", tmp_path]
+    assert flowrl(*words)[0] == 0
     found, expected = drawn(tmp_path), pictures(reference)
     assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
     base = pictures(load_tiny())
@@ -98,16 +92,22 @@ def test_training_that_starts_from_it_starts_with_pefts_pictures(
     learner = build_learner(own, Runtime(device="cpu"), given)
     found = pictures(learner.policy.backbone.pipeline)
     assert all(np.array_equal(a, b) for a, b in zip(found, pictures(reference), strict=True))
+    weaker = tiny_config(lora=LORA | {"init_from": str(trained), "alpha": 4})
+    with pytest.raises(UserError, match="alpha / rank = 2"):
+        build_learner(weaker, Runtime(device="cpu"), ProvidedObjects(pipeline=load_tiny()))
 
 
 def test_what_export_writes_loads_with_diffusers_and_draws_the_same(
-    trained, reference, load_tiny, tiny_pipeline_path, tmp_path
+    trained, reference, load_tiny, tiny_pipeline_path, tmp_path, flowrl
 ):
     expected = pictures(reference)
     base = ["--base", tiny_pipeline_path]
-    run("export", trained, "--to", "diffusers", "-o", tmp_path / "lora")
-    run("export", trained, "--to", "comfyui", "-o", tmp_path / "comfyui.safetensors", *base)
-    run("export", trained, "--to", "merged", "-o", tmp_path / "merged", *base, "--dtype", "fp32")
+    for form, place, more in (
+        ("diffusers", "lora", []),
+        ("comfyui", "comfyui.safetensors", base),
+        ("merged", "merged", [*base, "--dtype", "fp32"]),
+    ):
+        assert flowrl("export", trained, "--to", form, "-o", tmp_path / place, *more)[0] == 0
     pipeline, back = load_tiny(), load_tiny()
     pipeline.load_lora_weights(tmp_path / "lora")
     api.load_lora(back, tmp_path / "comfyui.safetensors")
@@ -119,7 +119,7 @@ def test_what_export_writes_loads_with_diffusers_and_draws_the_same(
 
 
 def test_every_command_refuses_a_damaged_or_foreign_file_before_anything_is_loaded_or_drawn(
-    trained, config, tiny_config, monkeypatch, tmp_path, capsys
+    trained, config, tiny_config, monkeypatch, tmp_path, flowrl
 ):
     def never(*args, **how):
         raise AssertionError("something was loaded or drawn")
@@ -139,9 +139,8 @@ def test_every_command_refuses_a_damaged_or_foreign_file_before_anything_is_load
         ["sample", "tiny-sd3", "a red star", "--lora", cut, "-o", out],
         ["export", cut, "--to", "diffusers", "-o", out],
     ):
-        with pytest.raises(SystemExit) as end:
-            main([str(word) for word in words])
-        assert end.value.code and "not whole" in capsys.readouterr().err
+        code, _, err = flowrl(*words)
+        assert code and "not whole" in err
     started = tiny_config(lora=LORA | {"init_from": str(cut)})
     for use in (
         lambda: build_learner(started, Runtime(device="cpu"), ProvidedObjects()),

@@ -113,7 +113,7 @@ def assert_learns(learner, iterations: int = 1) -> None:
     pairs = zip(before, learner.policy.parameters(), strict=True)
     assert not all(torch.equal(a, b) for a, b in pairs)
     for metrics in logged:
-        assert metrics["grad/norm"] > 0
+        assert metrics["grad/norm"] > 0 and metrics.get("policy/ratio_error_max", 0) < 0.1  # nats
         assert [name for name in metrics if not DOCUMENTED.fullmatch(name)] == []
         assert [name for name, value in metrics.items() if not math.isfinite(value)] == []
 

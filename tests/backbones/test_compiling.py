@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo import config
-from torch._dynamo.utils import counters
 
 from flowrl.assembly import learner as assembly
-from flowrl.backbones.compiling import compile_blocks
+from flowrl.backbones.compiling import compile_blocks, compiled_graphs
 from flowrl.errors import UserError, phase
 from flowrl.utils.distributed import Runtime
 
@@ -18,11 +17,6 @@ compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,
     reason="torch.compile needs a C++ compiler on the CPU",
 )
-
-
-def compiled_graphs() -> int:
-    """Return the number of graphs compiled in this process so far."""
-    return counters["stats"]["unique_graphs"]
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:

@@ -35,7 +35,8 @@ def test_autoencoders_of_videos_load_and_keep_their_weights(monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("FluxKontextPipeline", "edits images"), ("StableDiffusionXLPipeline", "removes noise"),
+    [("FluxKontextPipeline", "edits images"), ("FluxFillPipeline", "edits images"),
+     ("ZImageImg2ImgPipeline", "edits images"), ("StableDiffusionXLPipeline", "removes noise"),
      ("FooBarPipeline", "has no FooBarPipeline")],
 )  # fmt: skip
 def test_what_cannot_train_is_refused_before_anything_is_loaded(tmp_path, kind, reason):

@@ -71,15 +71,6 @@ def test_schedulers_that_draw_noise_and_schedules_of_no_flow_are_refused():
             check_sigmas(sigmas, False, "Mine")
 
 
-@pytest.mark.parametrize(
-    "name", ["FluxFillPipeline", "FluxKontextPipeline", "ZImageImg2ImgPipeline"]
-)
-def test_classes_that_edit_are_refused_by_what_they_are(name):
-    pipeline = object.__new__(getattr(diffusers, name))
-    with pytest.raises(UserError, match=f"{name} edits images"):
-        PipelineBackbone(pipeline)
-
-
 def test_guidance_that_a_pipeline_ignores_is_refused_and_none_is_its_own_number():
     krea = small_pipeline(diffusers.Krea2Pipeline)
     assert call_arguments(krea, guidance=1.0)["guidance_scale"] == 0.0

@@ -10,21 +10,6 @@ from flowrl.config import load_config
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
-    """Run the program -> exit code, stdout, stderr."""
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    def call(*words):
-        with pytest.raises(SystemExit) as caught:
-            main(words)
-        out, err = capsys.readouterr()
-        return caught.value.code or 0, out, err
-
-    return call
-
-
-@pytest.fixture
 def built(monkeypatch):
     """Stands for everything below the command line; records how it is called."""
     calls = []
@@ -49,19 +34,19 @@ def built(monkeypatch):
     return calls
 
 
-def test_help_lists_every_command_and_teaches_each_by_examples_uncut(run, monkeypatch):
+def test_help_lists_every_command_and_teaches_each_by_examples_uncut(flowrl, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = run("--help")
+    code, out, _ = flowrl("--help")
     assert code == 0 and "flowrl train quickstart" in out
     for command in get_command(app).commands:
         assert f" {command} " in out
-        code, text, _ = run(command, "--help")
+        code, text, _ = flowrl(command, "--help")
         assert code == 0 and "…" not in text, command
         assert command == "doctor" or f"flowrl {command} " in text.split("Example", 1)[1]
-    assert run("--version")[1].strip() == f"flowrl {__version__}"
+    assert flowrl("--version")[1].strip() == f"flowrl {__version__}"
 
 
-def test_train_builds_the_configuration_and_passes_on_where_to_resume(run, built, tmp_path):
+def test_train_builds_the_configuration_and_passes_on_where_to_resume(flowrl, built, tmp_path):
     step = tmp_path / "checkpoints" / "step-5"
     step.mkdir(parents=True)
     (tmp_path / "config.yaml").write_text("extends: quickstart\nrun: {seed: 3}")
@@ -74,13 +59,13 @@ def test_train_builds_the_configuration_and_passes_on_where_to_resume(run, built
         (f"--resume {step}", str(step)),  # a run's folder brings its own recipe
     ):
         built.clear()
-        assert run("train", *words.split())[0] == 0
+        assert flowrl("train", *words.split())[0] == 0
         moved = [f"run.output_dir={tmp_path}"] if str(tmp_path) in words else []
         recipe = ["run.seed=3", *moved]
         assert built == [load_config("quickstart", recipe), resume, False], words
 
 
-def test_gpus_start_the_same_command_in_as_many_processes(run, built, monkeypatch):
+def test_gpus_start_the_same_command_in_as_many_processes(flowrl, built, monkeypatch):
     started = []
 
     def run_processes(command, count, *, cpu):
@@ -89,14 +74,14 @@ def test_gpus_start_the_same_command_in_as_many_processes(run, built, monkeypatc
 
     monkeypatch.setattr("flowrl.utils.launching.run_processes", run_processes)
     words = ["quickstart", "run.seed=3", "--resume", "latest", "pipeline.device=cpu"]
-    code, out, _ = run("train", *words, "--gpus", "3")
+    code, out, _ = flowrl("train", *words, "--gpus", "3")
     assert code == 75 and "Starting 3 processes, which share the CPU." in out and not built
     same = ["train", "quickstart", "run.seed=3", "pipeline.device=cpu", "--resume", "latest"]
     assert started == [(same, 3, True)]
-    assert run("train", *words, "--gpus", "1")[0] == 0 and built and len(started) == 1
+    assert flowrl("train", *words, "--gpus", "1")[0] == 0 and built and len(started) == 1
 
 
-def test_a_mistake_is_one_sentence_without_traceback(run, built):
+def test_a_mistake_is_one_sentence_without_traceback(flowrl, built):
     for words, told in (
         ("train", "flowrl train quickstart"),
         ("train --resume nowhere", "no config.yaml"),
@@ -108,20 +93,20 @@ def test_a_mistake_is_one_sentence_without_traceback(run, built):
         ("collect quickstart", "--groups 512"),
         ("collect quickstart", "--pairs pairs.jsonl"),
     ):
-        code, out, err = run(*words.split())
+        code, out, err = flowrl(*words.split())
         assert (code, out, err.count("\n")) == (1, "", 1), words
         assert err.startswith("error: ") and told in err, words
-    code, _, err = run("trian", "quickstart")
+    code, _, err = flowrl("trian", "quickstart")
     assert code == 2 and "train" in err
     assert not built
 
 
-def test_an_unexpected_error_is_short_and_debug_shows_the_traceback(run, built, monkeypatch):
+def test_an_unexpected_error_is_short_and_debug_shows_the_traceback(flowrl, built, monkeypatch):
     def fail(config, **_):
         raise RuntimeError("[red]wheels came off[/red]")
 
     monkeypatch.setattr(sys.modules["flowrl.api"], "align", fail)
-    code, _, err = run("train", "quickstart")
+    code, _, err = flowrl("train", "quickstart")
     assert code == 1
     assert "error: RuntimeError: [red]wheels came off[/red]\n" in err
     assert "--debug" in err and "Traceback" not in err

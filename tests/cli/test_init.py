@@ -7,16 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from flowrl.backbones.small import small_folder
-from flowrl.cli import app, init, main
+from flowrl.cli import app, init
 from flowrl.config import load_config
 from flowrl.planning.model_specs import MODEL_SPECS
-
-
-def run(capsys, *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        main(["init", *words])
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, " ".join(err.split())
 
 
 @pytest.fixture
@@ -26,17 +19,17 @@ def prompts(tmp_path):
 
 
 def test_answers_become_a_recipe_that_is_not_overwritten(
-    tmp_path, capsys, prompts, even_activations
+    tmp_path, flowrl, prompts, even_activations
 ):
     file = tmp_path / "mine.yaml"
-    code, out, _ = run(capsys, str(file), "--model", "tiny-sana", *prompts, "--memory=0")
+    code, out, _ = flowrl("init", file, "--model", "tiny-sana", *prompts, "--memory=0")
     assert code == 0 and f"flowrl train {file} --dry-run" in out
     config = load_config(file)
     assert config.pipeline.path == "tiny-sana"
     assert config.prompts.held_out == 0.1 and config.evaluation.prompts is None
     assert [reward.name for reward in config.rewards] == ["brightness"]
     before = file.read_bytes()
-    code, _, err = run(capsys, str(file), "--model", "tiny-sana", *prompts, "--memory=0")
+    code, _, err = flowrl("init", file, "--model", "tiny-sana", *prompts, "--memory=0")
     assert code == 1 and str(file) in err and file.read_bytes() == before
 
 
@@ -57,25 +50,25 @@ def test_the_parent_is_of_the_same_checkpoint_and_fits_the_gpu(model, memory, pa
 
 
 def test_a_small_folder_of_any_class_is_trained_on_a_cpu(
-    tmp_path, capsys, prompts, even_activations
+    tmp_path, flowrl, prompts, even_activations
 ):
     folder = small_folder(diffusers.Flux2KleinPipeline, tmp_path / "klein")
     file = tmp_path / "mine.yaml"
-    code, out, _ = run(capsys, str(file), "--model", str(folder), *prompts, "--memory=0")
+    code, out, _ = flowrl("init", file, "--model", folder, *prompts, "--memory=0")
     assert code == 0, out
     assert load_config(file).pipeline.path == str(folder)
 
 
-def test_a_class_that_flowrl_cannot_train_is_refused_by_name(tmp_path, capsys, prompts):
+def test_a_class_that_flowrl_cannot_train_is_refused_by_name(tmp_path, flowrl, prompts):
     kind = "FluxKontextPipeline"
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind}))
     file = tmp_path / "mine.yaml"
-    code, _, err = run(capsys, str(file), "--model", str(tmp_path), *prompts, "--memory=0")
+    code, _, err = flowrl("init", file, "--model", tmp_path, *prompts, "--memory=0")
     assert code == 1 and kind in err and not file.exists()
 
 
 def test_a_checkpoint_of_another_name_gets_the_recipe_of_its_class_or_else_of_its_size(
-    tmp_path, capsys, prompts
+    tmp_path, flowrl, prompts
 ):
     """A folder of klein-4B got the recipe of 9B, and one of Chroma none."""
     for name, kind, config, parent in (
@@ -94,18 +87,18 @@ def test_a_checkpoint_of_another_name_gets_the_recipe_of_its_class_or_else_of_it
 
 
 def test_a_distilled_checkpoint_is_trained_and_evaluated_at_its_own_steps(
-    tmp_path, capsys, prompts, even_activations
+    tmp_path, flowrl, prompts, even_activations
 ):
     file = tmp_path / "mine.yaml"
     model = ["--model", "black-forest-labs/FLUX.2-klein-4B", "--memory=24GB"]
-    code, out, _ = run(capsys, str(file), *model, *prompts)
+    code, out, _ = flowrl("init", file, *model, *prompts)
     assert code == 0, out
     config = load_config(file)
     assert config.rollout.num_inference_steps == 4
     assert config.evaluation.num_inference_steps == 4
 
 
-def test_a_wrong_option_writes_nothing(tmp_path, capsys, prompts):
+def test_a_wrong_option_writes_nothing(tmp_path, flowrl, prompts):
     file = tmp_path / "mine.yaml"
     for words, named in (
         (["--model", "tiny-sd3", "--prompts", "none.txt", "--memory=0"], "none.txt"),
@@ -114,7 +107,7 @@ def test_a_wrong_option_writes_nothing(tmp_path, capsys, prompts):
         (["--model", "black-forest-labs/FLUX.1-dev", "--memory=0"], "--memory"),
         (["--model", "black-forest-labs/FLUX.1-dev", "--memory=4GB"], "4 GB"),
     ):
-        code, _, err = run(capsys, str(file), *prompts, *words)
+        code, _, err = flowrl("init", file, *prompts, *words)
         assert code == 1 and named in err, err
     assert not file.exists()
 

@@ -3,10 +3,8 @@
 import socket
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from flowrl.cli.rewards import reward_check, reward_serve
+from flowrl.cli.rewards import reward_serve
 from flowrl.errors import UserError
 
 USER_REWARDS = """
@@ -19,21 +17,11 @@ def shifts(images, prompts, metadata):
 
 
 @pytest.fixture
-def check(tmp_path, monkeypatch):
-    """Run reward-check -> exit code, output, the error it raised."""
-    monkeypatch.setenv("NO_COLOR", "1")
+def check(flowrl, tmp_path, monkeypatch):
+    """Run reward-check -> exit code, output, the error it told."""
     (tmp_path / "checked_rewards.py").write_text(USER_REWARDS)
     monkeypatch.chdir(tmp_path)
-    app = typer.Typer()
-    app.command()(reward_check)
-
-    def call(*words):
-        result = CliRunner().invoke(app, list(words))
-        if result.exception and not isinstance(result.exception, UserError | SystemExit):
-            raise result.exception
-        return result.exit_code, result.stdout, str(result.exception or "")
-
-    return call
+    return lambda *words: flowrl("reward-check", *words)
 
 
 def test_a_problem_fails_and_spoils_no_other_reward(check, tmp_path):

@@ -2,20 +2,11 @@
 
 import json
 
-import pytest
 import torch
 
-from flowrl.cli import main
 from flowrl.training.checkpoint import STATE
 from flowrl.training.ledger import Ledger
 from flowrl.utils.files import save_state
-
-
-def run(capsys, *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        main(list(words))
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
 
 
 def write_run(folder, *, finished: bool, steps=(1, 2, 3)):
@@ -33,11 +24,11 @@ def write_run(folder, *, finished: bool, steps=(1, 2, 3)):
         ledger.append("stop", step=3, reason="done", complete=True)
 
 
-def test_runs_are_listed_with_their_state_and_size(tmp_path, capsys):
+def test_runs_are_listed_with_their_state_and_size(tmp_path, flowrl):
     for name, finished in (("done", True), ("half", False)):
         write_run(tmp_path / name, finished=finished)
-    code, out, _ = run(capsys, "runs", str(tmp_path), "--json")
+    code, out, _ = flowrl("runs", str(tmp_path), "--json")
     rows = {row["run"]: row for row in map(json.loads, out.splitlines())}
     assert code == 0 and rows["done"]["state"] == "finished" and rows["half"]["state"] == "killed"
     assert rows["done"]["MB"] == 3.5 and rows["done"]["iteration"] == rows["done"]["of"] == 3
-    assert run(capsys, "runs", str(tmp_path / "none"))[0] == 1
+    assert flowrl("runs", str(tmp_path / "none"))[0] == 1

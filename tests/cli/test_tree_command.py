@@ -5,41 +5,19 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import pytest
-import typer
-
-from flowrl.cli import report_errors
-from flowrl.cli.tree import tree
 from flowrl.config import load_config, parse_config
 from flowrl.config.load import merge, parse_overrides
 from flowrl.trees.presets import PRESETS
 
 
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run the command alone -> exit code, stdout, stderr."""
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("NO_COLOR", "1")
-    app = typer.Typer(rich_markup_mode="rich")
-    app.command()(tree)
-
-    def call(*words):
-        with pytest.raises(SystemExit) as caught:
-            report_errors(lambda: app(list(words), prog_name="flowrl tree"), debug=False)
-        out, err = capsys.readouterr()
-        return caught.value.code or 0, out, err
-
-    return call
-
-
-def test_every_preset_shows_itself_and_says_what_works(run):
+def test_every_preset_shows_itself_and_says_what_works(flowrl):
     # Every preset says which leaves work when it does not.
     for preset in [name for name in PRESETS if name != "custom"]:
-        code, out, err = run(preset, "--leaves", "11")
+        code, out, err = flowrl("tree", preset, "--leaves", "11")
         assert ("11 images" in out) if code == 0 else ("group_size is 11" in err)
     # Every preset shows itself and what it says of recipes works.
     for name in sorted(PRESETS.keys() - {"custom"}):
-        code, out, _ = run(name)
+        code, out, _ = flowrl("tree", name)
         assert code == 0
         words = shlex.split(re.search(r"In a recipe: (.*)", out)[1])  # type: ignore[index]
         if credit := PRESETS[name].credit:

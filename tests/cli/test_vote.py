@@ -2,10 +2,8 @@
 
 import json
 
-import pytest
 from PIL import Image
 
-from flowrl.cli import main
 from flowrl.utils.journal import append_line
 
 
@@ -20,20 +18,15 @@ def write_votes(folder):
     append_line(folder / "votes.jsonl", vote)
 
 
-def test_votes_are_exported_without_a_recipe_and_trained_on_with_one(tmp_path, monkeypatch, capsys):
+def test_votes_are_exported_without_a_recipe_and_trained_on_with_one(tmp_path, monkeypatch, flowrl):
     monkeypatch.chdir(tmp_path)
     write_votes(tmp_path / "votes")
 
-    def run(*words):
-        with pytest.raises(SystemExit) as end:
-            main(["vote", *words])
-        return end.value.code or 0, capsys.readouterr()
-
-    code, shown = run("votes", "--export", "pairs.jsonl")
-    assert (
-        code == 0 and "1 pairs" in shown.out and "chosen" in (tmp_path / "pairs.jsonl").read_text()
+    code, out, _ = flowrl("vote", "votes", "--export", "pairs.jsonl")
+    assert code == 0 and "1 pairs" in out and "chosen" in (tmp_path / "pairs.jsonl").read_text()
+    code, _, err = flowrl("vote", "votes", "--train")
+    assert code == 1 and "No recipe given" in err
+    code, _, err = flowrl(
+        "vote", "quickstart", "-o", "votes", "--train", "run.output_dir=runs/mine"
     )
-    code, shown = run("votes", "--train")
-    assert code == 1 and "No recipe given" in shown.err
-    code, shown = run("quickstart", "-o", "votes", "--train", "run.output_dir=runs/mine")
-    assert code == 1 and "run.output_dir" in shown.err
+    assert code == 1 and "run.output_dir" in err

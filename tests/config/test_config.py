@@ -4,13 +4,14 @@ import ast
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from flowrl.config import Config, config_yaml, parse_config
+from flowrl.config import Config, parse_config
 from flowrl.config.load import merge, parse_overrides
 from flowrl.config.messages import walk
-from flowrl.config.yaml12 import load_yaml
+from flowrl.config.rewards import (
+    RewardOptions,
+    check_rewards,
+)
 from flowrl.errors import UserError
 
 PACKAGE = Path(__file__).parents[2] / "flowrl"
@@ -78,21 +79,6 @@ def test_several_mistakes_are_shown_at_once_but_not_thousands():
     assert len(str(caught.value).splitlines()) == 9  # the last says how many more there are
 
 
-@settings(max_examples=15)
-@given(
-    lr=st.floats(1e-12, 1e3),
-    seed=st.integers(0, 2**63),
-    negative=st.text(),
-    args=st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text()),
-)
-def test_the_resolved_configuration_reads_back_equal(lr, seed, negative, args):
-    data = {"optim": {"lr": lr}, "run": {"seed": seed}, "rollout": {"negative_prompt": negative}}
-    config = parse_config({**SMALLEST, **data, "rewards": [{"name": "a:b", "args": args}]})
-    assert parse_config(load_yaml(config_yaml(config))) == config
-    with pytest.raises(ValueError, match="frozen"):
-        config.run.seed = 3  # type: ignore[misc]
-
-
 def test_every_option_is_read_by_some_module():
     trees = [ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
@@ -100,3 +86,46 @@ def test_every_option_is_read_by_some_module():
     read |= {node.arg for node in nodes if isinstance(node, ast.arg)}  # by `arguments()`
     names = {option.path.rpartition(".")[2] for option in walk(Config)} - {"kind"}
     assert not names - read
+
+
+def test_wrong_options_of_rewards_are_named():
+    for override, sentence in [
+        ("executor={urls: [x]}", "Option rewards.0.executor.kind is missing"),
+        ("executor={kind: inline, urls: [x]}", "executor.urls is of the kind http"),
+        ("executor={kind: http, urls: []}", "rewards.0.executor: urls is empty"),
+        (
+            "executor={kind: http, urls: ['localhost:8000']}",
+            "'localhost:8000' in urls is no address",
+        ),
+        (
+            "executor={kind: http, urls: ['http://127.0.0.1'], timeout: 200}",
+            "timeout is 200 and deadline 120, but a request",
+        ),
+        ("applies_to={tag: []}", "applies_to.tag is an empty list, which no prompt matches"),
+    ]:
+        with pytest.raises(UserError, match=sentence.replace("?", r"\?")) as caught:
+            parse(f"rewards.0.{override}")
+        assert "\n" not in str(caught.value)
+    remote = "rewards=[{name: x, args: {a: 1}, executor: {kind: http, urls: ['http://127.0.0.1']}}]"
+    with pytest.raises(UserError, match="the server makes the reward: give them to the server"):
+        parse(remote)
+    check_rewards([RewardOptions(name="ocr"), RewardOptions(name="ocr", args={"mode": "strict"})])
+    with pytest.raises(ValueError, match="rewards.1 is 'ocr' with the same args"):
+        check_rewards([RewardOptions(name="ocr"), RewardOptions(name="ocr", weight=2.0)])
+    with pytest.raises(ValueError, match="nothing to train on"):
+        check_rewards([RewardOptions(name="ocr", held_out=True)])
+
+
+def test_a_gate_is_of_a_trained_reward_beside_one_that_has_none():
+    pair = "rewards=[{name: ocr}, {name: brightness, gate: {reward: ocr, above: 0.5}}]"
+    gate = parse(pair).rewards[1].gate
+    assert gate is not None and (gate.reward, gate.above, gate.softness) == ("ocr", 0.5, 0.0)
+    wrong = "gate: {reward: ocr, above: 0.5}"
+    for overrides, sentence in [
+        ([f"rewards=[{{name: ocr}}, {{name: brightness, weight: -1, {wrong}}}]"], "weight above 0"),
+        ([f"rewards=[{{name: ocr}}, {{name: brightness, held_out: true, {wrong}}}]"], "held_out"),
+        ([f"rewards=[{{name: brightness, {wrong}}}]"], "has no gate"),
+        ([pair, "objective.advantage.rewards=gdpo"], "set it to sum, or remove the gate"),
+    ]:
+        with pytest.raises(UserError, match=sentence):
+            parse(*overrides)

@@ -1,12 +1,9 @@
 """What an option means."""
 
-import pytest
-
 from flowrl.config import Config
 from flowrl.config.explain import default_text, explain
 from flowrl.config.messages import walk
 from flowrl.config.yaml12 import load_yaml
-from flowrl.errors import UserError
 
 
 def test_explain_says_meaning_type_default_and_source():
@@ -24,10 +21,3 @@ def test_every_option_has_a_meaning_and_a_default_that_a_recipe_takes():
         assert option.required or load_yaml(default_text(option)) is not ...
     for path in sorted({option.path for option in options})[::20]:  # each takes time
         assert path in explain(path) or path.replace(".0", "") in explain(path)
-
-
-def test_explain_suggests_the_nearest_option():
-    for key, near in [("optim.lrr", "optim.lr"), ("noise_lvl", "noise_level"),
-                      ("learning_rte", "learning_rate")]:  # fmt: skip
-        with pytest.raises(UserError, match=f"{near}"):
-            explain(key)

@@ -36,6 +36,7 @@ def test_an_impossible_tree_or_window_is_refused_and_the_suggestion_works():
          "in iteration 0 rollout.depth_pruning leaves no step", f"{pruning}size=6"),
         ([split, PRUNED % "start: 2, size: 9"], "size is 9.* is 5", f"{pruning}size=5"),
         ([split, PRUNED % "start: 9, size: 1"], "start is 9.* is 6", f"{pruning}start=6"),
+        ([split, PRUNED % "start: 3, size: 1, stop: 2"], "stop is 2", f"{pruning}stop=3"),
         ([split, PRUNED % "start: 2, size: 1, stop: 7"], "stop is 7.* is 6", f"{pruning}stop=6"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=sentence):

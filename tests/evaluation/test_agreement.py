@@ -5,7 +5,6 @@ import torch
 from PIL import Image
 from scipy.stats import binomtest
 
-from flowrl.cli import main
 from flowrl.evaluation.agreement import Agreement, measure_agreement
 from flowrl.offline.pairs import read_pairs
 from flowrl.scoring.spec import RewardSpec
@@ -48,14 +47,13 @@ def test_pairs_are_right_wrong_tied_or_missing_whatever_their_sizes(tmp_path):
     assert "row 1" in measured.missing[0] and "none.png" in measured.missing[1]
 
 
-def test_reward_check_says_whether_a_judge_agrees_with_people(tmp_path, capsys):
+def test_reward_check_says_whether_a_judge_agrees_with_people(tmp_path, flowrl):
     for i, level in enumerate((200, 50)):
         Image.new("RGB", (8, 8), (level,) * 3).save(tmp_path / f"{i}.png")
     rows = [{"caption": f"p{i}", "a": "0.png", "b": "1.png", "best": 1} for i in range(9)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = "{prompt: caption, first: b, second: a, label: best}"
     words = ["--pairs", str(tmp_path / "pairs.jsonl"), "--columns", columns, "--json"]
-    with pytest.raises(SystemExit) as end:
-        main(["reward-check", "brightness", *words])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert end.value.code == 1 and result["detail"].startswith("ranks 0.0% of 9 pairs")
+    code, out, _ = flowrl("reward-check", "brightness", *words)
+    result = json.loads(out.splitlines()[-1])
+    assert code == 1 and result["detail"].startswith("ranks 0.0% of 9 pairs")

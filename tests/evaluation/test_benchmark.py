@@ -80,7 +80,7 @@ def test_a_folder_of_images_has_the_table_that_was_printed_when_it_was_drawn(dra
 def test_kinds_count_alike_however_many_images_they_have(tmp_path):
     for index, kind in enumerate(["colors", "colors", "colors", "counting"]):
         (tmp_path / f"{index:05d}" / "samples").mkdir(parents=True)
-        row = {"prompt": "a cat", "tag": kind}
+        row = {"prompt": "a cat", "category": kind}
         (tmp_path / f"{index:05d}" / "metadata.jsonl").write_text(json.dumps(row))
         Image.new("RGB", (8, 8)).save(tmp_path / f"{index:05d}/samples/0000.png")
     names = [str(tmp_path / f"{index:05d}/samples/0000.png") for index in range(4)]
@@ -116,23 +116,6 @@ def test_what_cannot_be_judged_is_missing_or_refused(tmp_path):
         "--args", "{detector: tiny}", "-o", tmp_path / "images",
     )  # fmt: skip
     assert code == 1 and not (tmp_path / "images").exists()
-
-
-def test_a_benchmark_of_any_prompts_has_means_by_kind(tmp_path, capsys):
-    rows = [{"prompt": "a red star", "category": "stars"}, {"prompt": "a ring", "category": "r"}]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code = run(
-        "benchmark", tmp_path / "own.jsonl", "tiny-sd3", "--reward", "brightness", "-o",
-        tmp_path / "own", "--per-prompt", 1, "--steps", 2, "--guidance", 1, "--device", "cpu",
-        "--max-sequence-length", 12, "--json",
-    )  # fmt: skip
-    assert code == 0
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
-    assert [row["prompts"] for row in printed] == ["r", "stars", "all", "mean of kinds"]
-    mean = (printed[0]["brightness"] + printed[1]["brightness"]) / 2
-    assert printed[2]["brightness"] == pytest.approx(mean)
-    lines = (tmp_path / "own" / "scores.csv").read_text().splitlines()
-    assert lines[0] == "image,prompt,brightness" and len(lines) == 3
 
 
 def test_a_prompts_own_negative_is_drawn_with_and_written_beside_its_images(monkeypatch, tmp_path):

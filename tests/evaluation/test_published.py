@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.cli import main
 from flowrl.errors import UserError
 from flowrl.evaluation.benchmark import benchmark_prompts
 from flowrl.evaluation.published import PUBLISHED
@@ -93,16 +92,18 @@ def test_another_column_is_refused_with_its_line_and_name(name, old, new, place,
         benchmark_prompts(name, path)
 
 
-def test_a_benchmark_by_name_says_what_it_lacks_and_counts_its_prompts(tmp_path, capsys):
+def test_a_benchmark_by_name_says_what_it_lacks_and_counts_its_prompts(tmp_path, flowrl):
     parti = ["partiprompts", "tiny-sd3", "--prompts", str(written(tmp_path, "partiprompts"))]
     fast = "--per-prompt 1 --steps 1 --guidance 1 --device cpu --max-sequence-length 12".split()
+    (tmp_path / "own.jsonl").write_text('{"prompt": "a red star"}\n')
+    own = [str(tmp_path / "own.jsonl"), "tiny-sd3", "-o", str(tmp_path / "own")]
     for words, said in (
         (["wise", "tiny-sd3", "--args", "{server: {model: m}}"], "WISE_legacy"),
         (parti, "--reward"),
         ([*parti, "--reward", "brightness", "-o", str(tmp_path / "i"), *fast], "1 prompts of 1632"),
+        ([*own, "--reward", "brightness", *fast], ""),
     ):
-        with pytest.raises(SystemExit) as end:
-            main(["benchmark", *words])
-        assert bool(end.value.code) == (words[-1] != "12")
-        assert said in capsys.readouterr().err
-    assert "brightness" in (tmp_path / "i" / "scores.csv").read_text()
+        code, _, err = flowrl("benchmark", *words)
+        assert bool(code) == (words[-1] != "12") and said in err
+    for folder in ("i", "own"):
+        assert "brightness" in (tmp_path / folder / "scores.csv").read_text()

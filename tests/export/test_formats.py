@@ -12,7 +12,6 @@ from flowrl.backbones.lora_files import load_lora, network_of, save_lora
 from flowrl.backbones.lora_formats import FILE, open_lora
 from flowrl.backbones.original_layers import layers_of, weight_change
 from flowrl.backbones.small import small_folder
-from flowrl.cli import main
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
 from flowrl.export.formats import export_diffusers, export_merged, export_original
@@ -114,15 +113,15 @@ def test_every_form_of_a_run_holds_its_lora(run, tmp_path):
         export_diffusers(str(comfyui), tmp_path / "third")
 
 
-def test_the_alpha_that_is_given_to_a_command_is_in_the_file_that_it_writes(tmp_path, load_tiny):
+def test_the_alpha_that_is_given_to_a_command_is_in_the_file_that_it_writes(
+    tmp_path, load_tiny, flowrl
+):
     name = "transformer.transformer_blocks.0.attn.to_q"
     bare = tmp_path / "bare.safetensors"
     tensors = {"lora_A": torch.ones(4, 128), "lora_B": torch.ones(128, 4)}
     save_file({f"{name}.{side}.weight": t for side, t in tensors.items()}, bare)
-    with pytest.raises(SystemExit) as end:
-        main(["export", str(bare), "--to", "diffusers", "-o", str(tmp_path / "lora"),
-              "--lora-alpha", "12"])  # fmt: skip
-    assert not end.value.code and open_lora(tmp_path / "lora").scale == 3
+    words = ("export", bare, "--to", "diffusers", "-o", tmp_path / "lora", "--lora-alpha", "12")
+    assert flowrl(*words)[0] == 0 and open_lora(tmp_path / "lora").scale == 3
     assert load_lora(load_tiny(), tmp_path / "lora") == 1
     with pytest.raises(UserError, match="was trained with alpha 12, and --lora-alpha is 4"):
         export_diffusers(str(tmp_path / "lora"), tmp_path / "third", alpha=4)

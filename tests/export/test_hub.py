@@ -9,7 +9,6 @@ import pytest
 
 from flowrl.api import align, repository_of
 from flowrl.backbones.lora_files import FILE
-from flowrl.cli import main
 from flowrl.config import config_yaml, parse_config
 from flowrl.config.yaml12 import load_yaml
 from flowrl.errors import UserError
@@ -156,7 +155,7 @@ def test_a_failed_upload_loses_nothing_and_says_how_to_push_later(
     assert sum(request[0] == "upload_folder" for request in hub.requests) == 2
 
 
-def test_a_finished_run_is_pushed_by_the_command(hub, tmp_path, capsys):
+def test_a_finished_run_is_pushed_by_the_command(hub, tmp_path, flowrl):
     folder = run_folder(tmp_path / "run")
     with pytest.raises(UserError, match="not a safetensors file"):
         export_hub(str(folder), repository=None, private=False)
@@ -165,6 +164,4 @@ def test_a_finished_run_is_pushed_by_the_command(hub, tmp_path, capsys):
     base, lora = "pipe = X.from_pretrained('base')", "('me/other', weight_name='x')"
     code = f"{base}\npipe.load_lora_weights{lora}\n"
     assert hub.files["README.md"].decode().endswith(code)
-    with pytest.raises(SystemExit):
-        main(["export", str(tmp_path), "--to", "hub"])
-    assert "--to hub takes a run's folder" in capsys.readouterr().err
+    assert "--to hub takes a run's folder" in flowrl("export", tmp_path, "--to", "hub")[2]

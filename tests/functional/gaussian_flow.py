@@ -7,7 +7,6 @@ three numbers are read off a kernel by feeding it points: no Monte Carlo. All in
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +17,10 @@ F64 = torch.float64
 
 def f64(*values: float) -> Tensor:
     return torch.tensor(values, dtype=F64)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,6 @@ class Sampler:
     kernel: StepKernel
     level: float
 
-    def __str__(self) -> str:
-        return f"{self.kernel.name}-{self.level}"
-
     def g(self, sigmas: Tensor) -> Tensor:
         return self.kernel.noise(sigmas, self.level)
 
@@ -68,27 +68,6 @@ def extract(flow: GaussianFlow, sampler: Sampler, sigmas: Tensor, g: Tensor) -> 
     x = x + 1
     above, _ = sampler.kernel.step(x, flow.velocity(x, sigma), sigma, sigma_next, g)
     return AffineSteps((above - at_mean).squeeze(1), at_mean.squeeze(1), std)
-
-
-def moments(
-    flow: GaussianFlow, sampler: Sampler, sigmas: Tensor, g: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    steps = extract(flow, sampler, sigmas, sampler.g(sigmas) if g is None else g)
-    centre = flow.mean(sigmas).tolist()
-    means, variances = [centre[0]], [flow.var(sigmas[0]).item()]
-    rows = zip(centre, steps.a.tolist(), steps.b.tolist(), steps.c.tolist(), strict=False)
-    for middle, a, b, c in rows:
-        means.append(a * (means[-1] - middle) + b)
-        variances.append(a * a * variances[-1] + c * c)
-    return torch.tensor(means, dtype=F64), torch.tensor(variances, dtype=F64)
-
-
-def final_var(flow: GaussianFlow, sampler: Sampler, sigmas: Tensor) -> float:
-    return moments(flow, sampler, sigmas)[1][-1].item()
-
-
-def order(counts: list[int], errors: list[float]) -> float:
-    return -float(np.polyfit(np.log(counts), np.log(np.abs(errors)), 1)[0])
 
 
 def uniform_sigmas(steps: int) -> Tensor:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from gaussian_flow import F64, SCHEDULES, Sampler
+from gaussian_flow import F64, SCHEDULES, Sampler, randn
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributions import Independent, Normal, kl_divergence
@@ -20,10 +20,6 @@ from flowrl.functional.sde import KERNELS, lift, sde_step
 
 SHAPE = (3, 2, 2)
 D = math.prod(SHAPE)
-
-
-def randn(*shape, seed=0, dtype=F64):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 def assert_exact(value, expected):

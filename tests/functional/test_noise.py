@@ -67,10 +67,6 @@ def test_noise_depends_on_seeds_alone():
 F64 = torch.float64
 
 
-def randn(*shape: int, seed: int = 0):
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
-
-
 KEEPING = [
     ("independent", 1.0, 3),
     ("shared", 0.0, 3),

@@ -12,6 +12,7 @@ from gaussian_flow import (
     GaussianFlow,
     extract,
     no_noise,
+    randn,
     uniform_sigmas,
 )
 from hypothesis import given
@@ -31,10 +32,6 @@ from flowrl.functional.sde import (
 
 def assert_exact(value, expected, tolerance=1e-10):
     assert_close(value, expected, rtol=0, atol=tolerance)
-
-
-def randn(*shape, dtype=F64):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
 
 
 def test_every_step_is_the_affine_map_of_the_theory():

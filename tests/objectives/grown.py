@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from gaussian_flow import randn
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -68,10 +69,6 @@ def rewarded(draw, tree: Grown | None = None, all_valid: bool = False):
         mask = st.lists(st.booleans(), min_size=rows * leaves, max_size=rows * leaves)
         valid = torch.tensor(draw(mask)).view(rows, leaves)
     return tree, torch.where(valid, reward, torch.nan), valid
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def fused(tree: Grown, reward: Tensor, valid: Tensor, log_prob: Tensor) -> dict[str, Tensor]:

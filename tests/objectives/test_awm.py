@@ -1,12 +1,8 @@
 import torch
+from gaussian_flow import f64
 from torch.testing import assert_close
 
 from flowrl.objectives.awm import awm_loss, ghuber_likelihood
-
-
-def f64(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
 
 ERR, SIGMA = f64(0.0, 1e-9, 0.04, 0.5, 3.0), f64(0.9, 0.2, 0.5, 0.7, 1.0)
 ADVANTAGE = f64(1.0, -0.4, 0.3, -1.0, 0.0)

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from gaussian_flow import f64
 from torch.nn.functional import logsigmoid
 from torch.testing import assert_close
 from toy_images import REWARD, at_the_reference, images, make, moved
@@ -11,10 +12,6 @@ from flowrl.objectives.base import Models
 from flowrl.objectives.dpo import dgpo_loss, dpo_loss, kto_anchor, kto_loss, recenter
 
 BETA, GROUP = 20.0, torch.tensor([3, 8, 3, 8, 3])
-
-
-def f64(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 DELTA, LABEL = f64(0.01, -0.03, 0.02, 0.005, -0.01), f64(1.0, -1.0, -1.0, 1.0, 1.0)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from gaussian_flow import f64
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -7,10 +8,6 @@ from torch.testing import assert_close
 from flowrl.objectives.gdro import best_error, lair_loss, suffix_loss, top1_loss
 
 F64 = torch.float64
-
-
-def f64(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=F64)
 
 
 def gradient(loss, at: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from gaussian_flow import f64
 from torch.testing import assert_close
 
 from flowrl.config.objectives import OldDecayOptions
@@ -7,10 +8,6 @@ from flowrl.objectives.nft import nft_loss, old_decay, reward_to_unit
 from flowrl.objectives.noising import noised, velocity_target
 
 F64, ROWS, MIX, A_MAX = torch.float64, 5, 0.4, 5.0
-
-
-def f64(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=F64)
 
 
 R, SIGMA = f64(0.0, 0.2, 0.5, 0.9, 1.0), f64(0.2, 0.9, 0.4, 0.7, 1.0)

@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 
 import torch
+from gaussian_flow import f64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -30,10 +31,6 @@ from flowrl.objectives.noising import (
 F64 = torch.float64
 LAST = 1 - torch.finfo(torch.float32).eps / 2  # the largest number a generator makes in fp32
 SIGMAS = torch.linspace(1, 0, 11)
-
-
-def f64(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=F64)
 
 
 def batch(**known):

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from gaussian_flow import f64
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_policy import PROMPTS, SPLIT, Toy, collect, gradient, log_density, loss_of
@@ -19,10 +20,6 @@ EIGHT = torch.tensor([0.0, 0.4, 0.7, 1.0, 0.3, 0.3, 0.2, 0.9])
 
 def spo(kernel: str = "flow_sde", **options) -> SPO:
     return SPOOptions(**{"tau": 1e-3} | options).build(kernel)
-
-
-def f64(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 @given(w=st.floats(-0.5, 0.5), l=st.floats(-0.5, 0.5), tau=st.floats(0.05, 5))

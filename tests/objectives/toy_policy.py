@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import torch
+from toy_chains import no_network
 from toy_rollout import rollout_of
 
 from flowrl.functional.sde import KERNELS
@@ -29,10 +30,6 @@ class Toy(torch.nn.Module):
 
     def forward(self, x, sigma, cond):
         return self.w * x + sigma[:, None] * self.b + cond.tensors["c"]
-
-
-def no_network(x, sigma, cond):
-    raise AssertionError("this objective declares that it does not need this network")
 
 
 def cond() -> Conditioning:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from flowrl.api import align
-from flowrl.cli import main
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.planning.dry_run import KEY, rehearse
@@ -100,18 +99,15 @@ def test_a_reward_that_is_not_there_or_lacks_a_gradient_is_told(tmp_path):
         align(rehearse(config, tmp_path).config)
 
 
-def test_the_command_says_what_it_replaced_and_leaves_nothing(capsys, monkeypatch, tmp_path):
+def test_the_command_says_what_it_replaced_and_leaves_nothing(flowrl, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
-    with pytest.raises(SystemExit) as caught:
-        main(["train", "sd3.5-medium-grpo-fast-24gb", "--dry-run", "evaluation.prompts=null"])
-    out = capsys.readouterr().out
-    assert not caught.value.code and "pipeline.path" in out and "tiny-sd3" in out
+    words = ("train", "sd3.5-medium-grpo-fast-24gb", "--dry-run", "evaluation.prompts=null")
+    code, out, _ = flowrl(*words)
+    assert code == 0 and "pipeline.path" in out and "tiny-sd3" in out
     assert "The loop works: 2 iterations with grpo on flow_grpo_fast trees." in out
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(SystemExit) as caught:  # it is not resumed
-        main(["train", "quickstart", "--dry-run", "--resume", "latest"])
-    assert caught.value.code == 1 and "--resume" in capsys.readouterr().err
+    code, _, err = flowrl("train", "quickstart", "--dry-run", "--resume", "latest")
+    assert code == 1 and "--resume" in err  # it is not resumed
 
 
 def test_a_dry_run_builds_the_recipe_s_own_class(tmp_path):

@@ -6,7 +6,6 @@ import psutil
 import pytest
 import torch
 
-from flowrl.cli import main
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.planning import machine
@@ -62,12 +61,10 @@ def test_a_transformer_larger_than_the_machine_s_memory_is_refused(monkeypatch):
         check_machine(load_config(REAL, ["rewards=[{name: brightness}]"]))
 
 
-def test_train_without_a_gpu_names_the_way_to_insist_before_it_loads(capsys, tmp_path):
+def test_train_without_a_gpu_names_the_way_to_insist_before_it_loads(flowrl, tmp_path):
     words = ["train", REAL, "rewards=[{name: brightness}]", f"run.output_dir={tmp_path / 'run'}"]
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    out, err = capsys.readouterr()
-    assert end.value.code == 1 and "loading" not in out + err and "--yes" in err
+    code, out, err = flowrl(*words)
+    assert code == 1 and "loading" not in out + err and "--yes" in err
     assert not (tmp_path / "run").exists()
 
 

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from flowrl.cli import main
 from flowrl.config import load_config
 from flowrl.config.rewards import RewardOptions
 from flowrl.errors import UserError
@@ -22,17 +21,8 @@ from flowrl.planning.rewards import (
 
 
 @pytest.fixture
-def run(capsys, monkeypatch, even_activations):
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    def call(*words):
-        with pytest.raises(SystemExit) as caught:
-            main(["plan", "--host-memory", "2000GB", *words])
-        out, err = capsys.readouterr()
-        return caught.value.code or 0, out, err
-
-    return call
+def run(flowrl, even_activations):
+    return lambda *words: flowrl("plan", "--host-memory", "2000GB", *words)
 
 
 def test_memory_and_rewards_are_counted_as_they_are_written():

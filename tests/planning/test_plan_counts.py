@@ -8,13 +8,7 @@ from flowrl.config import load_config
 from flowrl.planning.work import UpdateWork, count_work, doubles
 from flowrl.sampling.rollout import Timer
 
-ODE = {
-    "prompts_per_iteration": 2,
-    "group_size": 4,
-    "num_inference_steps": 4,
-    "tree": {"kind": "ode"},
-    "batch_size": 1,  # so that no rows are made up
-}
+ODE = {"tree": {"kind": "ode"}, "batch_size": 1}  # so that no rows are made up
 CASES = {
     "chains": ({}, {"kind": "grpo", "kl_coef": 0.1}, 2),
     "trees": (

@@ -1,18 +1,25 @@
-"""The recipes for checkpoints: their heads say what they are, and their numbers belong together."""
+"""The recipes for checkpoints: their heads say what they are, their numbers belong together, they
+fit the GPUs they name, and their loops run on the tiny pipelines of their families."""
 
 import functools
+import json
 import math
 import re
 import shlex
+from functools import reduce
+from pathlib import Path
 
 import pytest
 
+from flowrl.api import align
 from flowrl.backbones.families import family_of
 from flowrl.config import Config
 from flowrl.config import load_config as load
 from flowrl.config.arguments import sort_arguments
-from flowrl.config.load import preset_folder
-from flowrl.planning.model_specs import MODEL_SPECS, spec_name
+from flowrl.config.load import preset_folder, preset_names
+from flowrl.planning.dry_run import rehearse
+from flowrl.planning.model_specs import MODEL_SPECS, pipeline_class, spec_name
+from flowrl.planning.plan import make_plan, memory_class
 
 FILES = sorted(preset_folder().glob("[!_]*.yaml"))
 REAL = [path.stem for path in FILES if re.search(r"-\d+gb$", path.stem)]
@@ -95,3 +102,73 @@ def test_settings_of_a_recipe_fit_its_objective():
         assert size is not None and height is not None and height == config.pipeline.width
         elements = math.prod(MODEL_SPECS[size].latent_shape(height))
         assert config.objective.clip_nats == pytest.approx(1e-4 * elements, rel=0.01)
+
+
+PLANNED = [name for name in REAL if re.search(r"medium-grpo-24", name)]
+SMALL = [name for name in REAL if re.search(r"-(12|16)gb$", name)]
+OTHERS = [name for name in REAL if name not in PLANNED]
+
+
+@pytest.mark.parametrize(
+    "names", [PLANNED, pytest.param(OTHERS, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+def test_a_recipe_fits_the_gpus_it_is_for_and_none_of_them_waits(names):
+    for name in names:
+        config = load(name)
+        (gpus,) = re.findall(r"^Hardware: (\d) GPU", head(name), re.MULTILINE)
+        plan = make_plan(config, gpus=int(gpus), memory=memory_class(name))
+        assert plan.phases and plan.geometry.even
+        assert plan.memory is not None and plan.peak is not None
+        # A driver, other programs and fragments want the rest.
+        assert plan.peak.total <= 0.95 * plan.memory, plan.peak
+        if config.objective.kind == "grpo":  # a smaller last batch would round otherwise
+            shares = plan.geometry.shares
+            assert not {rows % config.optim.micro_batch for s in shares for rows in s.rows} - {0}
+
+
+@pytest.mark.slow
+def test_recipes_for_small_cards_leave_a_gigabyte_with_their_rewards():
+    assert len(SMALL) == 4
+    for name in SMALL:
+        config, memory = load(name), memory_class(name)
+        plan = make_plan(config, memory=memory)
+        assert memory is not None and plan.peak is not None
+        assert plan.peak.total <= memory - 1.0e9, plan.peak
+
+
+@pytest.mark.slow
+def test_flux_at_512_pixels_trains_in_28_gb_and_in_12_with_4_bits():
+    exact = load("flux.1-dev-nft-12gb", ["memory.base_bits=null", "lora.rank=4"])
+    rounded = load("flux.1-dev-nft-12gb", ["lora.rank=16"])
+    for config, most in ((exact, 28e9), (rounded, 12e9)):
+        assert config.memory.gradient_checkpointing and config.optim.micro_batch == 1
+        assert config.pipeline.height == config.pipeline.width == 512
+        plan = make_plan(config, memory=int(most))
+        assert plan.fits and plan.phases[0].phase == "encode"
+
+
+WAYS = "grpo grpo-fast branchgrpo nft gdro solrl".split()
+BY_WAY = [[n for n in preset_names() if re.search(rf"-{way}-\d+gb$", n)] for way in WAYS]
+QUICK = [names[turn % len(names)] for turn, names in enumerate(BY_WAY) if names]
+SLOW = [name for name in preset_names() if name not in QUICK]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, pytest.param(SLOW, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    ids=["one of a kind", "all others"],
+)
+@pytest.mark.slow
+def test_a_recipe_runs_on_the_tiny_pipeline_of_its_family(names, tmp_path):
+    for name in names:
+        real = load(name)
+        config = rehearse(real, tmp_path / name).config
+        kind = pipeline_class(real.pipeline.path)
+        assert pipeline_class(config.pipeline.path) == kind
+        for key in ("objective", "rollout.tree", "rollout.kernel", "rollout.noise_level"):
+            kept, wanted = (reduce(getattr, key.split("."), made) for made in (config, real))
+            assert kept == wanted, key
+        align(config)
+        lines = (Path(config.run.output_dir) / "metrics.jsonl").read_text().splitlines()
+        moved = [row["grad/norm"] for row in map(json.loads, lines) if "grad/norm" in row]
+        assert len(moved) == config.run.iterations and all(norm > 0 for norm in moved)

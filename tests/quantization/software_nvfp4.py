@@ -12,6 +12,10 @@ RECIPE = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
 LAYOUT = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
 
 
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 def values(packed: Tensor, low_first: bool = True) -> Tensor:
     """(R, K/2) float4_e2m1fn_x2, two elements a byte -> (R, K) float64"""
     assert packed.dtype == torch.float4_e2m1fn_x2

@@ -1,5 +1,6 @@
 """Products with packed weights: the numbers of each format, whoever computes them."""
 
+import itertools
 import math
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from software_nvfp4 import scaled_mm
+from software_nvfp4 import randn, scaled_mm
 
+from flowrl.errors import UserError
 from flowrl.quantization.backends import (
+    LIMIT,
+    PRECISIONS,
     Capability,
     FP8Rowwise,
     NVFP4Emulated,
@@ -17,16 +21,15 @@ from flowrl.quantization.backends import (
     PerRow,
     Plain,
     backend_of,
+    capability_of,
+    check_kernels,
+    native_formats,
     resolve,
 )
 from flowrl.quantization.formats import fp8, nvfp4
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTISED = [NVFP4Emulated(), FP8Rowwise()]
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -59,6 +62,18 @@ def test_fp8_rowwise_is_the_product_of_dequantised_operands():
     got, expected = FP8Rowwise().matmul(x, FP8Rowwise().pack(weight)), fp8_product(x, weight)
     worst = (got - expected).norm(dim=1) / expected.norm(dim=1)
     assert worst.max() < 1e-6, "small rows as exact as large ones"
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    for dtype in [torch.float32, torch.bfloat16]:
+        rows, plain = randn(12, 64) * torch.logspace(-3, 3, 12)[:, None], NVFP4Emulated()
+        rows, backend = rows.to(dtype), PerRow(plain)
+        state = backend.pack(randn(48, 64, seed=1))
+        for start in (0, 3):
+            part, whole = rows[start : start + 6], backend.matmul(rows, state)[start : start + 6]
+            assert torch.equal(backend.matmul(part, state), whole)
+            beside = plain.matmul(rows, state)[start : start + 6]
+            assert not torch.equal(plain.matmul(part, state), beside)
 
 
 def test_the_bias_is_added_and_a_zero_input_gives_it_alone():
@@ -129,3 +144,117 @@ def test_relative_errors_on_gaussian_data_are_those_of_the_formats():
     error = {b: distance(b.matmul(x, b.pack(weight)), exact) for b in QUANTISED}
     assert error[NVFP4Emulated()] == pytest.approx(0.134, abs=0.002)
     assert error[FP8Rowwise()] == pytest.approx(0.0265 * math.sqrt(2), abs=0.001)
+
+
+CPU, SCALED_MM = torch.device("cpu"), F.scaled_mm
+SHAPES = [(48, 64), (32, 96), (48, 64), (144, 32)]
+
+
+def in_software(a, *args, **kwargs):
+    """torch's scaled_mm, with a product in software for NVFP4, which a CPU lacks."""
+    product = scaled_mm if a.dtype == torch.float4_e2m1fn_x2 else SCALED_MM
+    return product(a, *args, **kwargs)
+
+
+def test_a_right_kernel_passes_with_its_error_by_distinct_shape(monkeypatch):
+    monkeypatch.setattr(F, "scaled_mm", in_software)
+    for dtype in DTYPES:
+        for backend in [NVFP4Native(), FP8Rowwise()]:
+            errors = check_kernels(backend, SHAPES, CPU, dtype)
+            assert errors.keys() == {(48, 64), (32, 96), (144, 32)}
+            assert max(errors.values()) <= max(torch.finfo(dtype).eps, 1e-6)
+
+
+FAULTS = {  # in how a kernel reads a packed weight
+    "high nibble first": (NVFP4Native, "codes", lambda codes: (codes >> 4) | (codes << 4)),
+    "scales in another order": (NVFP4Native, "scale", lambda scale: scale.view(-1, 16).T.flatten()),
+    "no global scale": (NVFP4Native, "global_scale", torch.ones_like),
+    "no signs": (NVFP4Native, "codes", lambda codes: codes & 0x77),
+    "scales reversed": (FP8Rowwise, "scale", lambda scale: scale.flip(1)),
+    "NaN": (FP8Rowwise, "scale", lambda scale: scale * torch.nan),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_kernel_is_refused_with_its_shape_and_an_error_far_above_the_limit(
+    monkeypatch, fault
+):
+    monkeypatch.setattr(F, "scaled_mm", in_software)
+    kind, part, change = FAULTS[fault]
+
+    class Wrong(kind):
+        def matmul(self, x, state, bias=None):
+            return kind.matmul(self, x, {**state, part: change(state[part])}, bias)
+
+    with pytest.raises(UserError, match="48 x 64 .*emulation by ") as refusal:
+        check_kernels(Wrong(), [(48, 64)], CPU, torch.bfloat16)
+    error = str(refusal.value).partition("emulation by ")[2].partition(",")[0]
+    assert not float(error) < 10 * LIMIT  # also NaN
+
+
+def test_a_kernel_that_does_not_run_or_cannot_have_a_shape_is_refused_with_the_shape():
+    for shape in ((48, 64), (40, 48)):
+        with pytest.raises(UserError, match="{} x {} .*".format(*shape)):
+            check_kernels(NVFP4Native(), [shape], CPU, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_this_gpus_kernels_agree_with_their_emulation():
+    for dtype in DTYPES:
+        for precision in ["nvfp4", "fp8"]:
+            device = torch.device("cuda")
+            capability = capability_of(device)
+            if precision not in native_formats(capability):
+                pytest.skip(f"{capability.name} does not multiply {precision} itself")
+            backend = backend_of(resolve(precision, capability), dtype=dtype)
+            shapes = [(16, 32), (2432, 9728), (9728, 2432), (3072, 3072), (320, 160)]
+            assert check_kernels(backend, shapes, device, dtype).keys() == set(shapes)
+
+
+def gpu(name: str, compute: tuple[int, int] | None, scaled_mm: bool = True) -> Capability:
+    return Capability(device="cuda", name=name, compute=compute, scaled_mm=scaled_mm)
+
+
+DEVICES = {
+    "cpu": Capability(device="cpu", name="cpu", compute=None, scaled_mm=True),
+    "mps": Capability(device="mps", name="mps", compute=None, scaled_mm=True),
+    "rocm": gpu("AMD Instinct MI300X", None),
+    "ampere": gpu("NVIDIA A100", (8, 0)),
+    "consumer ampere": gpu("NVIDIA GeForce RTX 3090", (8, 6)),
+    "ada": gpu("NVIDIA GeForce RTX 4090", (8, 9)),
+    "hopper": gpu("NVIDIA H100", (9, 0)),
+    "blackwell": gpu("NVIDIA B200", (10, 0)),
+    "consumer blackwell": gpu("NVIDIA GeForce RTX 5090", (12, 0)),
+    "blackwell, old torch": gpu("NVIDIA B200", (10, 0), scaled_mm=False),
+}
+NATIVE = dict.fromkeys(DEVICES, ("bf16",)) | {
+    "ada": ("fp8", "bf16"),
+    "hopper": ("fp8", "bf16"),
+    "blackwell": ("nvfp4", "fp8", "bf16"),
+    "consumer blackwell": ("nvfp4", "fp8", "bf16"),
+}
+
+
+def test_every_cell_is_the_documented_format_or_an_error_that_names_the_others():
+    for device, requested in itertools.product(DEVICES, PRECISIONS):
+        capability, native = DEVICES[device], NATIVE[device]
+        assert native_formats(capability) == native
+        if requested in ("nvfp4", "fp8") and requested not in native:
+            with pytest.raises(UserError) as error:
+                resolve(requested, capability)
+            lack, _, alternatives = str(error.value).partition(": use ")
+            named = alternatives.partition(", or nvfp4-emulated")[0].split(" or ")
+            assert set(named) == {*native, "auto"}, (device, requested)
+            assert capability.name in lack or "torch" in lack, (device, requested)
+            continue
+        found = resolve(requested, capability)
+        expected = {"auto": native[0], "nvfp4-emulated": "nvfp4"}.get(requested, requested)
+        assert (found.requested, found.format) == (requested, expected), (device, requested)
+        assert found.native == (requested != "nvfp4-emulated")
+
+
+def test_a_rocm_device_is_not_taken_for_an_nvidia_generation(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert native_formats(capability_of(torch.device("cuda"))) == ("bf16",)

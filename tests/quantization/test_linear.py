@@ -1,20 +1,28 @@
 """A layer for rollouts: the replaced layer's interface, updates in place, one graph for all."""
 
+import pytest
 import torch
 import torch.nn.functional as F
+from software_nvfp4 import randn
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flowrl.quantization.backends import Backend, FP8Rowwise, NVFP4Emulated, NVFP4Native, Plain
-from flowrl.quantization.linear import RolloutLinear
+from flowrl.quantization.backends import (
+    Backend,
+    FP8Rowwise,
+    NVFP4Emulated,
+    NVFP4Native,
+    PerRow,
+    Plain,
+)
+from flowrl.quantization.linear import (
+    RolloutLinear,
+    SamePrecisionLinear,
+)
 
 FP32 = Plain(torch.float32)
 RUNNING = [FP32, NVFP4Emulated(), FP8Rowwise()]
 PACKING = [*RUNNING, Plain(torch.bfloat16), NVFP4Native()]
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def layer(backend: Backend, seed: int = 0, **options) -> RolloutLinear:
@@ -81,3 +89,44 @@ def check_one_graph(made: RolloutLinear, backend: str, x: torch.Tensor) -> None:
 def test_updates_need_no_new_graph():
     with torch.autocast("cpu", torch.bfloat16):
         check_one_graph(layer(NVFP4Emulated()), "aot_eager", randn(2, 5, 64))
+
+
+SHAPE = OUT, IN = 48, 64
+BACKENDS = [NVFP4Emulated(), PerRow(NVFP4Emulated()), FP8Rowwise()]
+
+
+@pytest.fixture
+def linear():
+    layer = nn.Linear(IN, OUT).requires_grad_(False)
+    layer.weight.copy_(randn(OUT, IN, seed=1))
+    layer.bias.copy_(randn(OUT, seed=2))
+    return layer
+
+
+def gradient(x):
+    assert x.grad is not None
+    return x.grad
+
+
+def test_the_layer_multiplies_as_its_backend_does(linear):
+    for backend in BACKENDS:
+        for dtype in [torch.float32, torch.bfloat16]:
+            layer = SamePrecisionLinear(linear.to(dtype), backend)
+            x = randn(3, 5, IN).to(dtype)
+            rows = backend.matmul(x.view(15, IN), backend.pack(linear.weight.float()), linear.bias)
+            assert torch.equal(layer(x), rows.view(3, 5, OUT))
+            assert not torch.equal(layer(x), linear(x))
+
+
+def test_the_gradient_is_that_of_a_product_with_the_quantised_weight(linear):
+    for backend in BACKENDS:
+        layer, x, dy = SamePrecisionLinear(linear, backend), randn(7, IN), randn(7, OUT, seed=3)
+        x.requires_grad_()
+        layer(x).backward(dy)
+        # As the backend multiplies: rows of the identity are exact in every format.
+        product = backend.matmul(torch.eye(IN), backend.pack(linear.weight)).T
+        expected = dy.double() @ product.double()
+        torch.testing.assert_close(gradient(x).double(), expected, rtol=1e-5, atol=1e-5)
+        exact_one = dy.double() @ linear.weight.double()
+        assert (gradient(x).double() - exact_one).norm() > 0.01 * exact_one.norm()
+        assert linear.weight.grad is None and linear.bias.grad is None

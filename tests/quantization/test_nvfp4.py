@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from software_nvfp4 import randn
 
 from flowrl.quantization.formats import e2m1, nvfp4
 
@@ -12,13 +13,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 F = np.float32
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def uneven(seed: int = 0) -> torch.Tensor:
     """Rows of many sizes with zero, constant, tiny and outlying blocks. (64, 96)"""
-    x = normal(64, 96, seed=seed) * torch.logspace(-6, 1, 64)[:, None]
+    x = randn(64, 96, seed=seed) * torch.logspace(-6, 1, 64)[:, None]
     x[3, :16], x[4, 16:32], x[5, 40], x[6, :16] = 0, -0.75, 300.0, -1e-9
     return x
 
@@ -79,7 +76,7 @@ def test_the_tensor_of_torchao_is_equal_bit_for_bit():
 
 
 def test_the_fake_numbers_are_those_of_the_codes_bit_for_bit_also_in_chunks():
-    large = normal(2000, 208)
+    large = randn(2000, 208)
     assert large.numel() > nvfp4.CHUNK
     for x in (large, *(uneven().to(dtype) for dtype in DTYPES)):
         before = x.clone()
@@ -92,7 +89,7 @@ def test_the_fake_numbers_are_those_of_the_codes_bit_for_bit_also_in_chunks():
 
 def test_tensors_of_any_size_stay_finite():
     for size in (0.0, 1e-45, 1e-38, 1e-30, 1e30, 3e38):
-        x = normal(16, 32).clamp(-1, 1) * size
+        x = randn(16, 32).clamp(-1, 1) * size
         q = nvfp4.quantise(x)
         assert q.scale.float().isfinite().all() and q.global_scale.isfinite()
         assert nvfp4.dequantise(q).isfinite().all()
@@ -102,7 +99,7 @@ def test_tensors_of_any_size_stay_finite():
 
 def test_one_bad_number_makes_all_nan():
     for bad in (torch.nan, torch.inf, -torch.inf):
-        x = normal(16, 32)
+        x = randn(16, 32)
         x[3, 20] = bad
         assert nvfp4.fake_unscaled(x)[0].isnan().all()
         assert rounded(x).isnan().all()

@@ -1,16 +1,34 @@
 """A model has the policy's frozen tensors, its own products, and the adapter it was told."""
 
+import shutil
+
 import pytest
 import torch
-from policies import ALPHA, RANK, adapted, disturb, tensors, velocity
+from policies import (
+    ALPHA,
+    RANK,
+    adapted,
+    disturb,
+    relative,
+    tensors,
+    velocity,
+)
 
 from flowrl.backbones import families
+from flowrl.backbones.compiling import compiled_graphs
+from flowrl.backbones.families import LayerRules, layer_rules_of
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import EMA, OLD, POLICY, Policy
 from flowrl.backbones.text_cache import TextCache
+from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
 from flowrl.quantization.layer_rules import choose_layers
+from flowrl.quantization.linear import (
+    SamePrecisionLinear,
+    exact_weights,
+    quantise_base,
+)
 from flowrl.quantization.rollout_model import RolloutModel
 from flowrl.trajectory import Conditioning
 
@@ -140,3 +158,104 @@ def test_the_twin_does_not_care_which_adapter_the_policy_uses(make, inputs):
             model.sync(POLICY)
             assert torch.equal(velocity(model, *args), expected)
         assert torch.equal(velocity(model, *args), expected)
+
+
+@pytest.fixture
+def small(load_tiny):
+    def make(family):
+        """A policy on the tiny pipeline of a family, its layers, and what it is compared on."""
+        backbone = PipelineBackbone(load_tiny(family=family), max_sequence_length=12)
+        policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
+        disturb(policy)
+        choices = choose_layers(policy.network, layer_rules_of(policy.network), "nvfp4", min_dim=0)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2, *backbone.latent_shape(), generator=generator)
+        cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
+        return policy, choices, (x, torch.tensor(0.7), cond)
+
+    return make
+
+
+def test_a_twin_with_convolutions_is_exact_or_quantised_and_follows_in_place(small):
+    policy, choices, inputs = small("sana")
+    with torch.no_grad():
+        expected = policy.velocity(*inputs)
+    exact = velocity(RolloutModel(policy, choices, EXACT), *inputs)
+    torch.testing.assert_close(exact, expected, rtol=1e-4, atol=1e-5)
+    model = RolloutModel(policy, choices, EMULATED)
+    before = {name: t.data_ptr() for name, t in tensors(model.network).items()}
+    disturb(policy, seed=1)
+    model.sync(POLICY)
+    with torch.no_grad():
+        error = relative(velocity(model, *inputs), policy.velocity(*inputs))
+    assert 0.01 < error < 0.5
+    assert {name: t.data_ptr() for name, t in tensors(model.network).items()} == before
+
+
+@pytest.fixture
+def trained(load_tiny):
+    """A policy on a base packed in NVFP4, attention and feed-forward."""
+    backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
+    choices = choose_layers(backbone.transformer, families.SD3.layer_rules, "nvfp4", min_dim=0)
+    quantise_base(backbone.transformer, choices, EMULATED)
+    policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
+    disturb(policy)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, *backbone.latent_shape(), generator=generator)
+    cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
+    return policy, choices, (x, torch.tensor(0.7), cond)
+
+
+def test_nothing_is_merged_into_weights_packed_for_training(trained):
+    with pytest.raises(UserError, match="trained in low precision"):
+        RolloutModel(trained[0], (), EXACT)
+
+
+def test_candidates_may_have_another_precision_than_training(trained):
+    policy, choices, inputs = trained
+    with torch.no_grad():
+        expected = policy.velocity(*inputs)
+    rules = LayerRules(keep=(), min_dim=0)
+    everything = choose_layers(policy.network, rules, "fp8")
+    assert {c.name for c in choices if c.format} < {c.name for c in everything if c.format}
+    model = RolloutModel(policy, everything, FP8Rowwise())
+    assert not any(isinstance(m, SamePrecisionLinear) for m in model.network.modules())
+    # Packed from the exact weights: nearer to the policy with these than to the policy itself.
+    with exact_weights(policy.network), torch.no_grad():
+        nearer = policy.velocity(*inputs)
+    assert relative(velocity(model, *inputs), nearer) < 0.1 < relative(expected, nearer)
+
+
+compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="torch.compile needs a C++ compiler on the CPU",
+)
+
+
+@pytest.mark.slow  # a minute of compiling
+@compiler
+def test_a_compiled_twin_follows_the_policy_without_compiling_anew(load_tiny):
+    backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
+    policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0, keep_old=True)
+    choices = choose_layers(policy.network, families.SD3.layer_rules, "nvfp4", min_dim=128)
+    model, plain = (
+        RolloutModel(policy, choices, NVFP4Emulated(), compile=c) for c in (True, False)
+    )
+    cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
+    x = torch.randn(2, *backbone.latent_shape(), generator=torch.Generator().manual_seed(0))
+    start = compiled_graphs()
+    velocity(model, x, torch.tensor(0.9), cond)
+    warm = compiled_graphs()
+    assert warm > start
+    seen = []
+    for n, adapter in enumerate((POLICY, OLD, POLICY, POLICY)):
+        disturb(policy, seed=n)
+        for either in (model, plain):
+            either.sync(adapter)
+        sigma = torch.tensor(0.8 - 0.1 * n)
+        with policy.disabled():  # whatever the policy's network does in between
+            seen.append(velocity(model, x, sigma, cond))
+        # A sum in another order may fall on the other side of a rounding step.
+        assert relative(seen[-1], velocity(plain, x, sigma, cond)) < 0.05
+    assert compiled_graphs() == warm
+    assert all(relative(a, b) > 0.05 for a, b in zip(seen, seen[1:], strict=False))

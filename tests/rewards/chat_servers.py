@@ -1,4 +1,4 @@
-"""A loopback server that talks as a chat server does, and says what the test tells it to."""
+"""A loopback server that says what the test tells it to, as a chat server does or otherwise."""
 
 import base64
 import contextlib
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from PIL import Image
@@ -56,7 +56,7 @@ def redness(image: np.ndarray) -> float:
 
 class Scripted:
     """script(body) -> a completion (dict), bytes for a body of its own, (status, headers, body),
-    or a callable that is given the raw connection."""
+    or a callable that is given the raw connection. The body of a GET is empty."""
 
     def __init__(self, script: Script):
         self.asked: list[dict] = []
@@ -66,6 +66,9 @@ class Scripted:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                outer._say(self, script({}))
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -84,6 +87,15 @@ class Scripted:
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
         self.thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ending.set()
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
 
     def _say(self, handler: BaseHTTPRequestHandler, answer: Any) -> None:
         with contextlib.suppress(OSError):  # the client has gone
@@ -113,20 +125,6 @@ class Scripted:
     def truncated(self, wfile: Any) -> None:
         """Half of an answer."""
         wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"choices": [')
-
-    def stop(self) -> None:
-        self.ending.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-
-@contextlib.contextmanager
-def scripted(script: Script) -> Iterator[Scripted]:
-    server = Scripted(script)
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def free_port() -> int:

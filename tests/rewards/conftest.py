@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 SIDE = 32  # of the images that the tiny networks read
 ENDS = ("bos", "eos", "pad")
@@ -97,33 +96,3 @@ def images_of_noise(count: int, height: int = SIDE, width: int = SIDE) -> torch.
 def random_images():
     """`images_of_noise`, for tests."""
     return images_of_noise
-
-
-def assert_slopes(score, images: torch.Tensor) -> None:
-    """The gradient of the summed scores agrees with differences: along itself, and at pixels."""
-    leaf = images.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(score(leaf).sum(), leaf)
-    generator = torch.Generator().manual_seed(0)
-    spots = torch.randint(images.numel(), (6,), generator=generator)
-    single = F.one_hot(spots, images.numel()).float().view(-1, *images.shape)
-    directions = [(gradient / gradient.norm(), 4e-3), *((spot, 0.05) for spot in single)]
-
-    def difference(direction: torch.Tensor, by: float) -> float:
-        with torch.no_grad():
-            change = score(images + by * direction) - score(images - by * direction)
-        return change.double().sum().item() / (2 * by)
-
-    # Two steps cancel the cubic term: with so large weights it is not small.
-    slopes = [(4 * difference(d, h / 2) - difference(d, h)) / 3 for d, h in directions]
-    expected = [(gradient * d).sum().item() for d, _ in directions]
-    # Scores are fp32: 16 units in their last place, over the step, are what rounding alone does.
-    rounding = 16 * torch.finfo(torch.float32).eps * score(images).abs().max().item()
-    assert expected[0] > 0.01
-    for slope, wanted, (_, h) in zip(slopes, expected, directions, strict=True):
-        assert slope == pytest.approx(wanted, rel=2e-3, abs=max(2e-5, rounding / h))
-
-
-@pytest.fixture(scope="session")
-def right_slopes():
-    """`assert_slopes`, for tests."""
-    return assert_slopes

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from chat_servers import completion, images_of, redness, refusal, scripted
+from chat_servers import Scripted, completion, images_of, redness, refusal
 from flowrl_rewards.pairwise import PairwiseWinRate, chosen_pairs, verdict, win_rates
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ def redder(body, taste=0.0):
 
 
 def compared(script, images=IMAGES, **args):
-    with scripted(script) as server:
+    with Scripted(script) as server:
         made = PairwiseWinRate({"model": "m", "base_url": server.url}, **args)
         rates, reasons = made(images, ["red"] * len(images), [{}] * len(images))
     return rates, reasons, len(server.asked)

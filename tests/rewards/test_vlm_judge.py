@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from chat_servers import completion, images_of, redness, scripted, text_of
+from chat_servers import Scripted, completion, images_of, redness, text_of
 from flowrl_rewards.fixtures import square
 from flowrl_rewards.vlm_judge import VLMJudge
 
@@ -14,7 +14,7 @@ AXES = "Consistency: {}\nRealism: {}\nAesthetic Quality: {}"
 def judged(script, rubric="expectation", images=IMAGES, prompts=PROMPTS, **args):
     """Return a judge's scores and reasons, and the requests that it sent."""
     answer = script if callable(script) else (lambda body: script)
-    with scripted(answer) as server:
+    with Scripted(answer) as server:
         judge = VLMJudge({"model": "m", "base_url": server.url}, rubric, **args)
         scores, reasons = judge(images, prompts, [{}] * len(images))
     return scores, reasons, server.asked

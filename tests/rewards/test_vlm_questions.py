@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from chat_servers import completion, scripted, text_of
+from chat_servers import Scripted, completion, text_of
 from flowrl_rewards.vlm_questions import VLMQuestions, accepted
 
 ANSWERS = {
@@ -17,7 +17,7 @@ def script(body):
 
 
 def asked(*lists, **args):
-    with scripted(script) as server:
+    with Scripted(script) as server:
         made = VLMQuestions({"model": "m", "base_url": server.url}, **args)
         images = torch.rand(len(lists), 3, 8, 8)
         return made(images, ["p"] * len(lists), [{"vqa_list": pairs} for pairs in lists])

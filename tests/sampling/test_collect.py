@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from policies import disturb
 
 from flowrl.backbones.policy import OLD, POLICY
 from flowrl.errors import UserError
@@ -27,16 +28,11 @@ def watched(learner) -> list[int]:
     return rows
 
 
-def disturb(learner, scale: float = 0.05) -> None:
-    for p in learner.policy.parameters():
-        p.data += scale * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-
-
 def test_the_old_policy_draws_where_the_objective_says_so(make_learner):
     for merge_lora in [True, False]:
         learner = make_learner(objective=NFT, rollout=ROLLOUT | {"merge_lora": merge_lora})
         before = learner.source.collect(0, Timer()).tree.x
-        disturb(learner)
+        disturb(learner.policy, 0.05)
         assert torch.equal(learner.source.collect(0, Timer()).tree.x, before)
         learner.policy.update_old()
         assert not torch.equal(learner.source.collect(0, Timer()).tree.x, before)
@@ -47,7 +43,7 @@ def test_the_old_policy_draws_where_the_objective_says_so(make_learner):
 def test_a_rollout_that_fails_does_not_move_the_old_policy(make_learner):
     """Or a run that its rewards stop would, resumed, move it twice."""
     learner = make_learner(objective=NFT, rollout=ROLLOUT, rewards={"broken": broken})
-    disturb(learner)
+    disturb(learner.policy, 0.05)
     before = learner.policy.weights(OLD)
     with pytest.raises(UserError):
         learner.iterate(3)

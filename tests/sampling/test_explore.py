@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from policies import disturb
 
 import flowrl.sampling.rollout
 from flowrl.assembly.offline import dataset_metadata
@@ -20,14 +21,9 @@ TREES = [
 ]
 
 
-def disturb(learner, scale: float = 0.05) -> None:
-    for p in learner.policy.parameters():
-        p.data += scale * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-
-
 def rollout_of(make_learner, explore, objective=NFT, rollout=ODE, **changes):
     learner = make_learner(objective=objective, rollout=rollout | {"explore": explore}, **changes)
-    disturb(learner)
+    disturb(learner.policy, 0.05)
     return learner.source.collect(0, Timer())
 
 
@@ -144,7 +140,7 @@ def test_the_first_ratio_of_grpo_is_one_on_what_was_kept(make_learner):
     explore = ROUGH | {"candidates": 8}
     rollout = {"tree": {"kind": "flow_grpo"}, "explore": explore, "merge_lora": False}
     learner = make_learner(objective={"kind": "grpo"}, rollout=rollout)
-    disturb(learner)
+    disturb(learner.policy, 0.05)
     _, metrics = learner.iterate(0)
     assert metrics["policy/ratio_error_max"] == 0
     assert metrics["explore/spread_kept"] > metrics["explore/spread"] > 0

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from gaussian_flow import f64
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,10 +23,6 @@ def scores(prompts=4, candidates=96, seed=0):
     return torch.randn(prompts, candidates, dtype=torch.float64, generator=generator)
 
 
-def vector(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
 # --- numbers -------------------------------------------------------------------------------------
 
 
@@ -33,7 +30,7 @@ def vector(*values):
 def test_spearmans_rho_is_the_correlation_of_average_ranks(rows):
     columns = [*zip(*rows, strict=True)]
     ranks = [[sum(v > w for v in c) + c.count(w) / 2 for w in c] for c in columns]
-    rho = spearman_rho(*(vector(*column) for column in columns))
+    rho = spearman_rho(*(f64(*column) for column in columns))
     if any(len(set(column)) == 1 for column in columns):
         assert math.isnan(rho)
     else:
@@ -41,9 +38,9 @@ def test_spearmans_rho_is_the_correlation_of_average_ranks(rows):
 
 
 def test_a_candidate_without_one_score_is_left_out_of_both():
-    proxy, true = vector(3, NAN, 1, 2, INF, 9), vector(0.3, 0.9, 0.2, 0.1, 0.0, NAN)
-    assert spearman_rho(proxy, true) == spearman_rho(vector(3, 1, 2), vector(0.3, 0.2, 0.1)) != 1
-    assert math.isnan(spearman_rho(vector(1, NAN), vector(2, 3)))
+    proxy, true = f64(3, NAN, 1, 2, INF, 9), f64(0.3, 0.9, 0.2, 0.1, 0.0, NAN)
+    assert spearman_rho(proxy, true) == spearman_rho(f64(3, 1, 2), f64(0.3, 0.2, 0.1)) != 1
+    assert math.isnan(spearman_rho(f64(1, NAN), f64(2, 3)))
     broken, lost = scores(2, 12), scores(2, 12, seed=1)
     broken[0, 3], lost[0, 5], broken[1, 0] = NAN, NAN, INF
     audit = audit_ranks(broken, lost, 4)

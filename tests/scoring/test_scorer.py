@@ -133,13 +133,3 @@ def test_scores_of_a_later_batch_stand_in_the_rows_of_its_images():
         scoring.add(IMAGES[part], PROMPTS[part], PLAIN[part])
     expected = score([RewardSpec(name="mean", reward=mean)], IMAGES, PROMPTS, PLAIN).scores
     assert torch.equal(scoring.result().scores, expected) and len(expected.unique()) == 4
-
-
-def test_an_image_without_another_of_its_prompt_is_compared_with_none():
-    def ranks(images, prompts, metadata):
-        return mean(images, prompts, metadata)
-
-    ranks.scope = "group"  # type: ignore[attr-defined]
-    scoring = Scoring(specs=[RewardSpec(name="ranks", reward=ranks)], phase="rollout")
-    scoring.add(IMAGES[:3], ["a", "a", "b"], PLAIN[:3], group=[0, 0, 1])
-    assert scoring.result().applicable[:, 0].tolist() == [True, True, False]

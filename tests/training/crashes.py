@@ -19,6 +19,10 @@ from flowrl.training.tracking import Report
 CHANGES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.truncate"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 KILLED = 137
+# The least that teaches: one group of two.
+SMALLEST = {
+    "prompts_per_iteration": 1, "group_size": 2, "num_inference_steps": 2, "batch_size": 2,
+}  # fmt: skip
 
 
 @dataclass

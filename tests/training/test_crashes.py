@@ -13,7 +13,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from crashes import fork, kill_at
+from crashes import SMALLEST, fork, kill_at
 
 from flowrl.api import align, collect
 from flowrl.assembly.learner import ProvidedObjects, with_pipeline_name
@@ -26,7 +26,7 @@ from flowrl.training.resume import AUTO, decide
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import load_state
 
-PLAIN = {"prompts_per_iteration": 1, "group_size": 2, "num_inference_steps": 2, "batch_size": 4}
+PLAIN = SMALLEST | {"batch_size": 4}
 ODE = PLAIN | {"tree": {"kind": "ode"}}
 TREE = {"kind": "tree_grpo", "branch": 2, "window": {"kind": "fixed", "size": 1}}
 EXPLORE = {
@@ -202,18 +202,14 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(drill, kin
     assert killed >= KILLS / 2
 
 
-LARGER = {"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 4, "batch_size": 8}
-
-
 WAYS = {
-    "nft": {"rollout": LARGER | {"tree": {"kind": "ode"}}, "objective": {"kind": "nft"}},
+    "nft": {"rollout": {"tree": {"kind": "ode"}}, "objective": {"kind": "nft"}},
     "tree": {
-        "rollout": LARGER | {"tree": {"kind": "branch_grpo", "branch": 2, "splits": [1, 2]}},
+        "rollout": {"tree": {"kind": "branch_grpo", "branch": 2, "splits": [1, 2]}},
         "objective": {"kind": "grpo"},
     },
     "two stages": {
-        "rollout": LARGER
-        | {
+        "rollout": {
             "tree": {"kind": "ode"},
             "explore": {
                 "candidates": 8, "num_inference_steps": 2, "precision": "nvfp4-emulated",

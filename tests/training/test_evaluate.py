@@ -12,21 +12,28 @@ from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation, compare
 from flowrl.utils.distributed import Runtime
 
+MEAN = RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))
+SETTINGS = {
+    "prompts": "tiny:colors:test", "num_images": 5, "num_inference_steps": 2, "batch_size": 2,
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
-def evaluator(tiny_config, load_tiny):
-    specs = [
-        RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3))),
-        RewardSpec(name="length", reward=lambda _, prompts, __: [float(len(p)) for p in prompts]),
-    ]
-    settings = {
-        "prompts": "tiny:colors:test",
-        "num_images": 5,
-        "num_inference_steps": 2,
-        "batch_size": 2,
-    }
-    config = tiny_config(evaluation=settings)
-    return replace(build_evaluator(config, load_tiny(), specs, ProvidedObjects()), keep=3)
+def make(tiny_config, load_tiny):
+    """An evaluator of a small recipe, changed as `tiny_config` is."""
+    pipeline = load_tiny()
+
+    def built(*specs, **changes):
+        changes["evaluation"] = SETTINGS | changes.get("evaluation", {})
+        return build_evaluator(tiny_config(**changes), pipeline, [*specs], ProvidedObjects())
+
+    return built
+
+
+@pytest.fixture(scope="module")
+def evaluator(make):
+    length = RewardSpec(name="length", reward=lambda _, texts, __: [float(len(t)) for t in texts])
+    return replace(make(MEAN, length), keep=3)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +64,9 @@ def test_a_process_with_no_share_adds_nothing(evaluator, runtime, monkeypatch):
     assert result.images.shape[1:] == (3, 64, 64) and result.images.dtype == torch.uint8
 
 
-def test_the_key_changes_with_whatever_changes_the_base_images(tiny_config, load_tiny):
-    settings = {"prompts": "tiny:colors:test", "num_images": 5, "num_inference_steps": 2}
-    specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
-    pipeline = load_tiny()
-
+def test_the_key_changes_with_whatever_changes_the_base_images(make):
     def key(**changes):
-        changes["evaluation"] = settings | changes.get("evaluation", {})
-        return build_evaluator(tiny_config(**changes), pipeline, specs, ProvidedObjects()).key
+        return make(MEAN, **changes).key
 
     plain = key()
     for change in (
@@ -82,30 +84,13 @@ def test_the_key_changes_with_whatever_changes_the_base_images(tiny_config, load
     assert key(evaluation=unseen, optim={"lr": 1.0}) == plain
 
 
-# --- other numbers of steps, other sizes, the pipeline's own call --------------------------------
-
-SETTINGS = {"prompts": "tiny:colors:test", "num_images": 3, "batch_size": 3}
-
-
-@pytest.fixture(scope="module")
-def make_evaluator(tiny_config, load_tiny):
-    spec = RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))
-
-    def make(family="sd3", dtype="fp32", **changes):
-        pipeline = {"family": family, "dtype": dtype}
-        config = tiny_config(pipeline=pipeline, evaluation=SETTINGS | changes)
-        return build_evaluator(config, load_tiny(dtype, family), [spec], ProvidedObjects())
-
-    return make
-
-
 def test_every_number_of_steps_is_scored_as_alone_and_in_between_only_the_first(
-    make_evaluator, runtime, tmp_path
+    make, runtime, tmp_path
 ):
-    both = make_evaluator(num_inference_steps=[2, 3])
+    both = make(MEAN, evaluation={"num_inference_steps": [2, 3]})
     velocity = both.backbone.velocity
     whole, part = both(velocity, runtime), both(velocity, runtime, whole=False)
-    alone = [make_evaluator(num_inference_steps=n)(velocity, runtime) for n in (2, 3)]
+    alone = [make(MEAN, evaluation={"num_inference_steps": n})(velocity, runtime) for n in (2, 3)]
     for found, expected in zip((whole, *whole.at_steps), alone, strict=True):
         assert torch.equal(found.scores, expected.scores)
         assert torch.equal(found.images, expected.images) and found.steps == expected.steps
@@ -152,11 +137,10 @@ def test_an_interval_is_over_prompts_and_one_prompt_has_none():
     assert math.isnan(one.change.low) and math.isnan(one.change.high)
 
 
-def test_few_prompts_are_not_repeated_to_as_many_images_as_wanted(tiny_config, load_tiny, tmp_path):
+def test_few_prompts_are_not_repeated_to_as_many_images_as_wanted(make, tmp_path):
     (tmp_path / "few.txt").write_text("a cat\na dog\n")
-    settings = {"prompts": str(tmp_path / "few.txt"), "num_images": 600}
-    few = build_evaluator(tiny_config(evaluation=settings), load_tiny(), [], ProvidedObjects())
-    assert few is not None and len(few.prompts) == 16
+    few = make(evaluation={"prompts": str(tmp_path / "few.txt"), "num_images": 600})
+    assert len(few.prompts) == 16
 
 
 def test_a_repeated_prompt_has_noise_of_its_own(evaluator, runtime):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from crashes import SMALLEST
 
 import flowrl.api
 import flowrl.export.summary
@@ -67,12 +68,7 @@ SAMPLE = [("rollout", "memory"), ("save", "ENOSPC"), ("load", "TERM"), ("learn",
 def config_for(tiny_config):
     def make(folder: Path):
         return tiny_config(
-            rollout={
-                "prompts_per_iteration": 1,
-                "group_size": 2,
-                "num_inference_steps": 2,
-                "batch_size": 2,
-            },
+            rollout=SMALLEST,
             evaluation={
                 "prompts": "tiny:colors:test",
                 "num_images": 1,

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from crashes import SMALLEST
 
 from flowrl.config import config_yaml
 from flowrl.training.checkpoint import STATE, Checkpoints
@@ -71,12 +72,7 @@ def start(launch, tiny_config, tmp_path):
 
     def begin(does: str, victim: int = 1, **runtime: float) -> list[subprocess.Popen]:
         config = tiny_config(
-            rollout={
-                "prompts_per_iteration": 2,
-                "group_size": 2,
-                "num_inference_steps": 2,
-                "batch_size": 2,
-            },
+            rollout=SMALLEST | {"prompts_per_iteration": 2},
             run={"iterations": 3, "keep_checkpoints": 5, "output_dir": str(tmp_path / "run")},
             runtime=runtime,
         )

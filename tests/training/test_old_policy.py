@@ -5,9 +5,7 @@ import torch
 
 from flowrl.backbones.policy import OLD, POLICY
 
-ROLLOUT = {
-    "prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 2, "batch_size": 8,
-}  # fmt: skip
+ROLLOUT = {"num_inference_steps": 2}
 ODE, CHAINS = {"tree": {"kind": "ode"}}, {"tree": {"kind": "flow_grpo"}}
 OLD_POLICIES = {
     "nft": {"kind": "nft", "noising": {"count": 2}, "old_decay": {"rate": None, "limit": 0.5}},
@@ -35,7 +33,6 @@ def test_the_old_policy_is_the_one_that_sampled(make_learner, monkeypatch, name,
     learner = make_learner(
         objective=OLD_POLICIES[name],
         rollout=ROLLOUT | ODE | {"staleness": staleness},
-        optim={"lr": 1e-2},
     )
     policy, adapter = learner.policy, OLD if learner.objective.needs.old.samples else POLICY
     sampled: dict[int, list[torch.Tensor]] = {}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from crashes import SMALLEST
 from safetensors.torch import load_file
 
 from flowrl.backbones.lora_formats import FILE
@@ -10,10 +11,7 @@ from flowrl.training.checkpoint import Checkpoints, read_checkpoint
 from flowrl.training.loop import train
 from flowrl.training.tracking import read_metrics
 
-SMALL = {
-    "prompts_per_iteration": 1, "group_size": 2, "num_inference_steps": 2, "batch_size": 2,
-    "tree": {"kind": "flow_grpo"},
-}  # fmt: skip
+SMALL = SMALLEST | {"tree": {"kind": "flow_grpo"}}
 
 
 @pytest.fixture
@@ -23,7 +21,7 @@ def trained(make_run):
     def make(resume=None, iterations: int = 4, **reference):
         _, learner, run = make_run(
             resume, rollout=SMALL, objective={"kind": "grpo", "kl_coef": 0.1},
-            optim={"lr": 1e-2}, reference=reference,
+            reference=reference,
             run={"iterations": 4, "checkpoint_every": 1, "keep_checkpoints": 9},
         )  # fmt: skip
         with run.session():

@@ -13,6 +13,7 @@ from flowrl.api import align
 from flowrl.backbones.lora_formats import open_lora
 from flowrl.training.checkpoint import STATE
 from flowrl.training.evaluate import Evaluation, Evaluator
+from flowrl.training.loop import train
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import load_state
 from flowrl.web.runs import RunFiles
@@ -23,14 +24,8 @@ MOVING = {
     "depth_pruning": {"start": 2, "size": 1, "stop": 2},
 }
 SMALL = {
-    "rollout": {
-        "prompts_per_iteration": 2,
-        "group_size": 4,
-        "num_inference_steps": 4,
-        "batch_size": 4,
-        **MOVING,
-    },
-    "optim": {"lr": 1e-2, "micro_batch": 4},
+    "rollout": {"batch_size": 4, **MOVING},
+    "optim": {"micro_batch": 4},
     "ema": {"decay": 0.5},
     "evaluation": {
         "prompts": "tiny:colors:test",
@@ -45,13 +40,8 @@ ITERATIONS = 5
 @pytest.fixture(scope="module")
 def config_for(tiny_config):
     def make(folder: Path, **run):
-        settings = {
-            "iterations": ITERATIONS,
-            "checkpoint_every": 2,
-            "keep_checkpoints": 1,
-            "trackers": [],
-        }
-        run = settings | {"sample_every": 0, "output_dir": str(folder)} | run
+        settings = {"iterations": ITERATIONS, "checkpoint_every": 2, "keep_checkpoints": 1}
+        run = settings | {"output_dir": str(folder)} | run
         return tiny_config(**SMALL, run=run)
 
     return make
@@ -216,3 +206,57 @@ def test_run_seed_seeds_the_global_generators_that_a_reward_may_use(tiny_config,
 
     first = rewards_of("first", 3, 2)
     assert rewards_of("in two sessions", 3, 1, 2) == first != rewards_of("other", 4, 2)
+
+
+CHANGING = {
+    "rollout": {
+        "prompts_per_iteration": 2,
+        "group_size": 2,
+        "num_inference_steps": 3,
+        "batch_size": 4,
+    },
+    "evaluation": {"prompts": "tiny:colors:test", "num_images": 2, "num_inference_steps": 2},
+}
+
+
+@pytest.fixture
+def small(make_run):
+    return lambda resume=None, **changes: make_run(resume, **CHANGING | changes)[1:]
+
+
+def trained(learner, run, iterations: int) -> dict:
+    """The state that the run leaves."""
+    with run.session():
+        train(learner, run, iterations=iterations)
+    return run.checkpoints.newest()[1]
+
+
+def test_it_steps_as_its_recipe_now_says(small):
+    state = trained(*small(), iterations=2)
+    learner, run = small(state, optim={"lr": 1e-7, "weight_decay": 0.0})
+    with run.session():
+        run.begin(learner.policy, learner.optimizer)
+    (group,) = learner.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (1e-7, 0.0)
+    assert learner.optimizer.state_dict()["state"]  # the moments are the checkpoint's
+
+
+def test_the_base_is_drawn_anew_when_it_is_evaluated_otherwise(small):
+    state = trained(*small(), iterations=1)
+    learner, run = small(state)
+    first = run.evaluation_path(0).stat().st_mtime_ns
+    trained(learner, run, iterations=1)
+    assert run.evaluation_path(0).stat().st_mtime_ns == first
+    changed = CHANGING["evaluation"] | {"num_images": 3}
+    learner, run = small(state, evaluation=changed)
+    trained(learner, run, iterations=1)
+    base = Evaluation.load(run.evaluation_path(0))
+    assert len(base.scores) == 3 and base.key == run.evaluator.key
+
+
+def test_a_warmed_up_learning_rate_rises_evenly_and_then_falls(small):
+    learner, _ = small(optim={"lr": 1.0, "warmup": 3})
+    assert [learner.optim.lr_at(i, learner.iterations) for i in range(5)] == [0.25, 0.5, 0.75, 1, 1]
+    falling, _ = small(optim={"lr": 1.0, "schedule": "linear", "warmup": 1})
+    rates = [falling.optim.lr_at(i, falling.iterations) for i in (0, 1, 3, 4)]
+    assert rates == [0.5, 0.75, 0.25, 0.0]

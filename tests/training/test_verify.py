@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from flowrl.api import align, collect
 from flowrl.backbones.lora_formats import FILE, METADATA
 from flowrl.backbones.policy import POLICY
-from flowrl.cli import main
 from flowrl.offline.format import shard_file
 from flowrl.training.checkpoint import STATE, Checkpoints
 from flowrl.training.verify import verify
@@ -154,15 +153,10 @@ def test_faults_of_a_store_are_named_and_a_good_one_passes(good_store, tmp_path)
         assert problems(verify(store)) == {"store"}
 
 
-def test_the_command_names_what_is_wrong_and_exits_with_1(run, tmp_path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["verify", str(run / FILE)])
-    assert not caught.value.code and "rank 4, scale 1.5" in capsys.readouterr().out
+def test_the_command_names_what_is_wrong_and_exits_with_1(run, tmp_path, flowrl):
+    code, out, _ = flowrl("verify", run / FILE)
+    assert code == 0 and "rank 4, scale 1.5" in out
     nan_in_lora(run)
-    with pytest.raises(SystemExit) as caught:
-        main(["verify", str(run / FILE)])
-    out, err = capsys.readouterr()
-    assert caught.value.code == 1 and "lora" in err and "!!  lora" in out
-    with pytest.raises(SystemExit):
-        main(["verify", str(tmp_path)])
-    assert str(tmp_path) in capsys.readouterr().err
+    code, out, err = flowrl("verify", run / FILE)
+    assert code == 1 and "lora" in err and "!!  lora" in out
+    assert str(tmp_path) in flowrl("verify", tmp_path)[2]

@@ -1,11 +1,8 @@
 import collections
 
-import pytest
-from any_plan import nearest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.trees.plan import PlanError
 from flowrl.trees.windows import (
     AllSteps,
     DepthPruning,
@@ -70,20 +67,6 @@ def test_depth_pruning_moves_later_and_stays_at_its_stop():
     assert pruning.steps(30, 20) == range(10, 14)
     unlimited = DepthPruning(start=9, size=4, period=1)
     assert unlimited.steps(500, 20) == range(15, 19)  # the last with noise
-
-
-def test_depth_pruning_that_cannot_be_names_what_can():
-    for options, name in [
-        ({"stop": 3}, "stop"),
-        ({"start": 19}, "start"),
-        ({"size": 11}, "size"),
-    ]:
-        with pytest.raises(PlanError, match=f"rollout.depth_pruning.{name} is") as caught:
-            DepthPruning(**options).steps(0, 20)
-        fixed = (
-            options | {name: nearest(caught.value)[0]} | ({"size": 1} if name == "start" else {})
-        )
-        assert DepthPruning(**fixed).steps(99, 20)
 
 
 def test_subsets_differ_with_seed_and_iteration_and_reach_every_step():

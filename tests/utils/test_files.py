@@ -52,28 +52,6 @@ def test_tensors_come_back_bit_for_bit(tmp_path):
             assert torch.equal(second["b"], value.T if value.ndim == 2 else value)
 
 
-def test_an_optimiser_goes_on_from_its_stored_state(tmp_path):
-    def fresh():
-        weight = torch.nn.Parameter(torch.ones(3))
-        return weight, torch.optim.AdamW([weight], lr=0.1, betas=(0.8, 0.95))
-
-    def step(weight, optimizer, power):
-        optimizer.zero_grad()
-        (weight**power).sum().backward()
-        optimizer.step()
-
-    weight, optimizer = fresh()
-    step(weight, optimizer, 2)
-    save_state(tmp_path / "s", {"w": weight.data, "o": optimizer.state_dict()})
-    step(weight, optimizer, 3)
-    again, optimizer = fresh()
-    state = load_state(tmp_path / "s")
-    again.data.copy_(state["w"])
-    optimizer.load_state_dict(state["o"])
-    step(again, optimizer, 3)
-    assert torch.equal(again, weight)
-
-
 def test_files_are_written_whole_or_not_at_all(tmp_path):
     # What json and tensors cannot hold is refused and leaves no file.
     with pytest.raises(TypeError, match="set"):

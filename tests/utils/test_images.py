@@ -1,15 +1,11 @@
 """Images keep their pixels where they should, and text stays inside its place."""
 
-import base64
-import io
-
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
-from flowrl.utils.images import data_url, font, to_pil, wrap
+from flowrl.utils.images import font, to_pil, wrap
 
 WIDTH = 192
 
@@ -23,12 +19,6 @@ def test_pixels_are_rounded_to_bytes_and_bytes_survive():
     levels = torch.arange(256, dtype=torch.uint8).expand(1, 3, 2, -1)
     (image,) = to_pil(levels.float() / 255)
     assert torch.equal(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None], levels)
-
-
-def test_a_data_url_gives_the_same_pixels_back():
-    pixels = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
-    body = data_url(Image.fromarray(pixels)).removeprefix("data:image/webp;base64,")
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(body)))), pixels)
 
 
 @given(text=st.text(max_size=300), lines=st.integers(1, 4))

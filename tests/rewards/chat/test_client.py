@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from chat_servers import Scripted, completion, free_port, images_of, refusal, scripted, text_of
+from chat_servers import Scripted, completion, free_port, images_of, refusal, text_of
 from chat_servers import within as no_longer_than
 from flowrl_rewards.chat import client as chat_module
 from flowrl_rewards.chat.client import Chat
@@ -35,7 +35,7 @@ def ask(server: Scripted | str, *questions: Question, **args) -> list[Reply]:
 
 
 def test_answers_are_greedy_in_order_and_thinking_is_switched_off_where_the_server_knows_of_it():
-    with scripted(echo) as server:
+    with Scripted(echo) as server:
         replies = ask(server, *(question(f"q{n}", max_tokens=n) for n in range(1, 30)))
         assert [r.text for r in replies] == [f"q{n} by m in {n}" for n in range(1, 30)]
         for body in server.asked:
@@ -47,7 +47,7 @@ def test_answers_are_greedy_in_order_and_thinking_is_switched_off_where_the_serv
 
 def test_images_arrive_without_loss_and_before_the_text():
     images = torch.randint(0, 256, (2, 3, 5, 9), generator=torch.Generator().manual_seed(0)) / 255
-    with scripted(lambda body: completion("ok")) as server:
+    with Scripted(lambda body: completion("ok")) as server:
         ask(server, question("what?", *pngs(images, 64)))
     assert np.array_equal(np.stack(images_of(server.asked[0])), to_uint8(images))
     parts = server.asked[0]["messages"][0]["content"]
@@ -55,11 +55,11 @@ def test_images_arrive_without_loss_and_before_the_text():
 
 
 def test_probabilities_of_the_first_token_are_asked_for_and_read_and_told_when_absent():
-    with scripted(lambda body: completion("4", {"4": 0.75, " 5": 0.25})) as server:
+    with Scripted(lambda body: completion("4", {"4": 0.75, " 5": 0.25})) as server:
         (reply,) = ask(server, question(alternatives=20))
     assert server.asked[0]["logprobs"] is True and server.asked[0]["top_logprobs"] == 20
     assert dict(reply.first) == {"4": pytest.approx(0.75), " 5": pytest.approx(0.25)}
-    with scripted(lambda body: completion("5")) as server:
+    with Scripted(lambda body: completion("5")) as server:
         assert "no log-probabilities" in ask(server, question(alternatives=20))[0].missing
         assert len(server.asked) == 1
 
@@ -72,7 +72,7 @@ def test_thoughts_that_were_not_asked_for_make_a_reply_useless():
         {"text": "5", "reasoning": "hm"},
     ):
         answer = completion(**message)
-        with scripted(lambda body, answer=answer: answer) as server:
+        with Scripted(lambda body, answer=answer: answer) as server:
             assert f"{server.url} thinks" in ask(server)[0].missing, message
             assert len(server.asked) == 1
             assert ask(server, thinking=True)[0].text == "5", message
@@ -87,7 +87,7 @@ def test_an_answer_that_was_cut_asks_for_more_tokens_with_and_without_thoughts()
     ):
         cut = completion(**message)
         cut["choices"][0]["finish_reason"] = reason
-        with scripted(lambda body, cut=cut: cut) as server:
+        with Scripted(lambda body, cut=cut: cut) as server:
             assert "max_tokens" in ask(server, thinking=True)[0].missing, message
             assert len(server.asked) == 1, message
 
@@ -124,7 +124,7 @@ FAULTS = (  # what the server answers, or a function of it; the words of the rea
 @pytest.mark.parametrize("fault, says", FAULTS)
 def test_a_fault_is_a_missing_reply_in_time_that_quotes_the_server_with_advice(fault, says):
     several = [question(f"q{n}", alternatives=20) for n in range(3)]
-    with scripted(lambda body: fault(server) if callable(fault) else fault) as server:
+    with Scripted(lambda body: fault(server) if callable(fault) else fault) as server:
         url = server.url if fault else f"http://127.0.0.1:{free_port()}/v1"
         with no_longer_than(1 + SLACK):
             replies = ask(url, *several, timeout=0.3, deadline=1)
@@ -141,7 +141,7 @@ def test_replies_that_came_before_the_deadline_are_kept():
     def script(body):
         return server.hang if text_of(body) == "slow" else completion("here")
 
-    with scripted(script) as server, no_longer_than(0.5 + SLACK):
+    with Scripted(script) as server, no_longer_than(0.5 + SLACK):
         slow, fast = ask(server, question("slow"), question("fast"), deadline=0.5, in_flight=2)
     assert fast.text == "here"
     assert "deadline of 0.5 s" in slow.missing and server.url in slow.missing
@@ -160,7 +160,7 @@ def test_with_a_cache_a_question_is_never_asked_again_and_other_ones_are(tmp_pat
         question("a", begins="It is"),
     ]
     cache = str(tmp_path)
-    with scripted(lambda body: completion("5", {"5": 0.75, "4": 0.25})) as server:
+    with Scripted(lambda body: completion("5", {"5": 0.75, "4": 0.25})) as server:
         chat = Chat("m", server.url, cache=cache)
         first = chat.ask([*different, *different])
         assert first[: len(different)] == first[len(different) :]
@@ -175,7 +175,7 @@ def test_with_a_cache_a_question_is_never_asked_again_and_other_ones_are(tmp_pat
 def test_the_key_comes_from_the_named_variable_only(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "of another service")
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    with scripted(echo) as server:
+    with Scripted(echo) as server:
         ask(server)
         ask(server, api_key_env="JUDGE_KEY")
         assert server.keys == ["Bearer none", "Bearer secret"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from chat_servers import completion, free_port, scripted, text_of
+from chat_servers import Scripted, completion, free_port, text_of
 from flowrl_rewards.chat import client as chat_module
 from flowrl_rewards.chat.account import BudgetSpent
 from flowrl_rewards.chat.client import Chat, is_loopback
@@ -104,7 +104,7 @@ def test_a_refused_parameter_is_left_out_from_then_on():
                 return 400, {}, json.dumps({"error": {"message": text, "param": name}}).encode()
         return completion(f"at most {body['max_completion_tokens']}")
 
-    with scripted(script) as server:
+    with Scripted(script) as server:
         chat = Chat("m", server.url, in_flight=1)
         with pytest.warns(UserWarning, match="sent without temperature"):
             assert chat.ask(questions(2))[1].text == "at most 9"
@@ -112,21 +112,21 @@ def test_a_refused_parameter_is_left_out_from_then_on():
         chat.ask([Question(images=(), text="later", max_tokens=4)])
         assert len(server.asked) == 6
     too_many = b'{"error": {"message": "Invalid max_tokens: at most 4 are allowed"}}'
-    with scripted(lambda body: (400, {}, too_many)) as server:
+    with Scripted(lambda body: (400, {}, too_many)) as server:
         assert "at most 4" in Chat("m", server.url).ask(questions(1))[0].missing
         assert len(server.asked) == 1  # a limit is no unknown name
 
 
 def test_a_spent_quota_ends_the_run():
     quota = b'{"error": {"message": "You exceeded your quota", "code": "insufficient_quota"}}'
-    with scripted(lambda _: (429, {"Retry-After": "1"}, quota)) as server:
+    with Scripted(lambda _: (429, {"Retry-After": "1"}, quota)) as server:
         with pytest.raises(BudgetSpent, match="quota is used up"):
             Chat("m", server.url, in_flight=1).ask(questions(9))
         assert len(server.asked) == 1
 
 
 def test_a_budget_of_requests_holds_for_all_who_share_a_folder(tmp_path):
-    with scripted(lambda body: completion("ok")) as server:
+    with Scripted(lambda body: completion("ok")) as server:
         common = {"cache": str(tmp_path), "in_flight": 1}
         Chat("m", server.url, max_requests=5, **common).ask(questions(3))
         with pytest.raises(BudgetSpent, match="max_requests.*raise that to continue"):
@@ -146,7 +146,7 @@ def test_proxies_are_for_hosted_servers_alone(monkeypatch):
         ("http://example.org:8000/v1", False),
     ):
         assert is_loopback(url) is here, url
-    with scripted(lambda body: completion("by the proxy")) as proxy:
+    with Scripted(lambda body: completion("by the proxy")) as proxy:
         monkeypatch.setenv("HTTP_PROXY", proxy.url.removesuffix("/v1"))
         monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
         for name in ("no_proxy", "NO_PROXY"):
@@ -168,7 +168,7 @@ def test_no_key_is_in_any_file_log_or_message_where_a_server_echoes_it(
         completion(f"your key is {KEY}, and the picture is worth 4"),
     ]
     settings = {"api_key_env": "JUDGE_KEY", "cache": str(tmp_path), "in_flight": 1}
-    with scripted(lambda body: answers.pop(0)) as server:
+    with Scripted(lambda body: answers.pop(0)) as server:
         chat = Chat("m", server.url, **settings)  # type: ignore[arg-type]
         replies = [chat.ask([q])[0] for q in questions(2)]
         assert "Bearer " + KEY in server.keys

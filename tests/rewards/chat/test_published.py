@@ -1,6 +1,6 @@
 import pytest
 import torch
-from chat_servers import completion, scripted, text_of
+from chat_servers import Scripted, completion, text_of
 from flowrl_rewards.chat.published import ExplainedJudge, QuestionGraph, graph_score
 from flowrl_rewards.vlm_judge import VLMJudge
 
@@ -19,7 +19,7 @@ def test_a_child_of_a_no_counts_0_and_its_own_children_by_the_benchmark(chain, r
     def script(body):
         return completion("", said[text_of(body).removesuffix(" Answer with yes or no.")])
 
-    with scripted(script) as server:
+    with Scripted(script) as server:
         judge = QuestionGraph({"model": "m", "base_url": server.url}, chain=chain)
         scores, reasons = judge(torch.rand(1, 3, 8, 8), ["p"], [{"question_graph": graph}])
     assert scores == [right] and not reasons
@@ -37,7 +37,7 @@ def test_wiscore_weighs_consistency_realism_and_beauty_and_the_judge_reads_the_e
         asked.append(text_of(body))
         return completion("Consistency: 2\nRealism: 1\n**Aesthetic Quality**: 0")
 
-    with scripted(script) as server:
+    with Scripted(script) as server:
         judge = ExplainedJudge({"model": "m", "base_url": server.url}, rubric="wise")
         told = [{"Explanation": "mooncakes"}, {}]
         scores, reasons = judge(torch.rand(2, 3, 8, 8), ["a pastry"] * 2, told)
@@ -46,6 +46,6 @@ def test_wiscore_weighs_consistency_realism_and_beauty_and_the_judge_reads_the_e
 
 
 def test_a_level_of_t2i_compbench_is_20_points():
-    with scripted(lambda _: completion('{"score": 3, "explanation": "so"}')) as server:
+    with Scripted(lambda _: completion('{"score": 3, "explanation": "so"}')) as server:
         judge = VLMJudge({"model": "m", "base_url": server.url}, "t2i_compbench")
         assert judge(torch.rand(1, 3, 8, 8), ["p"], [{}])[0] == [60 / 100]

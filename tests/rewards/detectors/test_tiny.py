@@ -13,7 +13,6 @@ from scripts.pretrain_tiny.draw import INK, draw
 
 PER_KIND = 80
 prompts_of = functools.cache(all_prompts)
-BLUE = (40, 84, 224)
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,11 @@ from weakref import WeakValueDictionary
 
 import pytest
 import torch
-from flowrl_rewards.aesthetic import FILE, Aesthetic
+from flowrl_rewards.aesthetic import Aesthetic
 from flowrl_rewards.clipscore import CLIPScore
 from flowrl_rewards.detectors.tiny import TinyDetector
 from flowrl_rewards.fixtures import square
 from flowrl_rewards.geneval import GenEval
-from torch import nn
 from transformers import CLIPModel
 
 from flowrl.assembly.learner import build_rewards
@@ -54,15 +53,6 @@ def counts(monkeypatch) -> dict[str, int]:
     return found
 
 
-def head(folder) -> str:
-    """The folder with random weights of the aesthetic head in their published layout."""
-    widths = zip((0, 2, 4, 6, 7), (768, 1024, 128, 64, 16), (1024, 128, 64, 16, 1), strict=True)
-    layers = {str(n): nn.Linear(a, b) for n, a, b in widths}
-    found = nn.ModuleDict(layers).state_dict()
-    torch.save({f"layers.{name}": value for name, value in found.items()}, folder / FILE)
-    return str(folder)
-
-
 def scored(rewards: list[dict], images: torch.Tensor, metadata: dict):
     entries = [RewardOptions.model_validate(entry) for entry in rewards]
     specs = build_rewards(load_config("quickstart").model_copy(update={"rewards": entries}))
@@ -84,17 +74,17 @@ def test_three_rules_of_geneval_look_at_each_image_once(counts):
 
 
 def test_clipscore_and_aesthetic_share_one_network_and_its_forward(
-    counts, tiny_clip, tmp_path, random_images
+    counts, tiny_clip, tiny_aesthetic, random_images
 ):
     settings = {"model": tiny_clip, "device": "cpu"}
+    headed = settings | {"head": tiny_aesthetic}
     images, asked = random_images(4), (["a cat"] * 4, [{}] * 4)
-    weights = head(tmp_path)
     alone = torch.stack(
-        [CLIPScore(**settings)(images, *asked), Aesthetic(head=weights, **settings)(images, *asked)]
+        [CLIPScore(**settings)(images, *asked), Aesthetic(**headed)(images, *asked)]
     )
     gc.collect()
     counts.update(dict.fromkeys(counts, 0))
-    rewards = CLIPScore(**settings), Aesthetic(head=weights, **settings)
+    rewards = CLIPScore(**settings), Aesthetic(**headed)
     together = torch.stack([reward(images, *asked) for reward in rewards])
     assert torch.equal(together, alone)
     assert (counts["loads"], counts["image forwards"], counts["text forwards"]) == (1, 1, 1)

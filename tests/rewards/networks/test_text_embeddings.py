@@ -1,4 +1,6 @@
+import pytest
 import torch
+from flowrl_rewards.networks.clip import Clip
 from flowrl_rewards.networks.text_embeddings import TextEmbeddings
 
 
@@ -24,3 +26,10 @@ def test_equal_prompts_are_encoded_once_come_back_in_place_and_the_last_used_are
     for prompt in ("a", "b", "a", "c", "a", "b"):
         texts([prompt])
     assert calls == [["a"], ["b"], ["c"], ["b"]]
+
+
+def test_long_prompts_are_cut_with_a_warning(tiny_clip):
+    clip, long = Clip(tiny_clip, reward="a test", device="cpu"), "a red circle " * 9
+    with pytest.warns(UserWarning, match=r"a test reads 14 tokens .* prompt of 29"):
+        cut = clip.texts([long])
+    assert cut.isfinite().all() and (cut == clip.texts([long])).all()

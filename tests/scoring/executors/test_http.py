@@ -9,16 +9,13 @@ import torch
 from faulty import (
     Faulty,
     assert_right,
-    body,
     changed,
-    endless,
     good,
     images_of,
     late,
     remote,
     scored,
     status,
-    truncated,
 )  # fmt: skip
 
 from flowrl.config.rewards import HTTPOptions
@@ -27,6 +24,7 @@ from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.executors.http import HTTPExecutor
 
 NOWHERE = "http://127.0.0.1:9"  # the port of the discard service, which nobody runs
+TRUNCATED = lambda server, _: server.truncated  # noqa: E731
 
 
 # --- what a run sees ------------------------------------------------------------------------------
@@ -37,14 +35,14 @@ def test_images_keep_their_order_and_requests_their_limits(monkeypatch):
     with Faulty(late(0.15), late(0.05), late(0.1), good) as server:
         with closing(remote(server, micro_batch=3)) as executor:
             assert_right(scored(executor, 20))
-        assert sorted(len(request["items"]) for request in server.received) == [2, *[3] * 6]
+        assert sorted(len(request["items"]) for request in server.asked) == [2, *[3] * 6]
         assert server.most_at_once == 2
 
 
 def test_groups_are_never_split():
     with Faulty(good, scope="group") as server, closing(remote(server, micro_batch=2)) as executor:
         assert_right(scored(executor, 5))
-        assert [len(request["items"]) for request in server.received] == [5]
+        assert [len(request["items"]) for request in server.asked] == [5]
         with pytest.raises(RewardFailure, match="17 .*--max-body"):
             scored(executor, 17)  # of 16 unless a server says otherwise
 
@@ -61,7 +59,7 @@ def test_close_ends_all_threads_while_a_server_hangs():
     with Faulty(late(30)) as server:
         executor = remote(server, timeout=30.0, deadline=30.0)
         future = executor.submit(images_of(1), ["a"], [{}])
-        while not server.received:
+        while not server.asked:
             time.sleep(0.01)
         began = time.monotonic()
         executor.close()
@@ -79,8 +77,8 @@ def test_close_ends_all_threads_while_a_server_hangs():
         (status(500), "500 (engine died)"),
         (status(503, "loading"), "answered 503 (loading)"),
         (late(5), "did not answer within 0.3 s"),
-        (endless(0.05, 1), "no score within 0.8 s"),
-        (truncated, "broke off"),
+        (lambda server, _: server.drip, "no score within 0.8 s"),
+        (TRUNCATED, "broke off"),
         (None, "cannot be reached"),
     ],
 )
@@ -95,12 +93,12 @@ def test_a_server_that_stays_broken_costs_the_deadline_and_gives_reasons(fault, 
                     _ = executor.version
 
 
-@pytest.mark.parametrize("fault", [status(500), late(0.6), truncated, status(408), status(429)])
+@pytest.mark.parametrize("fault", [status(500), late(0.6), TRUNCATED, status(408), status(429)])
 def test_what_may_pass_is_retried_with_the_same_key(fault):
     with Faulty(fault, fault, good) as server, closing(remote(server, timeout=0.3)) as executor:
         assert_right(scored(executor))
-        assert len(server.received) == 3
-        assert len({request["key"] for request in server.received}) == 1
+        assert len(server.asked) == 3
+        assert len({request["key"] for request in server.asked}) == 1
 
 
 def test_retry_after_is_waited_for_within_the_deadline_and_capped(monkeypatch):
@@ -129,7 +127,7 @@ def test_a_server_that_fails_or_rests_leaves_the_work_to_another():
         with Faulty(fault) as broken, Faulty(good) as sound:
             with closing(remote(broken, sound, micro_batch=1, timeout=0.3)) as executor:
                 assert_right(scored(executor, 20))
-            assert len(broken.received) <= 8
+            assert len(broken.asked) <= 8
 
 
 # --- failures that stay ---------------------------------------------------------------------------
@@ -140,15 +138,15 @@ def test_a_refusal_stops_the_run_with_the_servers_sentence_and_is_not_retried(co
     with Faulty(status(code, "the cat is missing")) as server, closing(remote(server)) as executor:
         with pytest.raises(RewardFailure, match="'mean'.*the cat is missing") as caught:
             scored(executor)
-        assert server.url in str(caught.value) and len(server.received) == 1
+        assert server.url in str(caught.value) and len(server.asked) == 1
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        body(b"\x80\x04K\x01."),
-        body(b'{"protocol": 1, "results": ['),
-        body(b"[" * 100_000),
+        lambda *_: b"\x80\x04K\x01.",
+        lambda *_: b'{"protocol": 1, "results": [',
+        lambda *_: b"[" * 100_000,
         changed(lambda content: content["results"][0].update(score="0.5")),
         changed(lambda content: content["results"].pop()),
         changed(lambda content: content.update(results=content["results"] * 2)),
@@ -164,7 +162,7 @@ def test_a_refusal_stops_the_run_with_the_servers_sentence_and_is_not_retried(co
 def test_a_nonsensical_answer_is_a_missing_score_and_is_not_retried(fault):
     with Faulty(fault) as server, closing(remote(server)) as executor:
         answer = scored(executor)
-        assert answer.scores.isnan().all() and len(server.received) == 1
+        assert answer.scores.isnan().all() and len(server.asked) == 1
         assert all(server.url in text for text in answer.reasons.values())
 
 
@@ -207,4 +205,4 @@ def test_a_request_fits_the_limits_of_each_server():
         with closing(remote(small, large, micro_batch=8)) as executor:
             assert_right(scored(executor, 16))
             assert_right(scored(executor, 16))
-        assert max(len(request["items"]) for request in small.received) <= 2
+        assert max(len(request["items"]) for request in small.asked) <= 2
