@@ -1,10 +1,11 @@
 import math
+from typing import get_args
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.sampling.two_stage import SELECT_RULES, select_candidates
+from flowrl.sampling.two_stage import SelectRule, select_candidates
 
 SCORES = st.lists(
     st.sampled_from([0.0, 0.25, 0.5, 1.0, math.nan, math.inf]) | st.floats(-3, 3, width=32),
@@ -48,7 +49,7 @@ def test_a_random_choice_reads_no_proxies():
     assert len({tuple(chosen([0.0] * 6, 3, "random", seed)) for seed in range(200)}) == 20
 
 
-@given(SCORES, st.integers(1, 40), st.sampled_from(SELECT_RULES), st.integers(0, 9))
+@given(SCORES, st.integers(1, 40), st.sampled_from(get_args(SelectRule)), st.integers(0, 9))
 def test_the_kept_are_distinct_ascending_finite_and_as_many_as_can_be(proxy, keep, mode, seed):
     keep = min(keep, len(proxy))
     found = chosen(proxy, keep, mode, seed)

@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from flowrl.api import align
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import Policy
 from flowrl.cli import report_errors
-from flowrl.errors import CAUSES, MEMORY, PHASES, Cause, PhaseName
+from flowrl.errors import CAUSES, MEMORY, Cause, PhaseName
 from flowrl.objectives.grpo import GRPO
 from flowrl.sampling.rollout import decode
 from flowrl.scoring.scorer import SamplerFailure, Scoring
@@ -60,7 +61,7 @@ BEFORE = ("load", "check")  # nothing is there to be saved
 WHOLE = {"encode": 0, "save": 2, "evaluate": 2, "gallery": 3}
 WHOLE |= dict.fromkeys(("rollout", "decode", "score", "learn"), 1)
 ASKED = WHOLE | dict.fromkeys(("rollout", "decode", "score", "learn"), 2)
-CELLS = list(itertools.product(PHASES, INJECTED))
+CELLS = list(itertools.product(get_args(PhaseName), INJECTED))
 SAMPLE = [("rollout", "memory"), ("save", "ENOSPC"), ("load", "TERM"), ("learn", "INT")]
 
 
