@@ -66,7 +66,8 @@ class Policy:
             for name in names:
                 self._add(name, rank, alpha, tuple(targets or backbone.lora_targets))
         # Looked for once, among thousands of modules.
-        self._layers = [layer for layer in self.network.modules() if isinstance(layer, LoraLayer)]
+        modules = self.network.modules()
+        self._layers: list[Any] = [layer for layer in modules if isinstance(layer, LoraLayer)]
         self._by_name = {name: _parameters_of(self.network, name) for name in names}
         for name in self.copies:
             self._copy(POLICY, name)
