@@ -376,7 +376,7 @@ def build_evaluator(
         batch_size=e.batch_size,
         decode_batch=config.pipeline.decode_batch,
         key=evaluation_key(config, specs, prompts),
-        origin=evaluation_origin(caches, specs, prompts, backbone.device),
+        origin=evaluation_origin(config, caches, specs, prompts, backbone.device),
         max_invalid_fraction=config.failures.max_invalid_fraction,
     )
 
@@ -415,8 +415,8 @@ def evaluation_key(
 
 
 def evaluation_origin(
-    caches: TextCaches, specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord],
-    device: torch.device,
+    config: Config, caches: TextCaches, specs: Sequence[RewardSpec],
+    prompts: Sequence[PromptRecord], device: torch.device,
 ) -> str:  # fmt: skip
     """Return a digest of what decides an evaluation's scores beside its key.
 
@@ -424,11 +424,14 @@ def evaluation_origin(
     """
     weights = caches.weights()
     scored = [s.reward for s in specs if s.asked_in("evaluation")]
-    if weights is None or any(getattr(reward, "version", None) is None for reward in scored):
+    if weights is None or not all(getattr(reward, "version", None) for reward in scored):
         return ""
+    sources = Path(__file__).parents[1].rglob("*.py")  # a clone may be edited between two runs
+    edited = max(path.stat().st_mtime_ns for path in sources)
+    rewards = [[entry.name, entry.args] for entry in config.rewards]
     code = [version(name) for name in ("torch", "diffusers", "transformers", "peft")]
     texts = [[p.text, p.negative, p.metadata] for p in prompts]
-    parts = [weights, code, __version__, device.type, texts]
+    parts = [weights, code, __version__, edited, device.type, rewards, texts]
     content = json.dumps(parts, sort_keys=True, default=str)
     return blake2b(content.encode(), digest_size=16).hexdigest()
 

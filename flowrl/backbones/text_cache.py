@@ -234,6 +234,6 @@ def identify_by_files(index: Path, kinds: Sequence[str] = (ENCODER, "tokenizer")
     folder = index.parent
     if folder.parent.name == "snapshots":  # as the Hub's cache is laid out
         return {"commit": folder.name}
-    parts = sorted(p for name in kinds for p in folder.glob(f"{name}*/**/*") if p.is_file())
+    parts = [index, *sorted(p for n in kinds for p in folder.glob(f"{n}*/**/*") if p.is_file())]
     stats = [(p.relative_to(folder).as_posix(), p.stat()) for p in parts]
     return {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]}

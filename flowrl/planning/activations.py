@@ -44,7 +44,7 @@ WIDTHS = (
     "context_in_dim", "in_text_dim2", "text_embed_2_dim", "cross_attention_dim",
 )  # fmt: skip
 CHANNELS = ("in_channels", "in_visual_dim")
-# Operations of each of torch's kernels; torch up to 2.14 lacks those of a CPU's attention.
+# Operations of each of torch's kernels; torch 2.14 lacks those of a CPU's attention.
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[ATTENTION],

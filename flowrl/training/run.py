@@ -166,9 +166,10 @@ class Run:
         for path in sorted(self.folder.parent.glob(str(paths))) if wanted[1] else ():
             try:
                 evaluation = Evaluation.load(path)
-            except DamagedFile:
+            except (OSError, UserError):  # damaged, or its run is being removed
                 continue
-            if (evaluation.key, evaluation.origin) == wanted:
+            whole = not any(one.errors for one in (evaluation, *evaluation.at_steps))
+            if whole and (evaluation.key, evaluation.origin) == wanted:
                 self._print(f"The base's scores are those of {path.parents[1]}.")
                 self._record(0, evaluation)
                 return True

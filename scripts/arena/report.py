@@ -24,6 +24,7 @@ from scripts.compare.data import read_rows
 from scripts.compare.intervals import interquartile_mean
 
 RELATIONS = Path(__file__).with_name("relations.yaml")
+REMARKS = "remarks.md"
 REFERENCES = ("flow_grpo_fast", "sft_on_the_best")
 NEW_REQUESTS, NEW_FAMILIES = "new requests", "new families"
 RESAMPLES = 4_000
@@ -182,8 +183,8 @@ def render(data: Path) -> Path:
     lines = [
         "# The arena", "",
         f"{len(order)} methods on worlds {', '.join(map(str, sorted(scores.base)))}, none of which "
-        "anybody tuned on. Every run had the same budget of core seconds. Made by `python -m "
-        "scripts.arena` from the files beside it.", "",
+        "anybody tuned on. Made by `python -m scripts.arena` from the files beside it.", "",
+        *_remarks(data),
         *_contradictions(scores), "![gains of each method](gains.png)", "",
         "| method | new requests | new families | at 28 steps | middle half of runs | "
         f"less {REFERENCES[0]} | beats {' | beats '.join(REFERENCES)} |",
@@ -220,7 +221,7 @@ def render(data: Path) -> Path:
         *[f"- `{name}`: `{' '.join(v)}`" for name, v in chosen(arms, data).items() if v], "",
         "What was cut from the design: half of the budget of 120 core seconds; a second seed of "
         "each trial; groups of 2, MC-GRPO's median and learning from drafts, which have no option "
-        "any more. Two values that scored alike in both pairs of trials never took effect.",
+        "any more; the methods of `scripts/arena/methods.yaml` with `ranked: false`.",
     ]  # fmt: skip
     write_bytes(data / "gains.png", _chart(scores, order))
     write_bytes(data / "profiles.png", _profiles(scores, order))
@@ -294,6 +295,12 @@ def _side_effects(arm: str, rows: Sequence[Mapping[str, str]]) -> str:
     cells = [f"`{arm}`", *[f"{change(own, name):+.3f}" for name in CHANGES.values()]]
     cells += [f"{average(own, name):,.0f}" for name in COSTS.values()]
     return f"| {' | '.join(cells)} |"
+
+
+def _remarks(data: Path) -> list[str]:
+    """Return what somebody wrote of these data, if anything."""
+    path = data / REMARKS
+    return [path.read_text(encoding="utf-8").strip(), ""] if path.is_file() else []
 
 
 def _elsewhere(rows: Sequence[Mapping[str, str]]) -> str:

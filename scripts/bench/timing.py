@@ -44,19 +44,6 @@ def in_turns(jobs: Mapping[str, Callable[[], Job]], repeats: int) -> dict[str, l
     return rounds
 
 
-def best_parts(jobs: Mapping[str, Callable[[], Seconds]], repeats: int) -> dict[str, Seconds]:
-    """Return the best seconds of the parts of each job, which take turns: see `in_turns`.
-
-    Parts with a "total" all come from the round whose total is least; others are each the least.
-    """
-    return {
-        name: min(found, key=lambda parts: parts["total"])
-        if "total" in found[0]
-        else {part: min(each[part] for each in found) for part in found[0]}
-        for name, found in in_turns(jobs, repeats).items()
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedTurn:
     """What one turn of a job took."""
