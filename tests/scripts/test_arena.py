@@ -20,6 +20,7 @@ from scripts.arena.methods import GAMED, METHODS, TRIALS, load_arms, recipe
 from scripts.arena.plant import write_prompts
 from scripts.arena.recipes import PREFIX, write_recipes
 from scripts.arena.report import (
+    REMARKS,
     Scores,
     crossed,
     improvement,
@@ -189,7 +190,7 @@ def test_the_page_and_the_chooser_are_what_their_data_say(tmp_path):
     """Every figure of both is computed anew; recipes and values are those that were frozen."""
     gallery, chooser = ROOT / "gallery", ROOT / "docs" / "objectives.md"
     data = gallery / "arena"
-    for path in data.glob("*.csv"):
+    for path in (*data.glob("*.csv"), data / REMARKS):
         shutil.copy(path, tmp_path)
     assert render(tmp_path).read_text() == (data / "README.md").read_text()
     page = tmp_path / "objectives.md"
