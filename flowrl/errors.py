@@ -175,6 +175,7 @@ def as_failure(error: BaseException) -> UserError | None:
 
 
 def exit_code(error: BaseException) -> int:
+    """Return the code that a program ends with after an exception."""
     if isinstance(error, Interrupted):
         return 128 + error.number
     return CODES.get(error.cause, 1) if isinstance(error, MachineFailure) else 1

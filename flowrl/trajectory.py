@@ -217,6 +217,7 @@ class Transitions:
         }
 
     def updates(self, count: int) -> list["Transitions"]:
+        """Deal whole groups in turn to `count` parts, for as many optimizer steps."""
         return [self.take((self.group % count == i).nonzero().squeeze(1)) for i in range(count)]
 
     def units(self) -> list[int]:

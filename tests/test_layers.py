@@ -157,7 +157,7 @@ def test_one_name_is_one_class_and_options_are_called_so():
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".cff", ".j2", ".jsonl", ".csv", ".html"}
 PUBLIC = {
     "arxiv.org", "doi.org", "example.com", "example.org", "github.com", "huggingface.co",
-    "www.apache.org", "www.w3.org", "pytorch.org", "colab.research.google.com", "127.0.0.1",
+    "www.apache.org", "www.w3.org", "colab.research.google.com", "127.0.0.1",
     "localhost", "host",
 }  # fmt: skip
 PRIVATE = [

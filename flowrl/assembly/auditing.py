@@ -132,11 +132,13 @@ def rollout_parts(config: Config, learner: Learner) -> RolloutParts:
 
 
 def explore_options(config: Config) -> ExploreOptions:
+    """Return rollout.explore of a recipe from `audit_configs`."""
     assert config.rollout.explore is not None  # see `audit_configs`
     return config.rollout.explore
 
 
 def sampler_of(learner: Learner) -> Sampler:
+    """Return the sampler of a learner that generates its own rollouts."""
     source = learner.source.sampler if isinstance(learner.source, Ahead) else learner.source
     assert isinstance(source, Sampler)  # the recipe reads no offline data set
     return source

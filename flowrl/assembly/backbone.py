@@ -61,6 +61,7 @@ def build_backbone(
 
 
 def evaluated_pipeline(config: Config) -> PipelineOptions:
+    """Return the pipeline's options with the size of evaluated images."""
     sides = {"height": config.evaluation.height, "width": config.evaluation.width}
     named = {name: side for name, side in sides.items() if side is not None}
     return config.pipeline.model_copy(update=named)
@@ -81,6 +82,7 @@ def call_settings(config: Config, pipeline: Any) -> dict[str, Any]:
 
 
 def adapted_layers(lora: LoRAOptions, backbone: Backbone) -> tuple[str, ...]:
+    """Return the name endings of the adapted layers."""
     targets = tuple(lora.targets or backbone.lora_targets)
     family = family_of(type(backbone.pipeline).__name__)
     if not (lora.targets or family.lora_targets):

@@ -87,6 +87,7 @@ class RolloutParts:
 
 
 def build_sampler(parts: RolloutParts, prompts: Sequence[PromptRecord]) -> Sampler:
+    """Return what samples the rollouts of training."""
     config, seed = parts.config, parts.config.run.seed
     generator = build_generator(parts)
     return Sampler(

@@ -73,6 +73,7 @@ def is_guided(pipeline_class: str, guidance: float) -> bool:
 
 
 def default_guidance(pipeline: Any) -> float:
+    """Return the guidance of the pipeline's own call."""
     parameters = inspect.signature(type(pipeline).__call__).parameters
     family = family_of(type(pipeline).__name__)
     parameter = parameters.get(family.guidance)

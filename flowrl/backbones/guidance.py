@@ -138,6 +138,7 @@ def _combine(base: Any, aligned: Any, strength: float) -> Any:
 
 
 def _adapters(network: nn.Module) -> list[Any]:
+    """Return the layers with an active adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = (module for module in network.modules() if isinstance(module, BaseTunerLayer))

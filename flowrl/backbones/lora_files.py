@@ -32,6 +32,7 @@ from flowrl.utils.files import write_bytes
 
 
 def network_of(pipeline: Any) -> nn.Module:
+    """Return the network that a pipeline denoises with."""
     return pipeline.transformer if hasattr(pipeline, "transformer") else pipeline.unet
 
 
@@ -204,6 +205,7 @@ def unload_lora(pipeline: Any) -> None:
 
 
 def count_layers(network: nn.Module) -> int:
+    """Return the number of layers with a LoRA."""
     from peft.tuners.lora import LoraLayer
 
     return sum(isinstance(module, LoraLayer) for module in network.modules())

@@ -55,6 +55,7 @@ class LoRA:
 
     @functools.cached_property
     def layers(self) -> dict[str, Factors]:
+        """The factors by layer."""
         return layers_of(self.state)
 
     @property
@@ -311,6 +312,7 @@ def _float(tensor: Tensor, key: str, path: Path) -> Tensor:
 
 
 def few(names: Iterable[str]) -> str:
+    """Return the first names, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more

@@ -26,6 +26,7 @@ def are_freed(pipeline: Any) -> bool:
 
 
 def free_encoders(pipeline: Any) -> None:
+    """Remove the text encoders from the pipeline and free their memory."""
     for name in [name for name in pipeline.components if name.startswith(ENCODER)]:
         setattr(pipeline, name, None)
     free_device_memory()

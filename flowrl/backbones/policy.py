@@ -131,6 +131,7 @@ class Policy:
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
+        """Use another adapter inside the block."""
         self.use(name)
         try:
             yield
@@ -139,6 +140,7 @@ class Policy:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
+        """Use no adapter inside the block."""
         with switched_off(self._layers):
             yield
 
@@ -236,6 +238,7 @@ class Policy:
         self.sampled_with[iteration] = self.weights(adapter)
 
     def forget_weights(self, *, before: int) -> None:
+        """Forget what the images of earlier iterations were sampled with."""
         for iteration in [i for i in self.sampled_with if i < before]:
             del self.sampled_with[iteration]
 
@@ -264,6 +267,7 @@ class Policy:
 
     @torch.no_grad()
     def set_weights(self, adapter: str, tensors: Sequence[Tensor]) -> None:
+        """Give an adapter weights, in the order of its layers."""
         for parameter, tensor in zip(self._by_name[adapter], tensors, strict=True):
             parameter.copy_(tensor)
 

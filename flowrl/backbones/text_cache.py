@@ -151,6 +151,7 @@ class TextCache:
         self._forget()
 
     def nbytes(self) -> int:
+        """Return the size of the conditioning in memory."""
         rows = (t for cond in self.encoded.values() for t in cond.tensors.values())
         return sum(t.numel() * t.element_size() for t in rows)
 
@@ -223,6 +224,7 @@ def index_file(path: str, revision: str | None) -> Path | None:
 
 
 def encoder_names(index: Path) -> list[str]:
+    """Return the names of the text encoders in the pipeline."""
     return [name for name in read_json(index) if name.startswith(ENCODER)]
 
 

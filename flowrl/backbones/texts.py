@@ -58,6 +58,7 @@ def kinds_of(one: Any, two: Any) -> dict[str, str]:
 
 
 def entries_of(result: Any) -> set[str]:
+    """Return the paths of a result's entries."""
     return {path for path, _ in _leaves(result)}
 
 

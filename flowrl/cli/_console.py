@@ -185,6 +185,7 @@ def starting() -> AbstractContextManager[None]:
 
 
 def print_error(message: str, hint: str = "") -> None:
+    """Print `error: message` on stderr, and a hint below."""
     say(f"error: {message}", err=True)
     if hint:
         say(hint, err=True, style="dim")

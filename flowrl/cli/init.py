@@ -172,6 +172,7 @@ def parent_of(kind: str, memory: int, model: str) -> str:
 
 
 def recipe_text(file: Path, parent: str, model: str, prompts: str, rewards: Sequence[str]) -> str:
+    """Return a commented recipe."""
     from flowrl.config.yaml12 import dump_yaml
     from flowrl.planning.model_specs import MODEL_SPECS, spec_name
 

@@ -14,6 +14,7 @@ CARD = re.compile(r"-(\d+)gb$")  # the end of a recipe's name: GB of the GPU tha
 
 
 def complete_recipe(incomplete: str) -> list[str]:
+    """Return the presets that begin as what was typed."""
     from flowrl.config.load import preset_names
 
     return [name for name in preset_names() if name.startswith(incomplete)]

@@ -57,6 +57,7 @@ def _line(option: Option) -> str:
 
 
 def default_text(option: Option) -> str:
+    """Return an option's default as it is written in a recipe."""
     return "(required)" if option.required else flow_yaml(_written(option.default))
 
 

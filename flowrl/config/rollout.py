@@ -183,11 +183,13 @@ class RolloutOptions(Options):
 
     @property
     def learning_guidance_scale(self) -> float:
+        """The guidance of training."""
         scale = self.training_guidance_scale
         return self.guidance_scale if scale is None else scale
 
     @property
     def fixed(self) -> bool:
+        """Whether all iterations have the same plan."""
         return self.tree.static and self.depth_pruning is None
 
     def plan(self, iteration: int, seed: int) -> TreePlan:

@@ -50,6 +50,7 @@ class TrainedRun:
 
     @property
     def card(self) -> Path | None:
+        """Return the model card."""
         return _optional(self.folder / "README.md")
 
 
@@ -135,6 +136,7 @@ def card(
     summary: list[EvaluationComparison],
     rows: list[GalleryRow],
 ) -> Card:
+    """Return what the model card of a run says."""
     p, e = config.pipeline, config.evaluation
     built_in = p.path in TINY
     on_hub = not built_in and is_hub_name(p.path)

@@ -54,6 +54,7 @@ class AWM:
 
     @property
     def needs(self) -> Needs:
+        """Declare which models and states `loss` reads."""
         # The old policy is a copy of the policy, made before each update of it.
         old = OldPolicy(decay=lambda iteration: 0.0)
         return Needs(states="endpoints", reference=self.options.kl_coef > 0, old=old)

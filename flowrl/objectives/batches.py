@@ -117,6 +117,7 @@ class Endpoints:
         return replace(part, **{n: send(getattr(part, n), self.x0.device) for n in numbers})
 
     def _sizes(self) -> list[int]:
+        """Return the images of each unit."""
         if self.compared == "image":
             return [1] * len(self)
         return self.group.unique_consecutive(return_counts=True)[1].tolist()
@@ -196,6 +197,7 @@ class Trajectories:
 
     @property
     def steps(self) -> int:
+        """T."""
         return len(self.sigmas) - 1
 
     @property
@@ -247,9 +249,11 @@ class Trajectories:
         }
 
     def updates(self, count: int) -> list["Trajectories"]:
+        """Deal whole groups in turn to `count` parts."""
         return [self.take((self.group % count == i).nonzero().squeeze(1)) for i in range(count)]
 
     def units(self) -> list[int]:
+        """Return the forwards of each chain."""
         return self.forwards.tolist()
 
     def part(self, first: int, last: int) -> "Trajectories":

@@ -49,6 +49,7 @@ class DatasetMetadata:
 
     @property
     def names(self) -> list[str]:
+        """The rewards' names in the order of the score columns."""
         return [reward["name"] for reward in self.rewards]
 
     @staticmethod

@@ -210,6 +210,7 @@ def shorten(network: nn.Module) -> dict[nn.Module, Repeat]:
 
 
 def add_adapter(network: nn.Module, rank: int, targets: tuple[str, ...]) -> None:
+    """Add a LoRA in fp32 by PEFT."""
     from peft import LoraConfig, inject_adapter_in_model
 
     with torch.device("meta"):

@@ -90,6 +90,7 @@ class Footprint:
 
 
 def peak(footprints: list[Footprint]) -> Footprint:
+    """Return the phase that needs most."""
     return max(footprints, key=lambda footprint: footprint.total)
 
 
@@ -148,6 +149,7 @@ class MemoryPlan:
     # --- parts that are there in every phase, and those of one phase ----------------------------
 
     def resident(self) -> dict[str, int]:
+        """Return what is there in every phase."""
         memory, rewards = self.config.memory, self.config.rewards
         copies = sum(self.copy_bytes(copy) for copy in self.copies)
         if (trained := self.training_copy) is not None:
@@ -223,6 +225,7 @@ class MemoryPlan:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the frozen weights and the arithmetic."""
         return DTYPES[self.config.pipeline.dtype]
 
     @property

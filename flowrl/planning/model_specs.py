@@ -38,6 +38,7 @@ class TextEncoder:
     fp32_parameters: int = 0  # stay in fp32 when loaded in fp16 (`_keep_in_fp32_modules`)
 
     def nbytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of its weights, loaded in this dtype."""
         fp32 = self.fp32_parameters if dtype == torch.float16 else 0
         return self.parameters * dtype.itemsize + fp32 * (4 - dtype.itemsize)
 
@@ -49,6 +50,7 @@ class TextEncoder:
         return 8 * hidden + 2 * text.get("intermediate_size", text.get("d_ff", 4 * hidden))
 
     def build(self) -> Any:
+        """Build it on the meta device."""
         import transformers
 
         config = getattr(transformers, self.config_class)(**self.config)
@@ -79,10 +81,12 @@ class ModelSpec:
 
     @property
     def family(self) -> str:
+        """Return the short name of the pipeline class."""
         return family_of(self.pipeline).name
 
     @property
     def parameters(self) -> int:
+        """Return the parameters of the transformer."""
         network = build_network(self.transformer, self.config, torch.bfloat16)
         return sum(p.numel() for p in network.parameters())
 
@@ -94,15 +98,18 @@ class ModelSpec:
 
     @property
     def channels(self) -> int:
+        """Return the channels of a latent of the autoencoder."""
         config = self.autoencoder_config
         return config["latent_channels"] if "latent_channels" in config else config["z_dim"]
 
     @property
     def frames(self) -> bool:
+        """Return whether the autoencoder's latents have an axis of frames."""
         return "z_dim" in self.autoencoder_config or "Video" in self.autoencoder
 
     @property
     def factor(self) -> int:
+        """Return how many pixels one side of a latent's element covers."""
         return spatial_factor(self.autoencoder_config)
 
     @property

@@ -42,6 +42,7 @@ class Plan:
 
     @property
     def peak(self) -> Footprint | None:
+        """Return the phase that needs most."""
         return peak(list(self.phases)) if self.phases else None
 
     @property

@@ -129,6 +129,7 @@ def _class_at(path: str, revision: str | None) -> str:
 
 
 def training_doubles(config: Config) -> bool:
+    """Return the same for learning."""
     r = config.rollout
     scale = r.guidance_scale if r.training_guidance_scale is None else r.training_guidance_scale
     return doubles(config, scale)

@@ -83,6 +83,7 @@ class RolloutLinear(nn.Module):
         self.register_buffer(name, value, persistent=False)
 
     def state(self) -> State:
+        """Return the packed weight, as the backend knows it."""
         return {name: getattr(self, PACKED + name) for name in self.names}
 
     @torch.no_grad()

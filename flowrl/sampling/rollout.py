@@ -42,6 +42,7 @@ class Timer:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
+        """Add the time since the last lap to `name`."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
@@ -332,6 +333,7 @@ class Ahead:
 
 
 def learning_seed(seed: int, iteration: int) -> int:
+    """Return the seed of the randomness in learning from an iteration's rollout."""
     return noise_seed(seed=seed, iteration=iteration, prompt="", root=0, step=0, role="learn")
 
 
@@ -445,6 +447,7 @@ def rollout_model_velocity(
 
 
 def with_network(backbone: Backbone, network: nn.Module) -> Backbone:
+    """Return the same backbone around another network of the same shape."""
     other = copy.copy(backbone)
     other.transformer = network
     return other

@@ -206,6 +206,7 @@ def _score_part(specs: Sequence[RewardSpec], part: list[Opened], missing: Missin
 
 
 def _read(files: Sequence[ImageFile], missing: Missing) -> Iterator[Opened]:
+    """Yield the files that can be read, with their images."""
     for file in files:
         try:
             yield file, read_image(file.path)

@@ -138,6 +138,7 @@ class RewardSpec:
         return self.executor or InlineExecutor(self.reward, self.name)
 
     def close(self) -> None:
+        """End the processes and threads of its executor."""
         if self.executor is not None:
             self.executor.close()
 
@@ -153,6 +154,7 @@ def closing(specs: Sequence[RewardSpec]) -> Iterator[None]:
 
 
 def trained(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
+    """Return the rewards that are trained on."""
     return [spec for spec in specs if spec.trained]
 
 

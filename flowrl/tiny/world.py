@@ -234,6 +234,7 @@ def split_prompts(tag: str, split: str) -> Sequence[Prompt]:
 
 
 def all_prompts(tag: str) -> list[Prompt]:
+    """List every prompt of one kind."""
     return [prompt for request in requests(tag) for prompt in prompts_of(request)]
 
 

@@ -142,6 +142,7 @@ class PipelineCall:
 
 @contextmanager
 def without_progress(pipeline: Any) -> Iterator[None]:
+    """Hide the progress bar of a pipeline's call inside the block."""
     before = dict(getattr(pipeline, "_progress_bar_config", {}))
     pipeline.set_progress_bar_config(disable=True)
     try:
@@ -151,6 +152,7 @@ def without_progress(pipeline: Any) -> Iterator[None]:
 
 
 def evaluation_file(folder: Path, step: int) -> Path:
+    """Return where a run keeps what was measured after an iteration."""
     return folder / "evaluations" / f"step-{step:06d}.safetensors"
 
 

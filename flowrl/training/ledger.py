@@ -44,4 +44,5 @@ class Ledger:
         events.append(entry)
 
     def last(self, *names: str) -> Event | None:
+        """Return the latest event of one of these names."""
         return next((e for e in reversed(self.events()) if e["event"] in names), None)

@@ -106,6 +106,7 @@ def rollout_metrics(rollout: Rollout, runtime: Runtime) -> dict[str, float]:
 
 
 def _image_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return metrics of this process's latents and images."""
     x0, images = rollout.tree.leaves().float(), rollout.images
     metrics = {"latent/norm": x0.square().mean().sqrt().item()}
     if len(images):  # none, where latents are read from disk

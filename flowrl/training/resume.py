@@ -62,6 +62,7 @@ class Start:
 
     @staticmethod
     def from_text(text: str) -> "Start":
+        """Return the decision of another process."""
         folder, holds_run, checkpoint, finished = json.loads(text)
         path = None if checkpoint is None else Path(checkpoint)
         return Start(folder=Path(folder), holds_run=holds_run, checkpoint=path, finished=finished)

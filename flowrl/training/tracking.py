@@ -80,6 +80,7 @@ class TrackingService:
 
 
 def make_tracker(name: str, folder: Path, resume_step: int | None) -> Tracker:
+    """Return the tracker called `name`. Raises UserError where its package is missing."""
     if name == "tensorboard":
         return TensorBoard(folder, resume_step)
     os.environ.setdefault("WANDB_DIR", str(folder))  # else its files go to the working directory

@@ -228,6 +228,7 @@ class Shape:
     edge: tuple[int, ...]  # children of trained edges
 
     def names(self, cohort: int) -> tuple[tuple[int, ...], ...]:
+        """Return the paths of a cohort's nodes."""
         return tuple(p for p, m in zip(self.path, self.move, strict=True) if m == cohort - 1)
 
 
@@ -293,6 +294,7 @@ class PlanCounts:
     sequential_forwards: int  # of as many leaves sampled as separate chains
 
     def times(self, prompts: int) -> "PlanCounts":
+        """Return the counts of `prompts` prompts sampled together."""
         return PlanCounts(**{f.name: prompts * getattr(self, f.name) for f in fields(self)})
 
 

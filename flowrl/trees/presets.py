@@ -66,6 +66,7 @@ class TreeOptions(Options):
 
     @property
     def static(self) -> bool:
+        """Whether every iteration has the same plan."""
         window = getattr(self, "window", None)
         still = window is None or window.kind in ("all", "fixed")
         return still and type(self).at is TreeOptions.at

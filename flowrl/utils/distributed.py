@@ -210,6 +210,7 @@ class Runtime:
             raise
 
     def sum(self, value: float) -> float:
+        """Return the sum of one number over processes."""
         if self.peers is None:
             return value
         return self.peers.sum(torch.tensor(value, dtype=torch.float64)).item()
@@ -230,6 +231,7 @@ class Runtime:
         return self.most(count) if self.in_lockstep else count
 
     def most(self, count: int) -> int:
+        """Return the largest number of all processes."""
         return int(self.gather(torch.tensor([count])).max())
 
     def largest_share(self, total: int, unit: int = 1) -> int:
@@ -280,6 +282,7 @@ class Runtime:
             self.accelerator.scaler.load_state_dict(state)
 
     def wait(self) -> None:
+        """Wait until all processes are here."""
         self.sum(0.0)
 
 

@@ -46,6 +46,7 @@ DARK = Theme(
 
 
 def new_figure(width: float, height: float, theme: Theme = LIGHT) -> "Figure":
+    """Return an empty figure of this size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor=theme.paper)
@@ -120,6 +121,7 @@ def plot_line(
 
 
 def style_axes(axes: "Axes", theme: Theme, *, title: str, x_label: str, y_label: str) -> None:
+    """Set title, labels and the theme's colours."""
     axes.set_title(title, loc="left", color=theme.ink, fontsize=11)
     axes.set_xlabel(x_label, color=theme.soft, fontsize=9)
     axes.set_ylabel(y_label, color=theme.soft, fontsize=9)

@@ -87,6 +87,7 @@ class Steps:
 
 
 def open_console(*, stderr: bool = False) -> Console:
+    """Return where to print: above a live bar, or else a new console."""
     return Steps.live if Steps.live is not None else SafeConsole(stderr=stderr)
 
 

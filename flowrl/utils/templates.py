@@ -35,6 +35,7 @@ def render(template: str, values: dict[str, Any]) -> str:
 
 
 def finite_or_none(value: float | None) -> float | None:
+    """Return the number, or None where it is missing, NaN or infinite."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 

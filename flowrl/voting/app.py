@@ -56,6 +56,7 @@ class Questions:
             self.ballot.cast(vote)
 
     def undo(self) -> None:
+        """Take the last vote back, if there is one."""
         with self._lock:
             self.ballot.undo()
 

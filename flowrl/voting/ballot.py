@@ -59,6 +59,7 @@ class Ballot:
         return tuple(self._votes)
 
     def cast(self, vote: Vote) -> None:
+        """Write a vote."""
         append_line(self.path, asdict(vote) | {"time": round(time.time(), 3)})
         self._votes.append(vote)
 

@@ -22,6 +22,7 @@ class Candidates:
     texts: tuple[str, ...]  # (N,) the prompts
 
     def by_prompt(self) -> dict[str, list[int]]:
+        """Return the rows of each prompt's images."""
         rows: dict[str, list[int]] = {}
         for row, text in enumerate(self.texts):
             rows.setdefault(text, []).append(row)

@@ -318,6 +318,7 @@ class RunFiles:
 
 
 def recipe_differences(one: RunFiles, other: RunFiles) -> list[dict[str, str]]:
+    """Return the options in which the recipes of two runs differ."""
     changed = differences(one.recipe(), other.recipe())
     return [
         {"option": _text(name, 200), "one": _json(a), "other": _json(b)}

@@ -58,7 +58,7 @@ def chooser(data: Path, gamed: Path) -> list[str]:
             f"`{arm}`",
             interval_text(mean_gain(scores, arm, NEW_REQUESTS)),
             interval_text(mean_gain(scores, arm, NEW_FAMILIES)),
-            f"{change(runs, 'tiny_quality') + 0.0:+.2f}",
+            f"{change(runs, 'tiny_quality'):+z.2f}",
             f"{average(runs, 'forwards'):,.0f}",
             f"{average(runs, 'scored'):,.0f}",
         ]

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from flowrl_rewards.tiny_judge import TinyJudge, meets
+from flowrl_rewards.tiny_palette import PAPER
 from torch import Tensor
 
 from flowrl.functional.noise import keyed_uniform, noise_seed
 from flowrl.tiny.world import TAGS, all_prompts
-from scripts.pretrain_tiny.draw import PAPER, draw
+from scripts.pretrain_tiny.draw import draw
 
 DRAWINGS = 16  # of a prompt, to know how much of the paper its objects cover
 COVERED = 0.1  # distance of a channel from the paper's from which a pixel is an object's

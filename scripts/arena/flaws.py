@@ -4,8 +4,7 @@ import random
 from collections.abc import Callable
 
 import numpy as np
-
-from scripts.pretrain_tiny.draw import PAPER
+from flowrl_rewards.tiny_palette import PAPER
 
 Image = np.ndarray  # (64, 64, 3) uint8
 

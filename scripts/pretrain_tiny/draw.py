@@ -14,21 +14,13 @@ import random
 from itertools import permutations
 
 import numpy as np
+from flowrl_rewards.tiny_palette import COLORS, PAPER
 from PIL import Image, ImageDraw, ImageFont
 
 from flowrl.tiny.world import Prompt
 
 SIZE = 64  # pixels a side
 SCALE = 2  # supersampling
-PALETTE = {
-    "red": (222, 40, 40),
-    "yellow": (242, 204, 32),
-    "green": (40, 164, 64),
-    "blue": (40, 84, 224),
-    "purple": (146, 52, 184),
-    "black": (28, 28, 28),
-}
-PAPER = (240, 240, 240)
 INK = "black"  # of everything without a named colour
 QUARTERS = {
     "top left": (16, 16),
@@ -59,7 +51,7 @@ def _objects(pen: ImageDraw.ImageDraw, include: list[dict], rng: random.Random) 
     for entry, place in zip(wanted, places(include, rng), strict=True):
         x, y = (c + rng.randint(-JITTER, JITTER) for c in QUARTERS[place])
         radius = rng.choice(RADII[entry.get("size", "")])
-        _shape(pen, entry["class"], (x, y), radius, PALETTE[entry.get("color", INK)])
+        _shape(pen, entry["class"], (x, y), radius, COLORS[entry.get("color", INK)])
 
 
 def layouts(include: list[dict]) -> list[tuple[str, ...]]:
@@ -136,6 +128,6 @@ def _word(pen: ImageDraw.ImageDraw, text: str) -> None:
         x = (i + 0.5) * COLUMN * SCALE
         # A thin stroke: at 64 pixels the regular weight is grey rather than ink.
         pen.text(
-            (x, SIZE * SCALE / 2), letter, font=_font(), fill=PALETTE[INK], stroke_width=1,
+            (x, SIZE * SCALE / 2), letter, font=_font(), fill=COLORS[INK], stroke_width=1,
             anchor="mm",
         )  # fmt: skip

@@ -88,6 +88,7 @@ def to_levels(images: Tensor) -> Tensor:
 
 
 def all_finite(images: Tensor) -> bool:
+    """Return whether no number is NaN or infinite."""
     # One quick pass: a sum with such a number is none either. A GPU waits for this.
     return bool(images.sum(dtype=torch.float32).isfinite() or images.isfinite().all())
 

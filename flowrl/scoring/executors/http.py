@@ -92,6 +92,7 @@ class Server:
 
     @property
     def rest(self) -> float:
+        """Return seconds until it may be asked."""
         return max(0.0, self.rests_until - time.monotonic())
 
     def __str__(self) -> str:
@@ -378,6 +379,7 @@ class HTTPExecutor:
 
 
 def _refusal_text(data: bytes) -> str:
+    """Return the error sentence in a server's answer."""
     try:
         return Refusal.model_validate_json(data).error[:400]
     except ValidationError:
