@@ -45,7 +45,7 @@ TUNING_SEED = 1000
 # Endings of files beside a run's folder with its core seconds and peak memory in MiB, a line for
 # each start.
 SECONDS, PEAK = ".seconds", ".peak"
-RATED = 2, 6  # iterations of the two runs whose difference is an arm's rate
+RATED = 2, 10  # iterations of the two runs whose difference is an arm's rate
 # Runs are forked from a process that has imported everything, which takes 12 s of a core each.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["scripts.arena.runs", "flowrl.planning.machine"])
