@@ -7,12 +7,14 @@
     python -m scripts.arena                                 render the page from its data
     python -m scripts.arena --recipes                       write a recipe for each method
 
-A world that is not there yet is planted, which takes about half an hour of a core. What is finished
-is skipped, and what was stopped resumes. Every method has the same budget of core seconds; recipes
-and chosen values are frozen by the first ranking.
+Worlds 1 to 4 come with the clone; any other is planted, which takes about half an hour of a core.
+Runs whose data the output has are skipped, and what was stopped resumes. Every method has the same
+budget of core seconds; recipes and chosen values are frozen by the first ranking. An output without
+rates and trials takes those of the gallery.
 """
 
 import argparse
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,12 +24,21 @@ from flowrl.errors import UserError
 from scripts.arena.chooser import write_chooser
 from scripts.arena.gamed import collect_curves, render_gamed
 from scripts.arena.methods import GAMED, METHODS, PAIRS, Arm, load_arms
-from scripts.arena.plant import plant, world_folder, write_pairs, write_prompts
+from scripts.arena.plant import (
+    pipeline_of,
+    plant,
+    planted_weights,
+    world_folder,
+    write_pairs,
+    write_prompts,
+)
 from scripts.arena.recipes import write_recipes
 from scripts.arena.report import render
 from scripts.arena.runs import (
+    RATES,
     RUNS,
     TUNED_ON,
+    TUNING,
     collect,
     measure_rates,
     ranking,
@@ -36,6 +47,7 @@ from scripts.arena.runs import (
     tune,
 )
 from scripts.arena.world import world
+from scripts.pretrain_tiny.families import save_half
 
 GALLERY = Path("gallery")
 
@@ -53,8 +65,13 @@ def main() -> None:
         return
     failed = []
     if asked.tune:
-        measure_rates(arms, asked.worlds, folder, data, at_once=asked.jobs)
+        measure_rates(arms, asked.worlds, folder, data)
         failed = tune(arms, asked.worlds, folder, data, asked.budget, at_once=asked.jobs)
+    for name in (RATES, TUNING):
+        shared = GALLERY / part / name
+        if asked.world and shared.is_file() and not (data / name).is_file():
+            data.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(shared, data / name)
     if asked.world:
         runs = ranking(
             arms, asked.worlds, folder, data, asked.budget,
@@ -85,6 +102,8 @@ def _chosen(arms: Mapping[str, Arm], names: Sequence[str]) -> dict[str, Arm]:
 
 def _plant(number: int, worlds: Path) -> None:
     folder = world_folder(worlds, number)
+    if not (folder / "pipeline").is_dir() and planted_weights(number).is_file():
+        save_half(pipeline_of(planted_weights(number)), folder / "pipeline")
     if not (folder / "pipeline").is_dir():
         print(f"planting world {number}", flush=True)
         torch.set_num_threads(1)

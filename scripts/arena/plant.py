@@ -5,7 +5,8 @@
 The tiny SANA without defects, which all worlds share (`clean.safetensors`), learns from images
 with the world's defects. `world-17` in the folder receives the pipeline, a prompt file for each
 split, a store of right and wrong drawings, and `world.json`, which says what was planted. It can be
-stopped at any time; the same command resumes it.
+stopped at any time; the same command resumes it. Worlds 1 to 4 were planted once; the weights of
+their transformers come with the clone (`world-1.safetensors` and so on).
 """
 
 import argparse
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -47,6 +49,18 @@ LR, BETAS, WEIGHT_DECAY = 1.5e-3, (0.9, 0.99), 1e-3
 def world_folder(folder: Path, seed: int) -> Path:
     """Return the folder of a world."""
     return folder / f"world-{seed}"
+
+
+def planted_weights(seed: int) -> Path:
+    """Return the file of a planted transformer's weights; only some worlds have one."""
+    return CLEAN.with_name(f"world-{seed}.safetensors")
+
+
+def pipeline_of(weights: Path, device: str = "cpu") -> Any:
+    """Return the tiny SANA in fp32, with the weights of a file in its transformer."""
+    pipeline = load_pipeline("tiny-sana", dtype="fp32", device=device)
+    pipeline.transformer.load_state_dict({n: t.float() for n, t in load_file(weights).items()})
+    return pipeline
 
 
 def write_prompts(planted: World, folder: Path) -> None:
@@ -106,8 +120,7 @@ def plant(
     """Teach the clean pipeline the world's images, and save it as `pipeline` in the folder."""
     work = folder / "work"
     work.mkdir(parents=True, exist_ok=True)
-    pipeline = load_pipeline("tiny-sana", dtype="fp32", device=device)
-    pipeline.transformer.load_state_dict({n: t.float() for n, t in load_file(CLEAN).items()})
+    pipeline = pipeline_of(CLEAN, device)
     model = with_weights_of(pipeline, "sana", work / "tokenizers")
     drawn, captions = images(work, "planted", planted.sample, IMAGES, planted.seed, threads)
     latents = encode_all(pipeline.vae, drawn, work / "latents.safetensors")

@@ -9,6 +9,7 @@ import hashlib
 import multiprocessing
 import os
 import resource
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl.api import evaluate
 from flowrl.assembly.learner import ProvidedObjects, evaluation_prompts
-from flowrl.backbones.loading import load_pipeline
 from flowrl.cli import main
 from flowrl.config import Config, config_yaml
 from flowrl.errors import UserError
@@ -31,7 +30,7 @@ from flowrl.training.ledger import Ledger
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
 from scripts.arena.methods import BASE, Arm, recipe
-from scripts.arena.plant import CLEAN, world_folder
+from scripts.arena.plant import CLEAN, pipeline_of, world_folder
 from scripts.compare.data import read_rows, write_rows
 from scripts.compare.law import FREEDOM, LAYOUT, variety
 from scripts.pretrain_tiny.families import save_half
@@ -45,7 +44,7 @@ TUNING_SEED = 1000
 # Endings of files beside a run's folder with its core seconds and peak memory in MiB, a line for
 # each start.
 SECONDS, PEAK = ".seconds", ".peak"
-RATED = 2, 10  # iterations of the two runs whose difference is an arm's rate
+RATED, ROUNDS = 8, 3  # iterations of the runs that an arm's rate is from, and their number
 # Runs are forked from a process that has imported everything, which takes 12 s of a core each.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["scripts.arena.runs", "flowrl.planning.machine"])
@@ -104,6 +103,15 @@ class Run:
         """Return the sum of these metrics over all iterations."""
         return sum(row.get(name) or 0.0 for row in read_metrics(self.folder) for name in names)
 
+    def iteration_seconds(self) -> float:
+        """Return the median over iterations of their seconds, which are a core's: of one thread."""
+        laps = [
+            sum(row[name] for name in row if name.startswith("time/") and name.count("/") == 1)
+            for row in read_metrics(self.folder)
+            if "time/train" in row
+        ]
+        return statistics.median(laps)
+
     def scored_images(self) -> float:
         """Return how many images got rewards in training, candidates included; none of a store."""
         if self.config.rollout.store:
@@ -149,32 +157,29 @@ def run_all(runs: Sequence[Run], *, at_once: int) -> list[str]:
 # --- rates and trials ----------------------------------------------------------------------------
 
 
-def measure_rates(
-    arms: Mapping[str, Arm], worlds: Path, folder: Path, data: Path, *, at_once: int
-) -> None:
+def measure_rates(arms: Mapping[str, Arm], worlds: Path, folder: Path, data: Path) -> None:
     """Measure the core seconds of an iteration of each arm that has none in `rates.csv`.
 
-    From two runs of some iterations more and fewer, so that start and end are in neither.
+    One run at a time, in rounds over all arms, so that what slows the machine for a while slows no
+    arm in all its runs; the rate is the least of the rounds' medians.
     """
     rows: list[dict[str, Any]] = list(read_rows(data / RATES))
     done = {row["arm"] for row in rows}
-    runs = {
-        (name, iterations): _run(
-            arm, worlds, TUNED_ON, folder / "rates" / f"{name}-{iterations}", seed=TUNING_SEED,
+    runs = [
+        _run(
+            arm, worlds, TUNED_ON, folder / "rates" / f"{name}-{turn}", seed=TUNING_SEED,
             options=arm.trials()[0],
-            iterations=iterations, prompts="validation", changes=["evaluation.prompts=null"],
+            iterations=RATED, prompts="validation", changes=["evaluation.prompts=null"],
         )
+        for turn in range(ROUNDS)
         for name, arm in arms.items()
-        for iterations in RATED
         if name not in done
-    }  # fmt: skip
-    run_all(list(runs.values()), at_once=at_once)
-    few, many = RATED
+    ]  # fmt: skip
+    run_all(runs, at_once=1)
     for name in arms:
-        pair = [runs[name, iterations] for iterations in RATED if (name, iterations) in runs]
-        if pair and all(run.finished for run in pair):
-            seconds = (pair[1].core_seconds() - pair[0].core_seconds()) / (many - few)
-            rows.append({"arm": name, "core_seconds": f"{seconds:.3f}"})
+        medians = [run.iteration_seconds() for run in runs if run.arm == name and run.finished]
+        if medians:
+            rows.append({"arm": name, "core_seconds": f"{min(medians):.3f}"})
     if rows:
         write_rows(data / RATES, rows)
 
@@ -252,9 +257,10 @@ def ranking(
     arms: Mapping[str, Arm], worlds: Path, folder: Path, data: Path, budget: float,
     *, numbers: Sequence[int], seeds: int,
 ) -> list[Run]:  # fmt: skip
-    """Return the runs of arms on worlds, seed by seed; freezes each arm's recipe and choices.
+    """Return the runs of arms on worlds, seed by seed, whose data `runs.csv` does not have.
 
-    Raises UserError for an arm that was not tuned, or changed since its first run.
+    Freezes each arm's recipe and choices. Raises UserError for an arm that was not tuned, or changed
+    since its first run.
     """
     now = frozen_methods(arms, data, budget)
     before = {row["arm"]: row for row in read_rows(data / FROZEN)}
@@ -265,6 +271,7 @@ def ranking(
                 f"{data / FROZEN}: give another --output to rank it anew"
             )
     write_rows(data / FROZEN, list(before.values()))
+    ranked = {_label(row) for row in read_rows(data / RUNS)}
     return [
         _run(
             arm, worlds, number, folder / f"world-{number}" / f"{name}-{seed}", seed=seed,
@@ -276,6 +283,7 @@ def ranking(
         for seed in range(seeds)
         for number in numbers
         for name, arm in arms.items()
+        if (name, str(number), str(seed)) not in ranked
     ]  # fmt: skip
 
 
@@ -306,9 +314,7 @@ def score_worlds(worlds: Path, numbers: Iterable[int], data: Path) -> None:
     ]
     clean = worlds / "clean"
     if not clean.is_dir():
-        pipeline = load_pipeline("tiny-sana", dtype="fp32", device="cpu")
-        pipeline.transformer.load_state_dict({n: t.float() for n, t in load_file(CLEAN).items()})
-        save_half(pipeline, clean)
+        save_half(pipeline_of(CLEAN), clean)
     arm = Arm(name="base", options=(), tune={})
     for number in numbers:
         found = {}
