@@ -67,28 +67,35 @@ def main() -> None:
     if asked.tune:
         measure_rates(arms, asked.worlds, folder, data)
         failed = tune(arms, asked.worlds, folder, data, asked.budget, at_once=asked.jobs)
-    for name in (RATES, TUNING):
-        shared = GALLERY / part / name
-        if asked.world and shared.is_file() and not (data / name).is_file():
-            data.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(shared, data / name)
     if asked.world:
-        runs = ranking(
-            arms, asked.worlds, folder, data, asked.budget,
-            numbers=asked.world, seeds=asked.seeds,
-        )  # fmt: skip
-        failed += run_all(runs, at_once=asked.jobs)
-        collect(runs, data)
-        if asked.gamed:
-            collect_curves(runs, data)
-        else:
-            score_worlds(asked.worlds, asked.world, data)
+        failed += _rank(asked, arms, folder, data)
     if (data / RUNS).is_file():
         print(render_gamed(data) if asked.gamed else render(data))
         if data == GALLERY / "arena":
             print(write_chooser(data, GALLERY / "gamed", Path("docs/objectives.md")))
     if failed:
         raise SystemExit(f"{len(failed)} runs did not finish: {', '.join(failed)}")
+
+
+def _rank(
+    asked: argparse.Namespace, arms: Mapping[str, Arm], folder: Path, data: Path
+) -> list[str]:
+    """Run what is missing of a ranking, and write its data; return the folders of failed runs."""
+    for name in (RATES, TUNING):
+        shared = GALLERY / data.name / name
+        if shared.is_file() and not (data / name).is_file():
+            data.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(shared, data / name)
+    runs = ranking(
+        arms, asked.worlds, folder, data, asked.budget, numbers=asked.world, seeds=asked.seeds
+    )
+    failed = run_all(runs, at_once=asked.jobs)
+    collect(runs, data)
+    if asked.gamed:
+        collect_curves(runs, data)
+    else:
+        score_worlds(asked.worlds, asked.world, data)
+    return failed
 
 
 def _chosen(arms: Mapping[str, Arm], names: Sequence[str]) -> dict[str, Arm]:
@@ -125,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--recipes", type=Path, nargs="?", const=Path("configs"), help="write them to a folder"
     )
-    parser.add_argument("--budget", type=float, default=60.0, help="core seconds of a run")
+    parser.add_argument("--budget", type=float, default=20.0, help="core seconds of a run's training")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method on a world")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
     parser.add_argument("--worlds", type=Path, default=Path("build/arena"), help="planted worlds")

@@ -18,12 +18,12 @@ PROXIES = (Vivid.name, NamedColor.name)
 
 
 def collect_curves(runs: Sequence[Run], data: Path) -> None:
-    """Write every evaluation of the finished runs; those of methods that are not here stay."""
+    """Write every evaluation of the finished runs; those of other runs stay."""
     finished = [run for run in runs if run.finished]
     lines = [k for run in finished for k in lines_of(run.folder, run.arm, run.seed)]
-    here = {run.arm for run in finished}
+    here = {(run.arm, run.seed) for run in finished}
     if (data / CURVES).is_file():
-        lines += [k for k in read_curves(data) if k.method not in here]
+        lines += [k for k in read_curves(data) if (k.method, k.seed) not in here]
     write_curves(data, lines)
 
 

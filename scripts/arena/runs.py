@@ -259,8 +259,10 @@ def ranking(
 ) -> list[Run]:  # fmt: skip
     """Return the runs of arms on worlds, seed by seed, whose data `runs.csv` does not have.
 
-    Freezes each arm's recipe and choices. Raises UserError for an arm that was not tuned, or changed
-    since its first run.
+    Freezes each arm's recipe and choices.
+
+    Raises:
+        UserError: an arm was not tuned, or changed since its first run.
     """
     now = frozen_methods(arms, data, budget)
     before = {row["arm"]: row for row in read_rows(data / FROZEN)}
@@ -308,15 +310,14 @@ def collect(runs: Sequence[Run], data: Path) -> None:
 
 
 def score_worlds(worlds: Path, numbers: Iterable[int], data: Path) -> None:
-    """Score base and clean pipeline on each world's test images, at two numbers of steps."""
-    rows: list[dict[str, Any]] = [
-        row for row in read_rows(data / WORLDS) if int(row["world"]) not in set(numbers)
-    ]
+    """Score base and clean pipeline on test images of worlds without scores, at 8 and 28 steps."""
+    rows: list[dict[str, Any]] = list(read_rows(data / WORLDS))
+    scored = {int(row["world"]) for row in rows}
     clean = worlds / "clean"
     if not clean.is_dir():
         save_half(pipeline_of(CLEAN), clean)
     arm = Arm(name="base", options=(), tune={})
-    for number in numbers:
+    for number in set(numbers) - scored:
         found = {}
         for name, path in (("base", world_folder(worlds, number) / "pipeline"), ("ceiling", clean)):
             run = _run(
