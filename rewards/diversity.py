@@ -1,11 +1,12 @@
-"""How much an image adds to the diversity of its set, as in SGRPO: 1 - mean similarity of two.
+"""Diversity of a prompt's images: of an image within its set, or of sets compared (SGRPO).
 
-Only this term: SGRPO also learns over sets of images, which flowrl does not.
+The diversity of a set is 1 - the mean similarity of two of its images.
 """
 
 import math
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,25 +20,40 @@ SIDE = 128  # pixels of the fixtures
 class SetDiversity:
     """How much the diversity of a prompt's images falls without this one; 0 in the mean.
 
-    The similarity of two images is 1 - the mean absolute difference of 16 by 16 cells. It needs
-    three images of a prompt: NaN with fewer. As the only reward it pulls images apart and nothing
-    else: give it a small weight beside others.
+    The similarity of two images is 1 - the mean absolute difference of 16 by 16 cells. As the only
+    reward it pulls images apart and nothing else: give it a small weight beside others.
+
+    Args:
+        sets: 1, or the number of sets of equal size that a prompt's images are split into, in
+            their order. Sets are then compared with each other: an image scores its part of its
+            set's advantage in diversity. Summed with a reward under `advantage.scale: none` this
+            is SGRPO. A set needs three images: the scores of smaller ones are NaN.
     """
 
     name = "diversity"
     differentiable = False
     scope = "group"
-    version = f"diversity-1/pixels-{GRID}"
+
+    def __init__(self, sets: int = 1) -> None:
+        if sets < 1:
+            raise ValueError(f"sets is {sets}: give 1, or the number of sets to compare")
+        self.sets = sets
+        self.version = f"diversity-2/pixels-{GRID}/sets-{sets}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
         """Score the images (K, 3, H, W) of one prompt: K scores, and reasons of missing ones."""
         count = len(images)
-        if count < ENOUGH:
-            why = f"{count} images of a prompt, {ENOUGH} are needed: raise rollout.group_size"
+        if count < ENOUGH * self.sets or count % self.sets:
+            why = (
+                f"{count} images of a prompt, at least {ENOUGH * self.sets} and a multiple of "
+                f"{self.sets} are needed: change rollout.group_size"
+            )
             return [math.nan] * count, dict.fromkeys(range(count), why)
         cells = F.adaptive_avg_pool2d(images.detach().double(), GRID).flatten(1)
         difference = (cells[:, None] - cells).abs().mean(-1)
-        return leave_one_out_credit(difference).float(), {}
+        if self.sets == 1:
+            return leave_one_out_credit(difference).float(), {}
+        return supergroup_advantage(difference, self.sets).float(), {}
 
     def fixtures(self) -> list[dict]:
         odd, twin = square("blue", SIDE), square("red", SIDE)
@@ -54,3 +70,23 @@ def leave_one_out_credit(difference: Tensor) -> Tensor:
     size, whole = len(difference), difference.sum()
     without = (whole - 2 * difference.sum(1)) / ((size - 1) * (size - 2))
     return whole / (size * (size - 1)) - without
+
+
+def supergroup_advantage(difference: Tensor, sets: int) -> Tensor:
+    """Return each image's part of its set's advantage in diversity; its mean in a set is that. (K,)
+
+    SGRPO (github.com/IDEA-XL/SGRPO): the advantage of a set is its diversity less the mean of the
+    other sets'. An advantage is shared by the softmax of the z-scores (ddof 1) of the images'
+    leave-one-out credit, a disadvantage by the softmax of their negatives.
+
+    difference: (K, K) as above; sets: 2 or more, of K / sets consecutive images.
+    """
+    size = len(difference) // sets
+    pairs = difference.view(sets, size, sets, size)
+    blocks = torch.stack([pairs[number, :, number] for number in range(sets)])
+    diversity = blocks.sum((1, 2)) / (size * (size - 1))
+    advantage = (diversity - diversity.mean()) * sets / (sets - 1)
+    credit = torch.stack([leave_one_out_credit(block) for block in blocks])
+    z = (credit - credit.mean(1, keepdim=True)) / (credit.std(1, keepdim=True) + 1e-4)
+    sign = advantage.sign()[:, None]
+    return (size * advantage[:, None] * (sign * z).softmax(1)).flatten()
