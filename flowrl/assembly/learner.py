@@ -92,6 +92,7 @@ def build_learner(
     prompts = _split_prompts(config, provided)[0]
     objective = config.objective.build(r.kernel)
     needs = objective.needs
+    teachers = [None if lora is None else lora_of_main(lora, runtime) for lora in needs.teachers]
     held_out = evaluation_prompts(config, provided)
     check_parts(config, runtime, needs, specs, prompts, held_out)
     caches = caches or TextCaches(config, provided.pipeline)
@@ -109,7 +110,9 @@ def build_learner(
     learning = backbone
     if r.training_guidance_scale is not None:
         learning = build_backbone(p, pipeline, guidance=r.training_guidance_scale, runtime=runtime)
-    policy = build_policy(config, learning, start, keep_old=needs.old is not None)
+    policy = build_policy(
+        config, learning, start, keep_old=needs.old is not None, teachers=teachers
+    )
     parts = RolloutParts(
         config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone,
         needs=needs, text_cache=caches.get(backbone, r.guidance_scale), pool=pool,
@@ -268,8 +271,9 @@ def starting_lora(config: Config, runtime: Runtime | None = None) -> LoRA | None
 
 
 def build_policy(
-    config: Config, backbone: Backbone, start: LoRA | None = None, *, keep_old: bool
-) -> Policy:
+    config: Config, backbone: Backbone, start: LoRA | None = None, *, keep_old: bool,
+    teachers: Sequence[LoRA | None] = (),
+) -> Policy:  # fmt: skip
     """Return the adapters, at zero change or as `start` has them, see `starting_lora`."""
     lora = config.lora
     policy = Policy(
@@ -280,6 +284,10 @@ def build_policy(
     if start is not None:
         start = fit_lora(start, policy.network, type(backbone.pipeline))
         policy.start_from(start.state)
+    for number, teacher in enumerate(teachers):
+        if teacher is None:
+            continue
+        policy.add_teacher(number, fit_lora(teacher, policy.network, type(backbone.pipeline)))
     if config.pipeline.compile:
         compile_blocks(policy.network)
     return policy

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.base import Backbone
+from flowrl.backbones.lora_formats import LoRA
 from flowrl.backbones.quantized_base import check_mergeable
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
 POLICY, OLD, EMA, REFERENCE = "default", "old", "ema", "reference"
+TEACHER = "teacher{}"  # with its number
 
 
 class Policy:
@@ -120,6 +122,40 @@ class Policy:
         """Return the velocity of the old policy; needs `keep_old`."""
         with self.using(OLD):
             return self.backbone.velocity(x, sigma, cond)
+
+    @torch.no_grad()
+    def teacher(self, number: int, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        """Return the velocity of a teacher, see `add_teacher`; the frozen network's without one."""
+        name = TEACHER.format(number)
+        with self.using(name) if name in self.network.peft_config else self.disabled():
+            return self.backbone.velocity(x, sigma, cond)
+
+    def add_teacher(self, number: int, lora: LoRA) -> None:
+        """Hold another LoRA that never changes and is in no checkpoint.
+
+        lora: fitted to the network, see `fit_lora`. Raises UserError for layers beside the
+        policy's, which the other adapters would not switch off.
+        """
+        from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
+
+        adapted = {
+            name.partition(".lora_")[0] for name, _ in _named_parameters_of(self.network, POLICY)
+        }
+        if missing := sorted(lora.scales.keys() - adapted):
+            raise UserError(
+                f"the teacher {lora.path} adapts {missing[0]}, which the student does not: "
+                "give lora.targets that name its layers, too"
+            )
+        name = TEACHER.format(number)
+        with warnings.catch_warnings():  # several adapters are meant
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            inject_adapter_in_model(
+                LoraConfig(**lora.header()), self.network, adapter_name=name, state_dict=lora.state
+            )
+        set_peft_model_state_dict(self.network, lora.state, adapter_name=name)
+        for parameter in _parameters_of(self.network, name):
+            parameter.data = parameter.data.float()
+        self.use(POLICY)
 
     def use(self, name: str) -> None:
         for layer in self._layers:

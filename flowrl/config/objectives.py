@@ -188,6 +188,7 @@ DGPO = "DGPO, arXiv 2510.08425"
 LAIR = "Diffusion-LAIR, arXiv 2605.26491"
 ADVANTAGE = "From rewards to advantages."
 KL = "Weight of the squared distance from the base model's velocity."
+OPD = "OPD, as verl-omni's distill_kl"
 NOISING = "How images are noised for the loss."
 
 
@@ -315,6 +316,37 @@ class RWROptions(NoisedOptions):
     tau: Positive = option(
         0.2, "Temperature: an image's weight is exp(reward / tau), over its group's mean."
     )
+
+
+class TeacherOptions(Options):
+    """A teacher, and the prompts that it teaches."""
+
+    lora: Text | None = option(
+        ...,
+        "The teacher's LoRA: a file, a folder or a name on the Hub; null is the pipeline itself, "
+        "which holds the student back.",
+    )
+    where: dict[str, str | int | float | bool] = option(
+        {}, "Metadata of the prompts that it teaches, such as {tag: counting}; {} is all of them."
+    )
+
+
+class DistillOptions(NoisedOptions):
+    component: ClassVar[str] = "flowrl.objectives.distill:Distill"
+    title: ClassVar[str] = "on-policy distillation"
+    kind: Literal["distill"] = option(
+        "distill", "Learns from other LoRAs at its own images: several become one.", OPD
+    )
+    teachers: Annotated[list[TeacherOptions], Field(min_length=1)] = option(
+        ..., "The teachers; a prompt is taught by the first whose `where` it has."
+    )
+    noising: NoisingOptions = option(
+        NoisingOptions(share="image", times=ScheduleTimesOptions(), count=4), NOISING
+    )
+
+    @property
+    def wheres(self) -> list[dict[str, Any]]:
+        return [teacher.where for teacher in self.teachers]
 
 
 IMPLICIT_BETA = (
@@ -536,7 +568,8 @@ def _grpo_unless_named(value: Any) -> Any:
 
 Objective = Annotated[
     GRPOOptions | SPOOptions | NFTOptions | DPOOptions | GDROOptions | LAIROptions | DGPOOptions
-    | KTOOptions | AWMOptions | RWROptions | SFTOptions | ReFLOptions | DRaFTOptions
+    | KTOOptions | AWMOptions | RWROptions | SFTOptions | DistillOptions | ReFLOptions
+    | DRaFTOptions
     | DRaFTLVOptions | AlignPropOptions | SRPOOptions | LeapAlignOptions | FlowBPSparseOptions
     | FlowBPBridgeOptions | FlowBPLagrangeOptions | CustomObjectiveOptions,
     Field(discriminator="kind"),

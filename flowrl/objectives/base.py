@@ -44,6 +44,7 @@ class Models:
     policy: VelocityField
     reference: VelocityField = _undeclared("reference")  # the frozen network
     old: VelocityField = _undeclared("old")  # the lagging policy
+    teachers: Sequence[VelocityField] = ()  # the networks of `Needs.teachers`, in their order
     reward_gradient: RewardField = _undeclared("reward_gradient")
     # The mean of one value a row (N,) without a graph, over the rows of all processes. ()
     update_mean: Callable[[Tensor], Tensor] = torch.mean
@@ -66,6 +67,7 @@ class Needs:
     ratio: bool = False  # the first pass after a rollout must see that rollout's velocities
     reference: bool = False  # calls the frozen network
     old: OldPolicy | None = None  # calls the lagging policy
+    teachers: tuple[str | None, ...] = ()  # LoRAs whose networks it calls; None: without one
     reward_grad: bool = False  # calls `Models.reward_gradient`
     complete_groups: bool = False  # compares images of a group: each group lies on one process
     update_mean: bool = False  # calls `Models.update_mean` once, of all images of an update

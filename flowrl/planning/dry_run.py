@@ -108,6 +108,10 @@ def _small_rollout(config: Config) -> dict[str, Any]:
 
 def _small_training(config: Config, folder: Path) -> dict[str, Any]:
     lora, optim, e, run = config.lora, config.optim, config.evaluation, config.run
+    objective = config.objective
+    # No LoRA of the real network fits the tiny one.
+    taught = getattr(objective, "teachers", ())
+    teachers = [teacher.model_dump() | {"lora": None} for teacher in taught]
     rank, counts = min(lora.rank, RANK), e.step_counts
     # As many numbers of steps as the recipe evaluates at, each once and small.
     steps = min(counts[0], 4) if len(counts) == 1 else [2 + i for i in range(len(counts))]
@@ -116,6 +120,7 @@ def _small_training(config: Config, folder: Path) -> dict[str, Any]:
             "rank": rank, "alpha": lora.alpha / lora.rank * rank, "init_from": None,
             "targets": None,
         },
+        **({"objective": {"kind": objective.kind, "teachers": teachers}} if taught else {}),
         "optim": {
             "updates_per_rollout": min(optim.updates_per_rollout, PROMPTS),
             "micro_batch": min(optim.micro_batch, ROWS),

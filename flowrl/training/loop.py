@@ -157,6 +157,9 @@ class Learner:
             declared["reference"] = field(policy.reference)
         if needs.old is not None:
             declared["old"] = field(policy.old)
+        if needs.teachers:
+            numbers = range(len(needs.teachers))
+            declared["teachers"] = [field(partial(policy.teacher, n)) for n in numbers]
         if needs.reward_grad:
             declared["reward_gradient"] = self.reward_gradient(rollout)
         return Models(policy=field(policy.velocity), **declared)

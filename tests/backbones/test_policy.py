@@ -4,7 +4,7 @@ import pytest
 import torch
 from policies import disturb
 
-from flowrl.backbones.lora_files import count_layers, save_lora
+from flowrl.backbones.lora_files import count_layers, fit_lora, save_lora
 from flowrl.backbones.lora_formats import open_lora
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import EMA, OLD, POLICY, Policy
@@ -192,3 +192,29 @@ def test_stored_and_exported_adapters_come_back(make, inputs, tmp_path):
     for name in (EMA, OLD):
         with second.using(name):
             assert torch.equal(velocity(second, inputs), velocity(first, inputs))
+
+
+def test_a_teacher_is_a_lora_as_diffusers_loads_it_and_leaves_the_student_alone(
+    make, load_tiny, inputs, tmp_path
+):
+    taught = make(rank=2, alpha=3, seed=5)
+    disturb(taught)
+    expected = velocity(taught, inputs)
+    lora = open_lora(save_lora(taught.backbone.pipeline, tmp_path, adapter=POLICY))
+    student = make(keep_old=True)
+    student.add_teacher(0, fit_lora(lora, student.network, type(student.backbone.pipeline)))
+    plain = student.reference(*inputs)
+    assert torch.equal(velocity(student, inputs), plain)  # a new policy changes nothing
+    torch.testing.assert_close(student.teacher(0, *inputs), expected)
+    assert torch.equal(student.teacher(1, *inputs), plain)  # it has none of its own
+    assert [p.requires_grad for p in student.parameters()] == [True] * len(student.parameters())
+    assert set(student.state_dict()["adapters"]) == {POLICY, OLD}
+
+
+def test_a_teacher_of_layers_that_the_student_does_not_adapt_is_refused(make, tmp_path):
+    taught = make(targets=["attn.to_q", "proj_out"])
+    disturb(taught)
+    lora = open_lora(save_lora(taught.backbone.pipeline, tmp_path, adapter=POLICY))
+    student = make(targets=["attn.to_q"])
+    with pytest.raises(UserError, match=r"proj_out.*lora\.targets"):
+        student.add_teacher(0, fit_lora(lora, student.network, type(student.backbone.pipeline)))

@@ -1,0 +1,72 @@
+"""On-policy distillation: LoRAs as teachers of one student, on the student's own images."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.config.objectives import DistillOptions
+from flowrl.errors import UserError
+from flowrl.functional.gaussian import velocity_kl
+from flowrl.objectives.base import Models, Needs
+from flowrl.objectives.batches import Endpoints
+from flowrl.objectives.noising import noise_images
+from flowrl.trajectory import Metrics, Rollout
+
+NO_TEACHER = -1
+
+
+@dataclass(frozen=True)
+class Distill:
+    """Learn the velocity of each prompt's teacher at the student's images, noised again.
+
+    The squared distance of two velocities is, up to a factor of the noise level, the KL divergence
+    of the two policies' steps. Rewards are measured and teach nothing.
+    """
+
+    options: DistillOptions
+
+    @property
+    def needs(self) -> Needs:
+        loras = tuple(teacher.lora for teacher in self.options.teachers)
+        return Needs(states="endpoints", teachers=loras)
+
+    def prepare(self, rollout: Rollout) -> Endpoints:
+        """Return the images of prompts that have a teacher; the signal is its number.
+
+        Raises UserError where no prompt of the rollout has one.
+        """
+        tree = rollout.tree
+        of_prompt = torch.tensor([teacher_of(m, self.options.wheres) for m in rollout.metadata])
+        if bool((of_prompt == NO_TEACHER).all()):
+            raise UserError(
+                "no prompt of this rollout has a teacher: objective.teachers.where asks for "
+                f"{' or '.join(map(str, self.options.wheres))}, and the first prompt has "
+                f"{rollout.metadata[0]}"
+            )
+        # Of images on other processes the teacher is unknown here and never asked for.
+        leaves = torch.arange(len(tree.leaf))
+        image = (rollout.trees.cpu()[:, None] * len(tree.leaf) + leaves).flatten()
+        signal = torch.zeros(len(rollout.reward))
+        signal[image] = of_prompt[tree.prompt_of_leaves().cpu()].to(signal)
+        return Endpoints.from_rollout(
+            rollout, signal, signal != NO_TEACHER,
+            forwards=self.options.noising.count, compared="image",
+        )  # fmt: skip
+
+    def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
+        points = noise_images(batch, self.options.noising)
+        with torch.no_grad():  # of all teachers, as sharded processes must call alike
+            taught = torch.stack([points.velocity(teacher) for teacher in models.teachers])
+            number = batch.signal.long().repeat_interleave(points.count)
+            target = taught[number, torch.arange(len(number), device=number.device)]
+        distance = velocity_kl(points.velocity(models.policy), target)
+        return distance.mean(), {"policy/teacher_distance": distance.detach().mean()}
+
+
+def teacher_of(metadata: Mapping[str, Any], wheres: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of the first teacher all of whose keys a prompt has; NO_TEACHER: none."""
+    matches = (number for number, where in enumerate(wheres) if where.items() <= metadata.items())
+    return next(matches, NO_TEACHER)

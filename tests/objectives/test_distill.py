@@ -1,0 +1,71 @@
+"""A student learns the velocity of each prompt's teacher, and of no other."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from toy_images import PER_IMAGE, images, moved
+from toy_policy import Toy, gradient
+
+from flowrl.backbones.lora_files import save_lora
+from flowrl.backbones.policy import POLICY
+from flowrl.config.objectives import DistillOptions
+from flowrl.errors import UserError
+from flowrl.objectives.base import Models
+from flowrl.objectives.noising import noise_images
+
+
+def distill(*wheres):
+    teachers = [{"lora": f"teacher-{i}", "where": where} for i, where in enumerate(wheres)]
+    return DistillOptions.model_validate({"teachers": teachers, "noising": PER_IMAGE}).build()
+
+
+def rollout(*metadata):
+    return replace(images(), metadata=metadata)
+
+
+COUNTING, COLORS = {"tag": "counting", "n": 3}, {"tag": "colors"}
+
+
+def test_a_student_equal_to_its_teacher_has_no_gradient():
+    toy, objective = Toy(), distill({})
+    batch = objective.prepare(rollout(COUNTING, COLORS))
+    loss, metrics = objective.loss(Models(policy=toy, teachers=[moved(toy, 0.0)]), batch)
+    assert len(batch) == 8 and loss == 0 and metrics["policy/teacher_distance"] == 0
+    assert gradient(loss, toy).abs().max() == 0
+
+
+def test_each_prompt_learns_from_the_first_teacher_that_it_matches():
+    toy, teachers = Toy(), [moved(Toy(), 0.05), moved(Toy(), 0.3)]
+    objective = distill({"tag": "colors"}, {})
+    batch = objective.prepare(rollout(COUNTING, COLORS))
+    loss, _ = objective.loss(Models(policy=toy, teachers=teachers), batch)
+    points = noise_images(batch, PER_IMAGE)
+    v, (first, second) = points.velocity(toy), map(points.velocity, teachers)
+    half = len(v) // 2  # of the prompt about counting, which no teacher of colours has
+    expected = torch.cat(((v - second)[:half], (v - first)[half:])).square().mean()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient(loss, toy), gradient(expected, toy))
+
+
+def test_a_prompt_without_a_teacher_is_left_out():
+    batch = distill({"tag": "colors"}).prepare(rollout(COUNTING, COLORS))
+    assert set(batch.prompt.tolist()) == {1}
+    with pytest.raises(UserError, match="objective.teachers.where asks for .*'position'"):
+        distill({"tag": "position"}).prepare(rollout(COUNTING, COLORS))
+
+
+def test_a_student_comes_to_its_teacher_on_its_own_images(make_learner, tmp_path):
+    taught = make_learner().policy
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in taught.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=generator)
+    lora = save_lora(taught.backbone.pipeline, tmp_path, adapter=POLICY)
+    learner = make_learner(
+        rollout={"tree": {"kind": "ode"}},
+        objective={"kind": "distill", "teachers": [{"lora": str(lora)}]},
+        optim={"lr": 1e-2},
+    )
+    distances = [learner.iterate(i)[1]["policy/teacher_distance"] for i in range(20)]
+    assert distances[-1] < 0.5 * distances[0]
