@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--recipes", type=Path, nargs="?", const=Path("configs"), help="write them to a folder"
     )
-    parser.add_argument("--budget", type=float, default=20.0, help="core seconds of a run's training")
+    parser.add_argument("--budget", type=float, default=20.0, help="core seconds of training")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method on a world")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
     parser.add_argument("--worlds", type=Path, default=Path("build/arena"), help="planted worlds")
