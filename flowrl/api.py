@@ -17,10 +17,9 @@ import torch
 
 from flowrl.assembly.auditing import (
     audit_configs,
-    candidate_rows,
+    candidate_row,
     compare_ranks,
     exact_samples,
-    explore_options,
     rollout_parts,
     sampler_of,
 )
@@ -72,7 +71,6 @@ from flowrl.offline.format import (
 from flowrl.offline.pairs import pairs_digest, read_pairs
 from flowrl.offline.writer import REWARD, SHARD, write_groups, write_pairs
 from flowrl.prompts.records import PromptRecord
-from flowrl.quantization.backends import capability_of, resolve
 from flowrl.scoring.check import check_before_training
 from flowrl.scoring.files import (
     ScoredFiles,
@@ -544,29 +542,34 @@ def audit(
     Raises:
         UserError: for a precision that the device lacks, before anything is generated.
     """
-    configs = audit_configs(recipe, overrides, prompts=prompts, candidates=candidates, steps=steps)
+    configs = audit_configs(
+        recipe, overrides, prompts=prompts, candidates=candidates, steps=steps,
+        precisions=precisions,
+    )  # fmt: skip
     configs = [with_pipeline_name(config, pipeline) for config in configs]
     if lora is not None:
         configs = [with_lora(config, lora) for config in configs]
     config = configs[0]
     runtime = training_runtime(config)
-    names = precisions or (explore_options(config).precision,)
-    resolved = [resolve(name, capability_of(runtime.device)) for name in dict.fromkeys(names)]
     provided = ProvidedObjects(pipeline=pipeline, rewards=rewards)
     needed = prompts_to_encode(config, training_prompts(config, provided), (), range(1))
     learner = build_learner(
         config.changed("rollout", explore=None), runtime, provided, needed=needed
     )
-    bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
+    bar = Steps("auditing", len(configs) + 1) if runtime.is_main else None
     with closing(learner.specs), bar or nullcontext():
-        for one in resolved:
-            preview_layers(rollout_parts(config, learner), one)  # refuses what cannot work
+        previews = [rollout_parts(each, learner) for each in configs]
+        for parts in previews:
+            preview_layers(parts)  # refuses what cannot work
         with runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, provided))
-        exact = exact_samples(config, learner, bar)
-        rows = [
-            row for one in resolved for row in candidate_rows(configs, learner, exact, one, bar)
-        ]
+        exact, rows = exact_samples(config, learner), []
+        if bar is not None:
+            bar.advance({"seconds per image": exact.seconds})
+        for parts in previews:
+            rows.append(candidate_row(parts, sampler_of(learner).generator, exact))
+            if bar is not None:
+                bar.advance({"rho": rows[-1]["rho"]})
     steps_of_exact = config.rollout.num_inference_steps
     rows.append(
         {"steps": steps_of_exact, "precision": "exact", "quantised": 0.0}

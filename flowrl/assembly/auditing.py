@@ -1,6 +1,7 @@
 """Audit the candidates of a recipe that explores: sample and score them exactly and as previews."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,13 @@ from torch import Tensor
 from flowrl.assembly.rollout import RolloutParts, build_preview_generator, preview_layers
 from flowrl.config import Config, load_config
 from flowrl.config.rollout import ExploreOptions
-from flowrl.quantization.backends import Resolved, precision_name
+from flowrl.quantization.backends import precision_name
 from flowrl.quantization.layer_rules import quantised_share
 from flowrl.sampling.rank_audit import audit_ranks
 from flowrl.sampling.rollout import Ahead, RolloutGenerator, RolloutRequest, Sampler, Timer
 from flowrl.sampling.two_stage import score_candidates
 from flowrl.training.loop import Learner
 from flowrl.trees.plan import TreePlan, count
-from flowrl.utils.progress import Steps
 
 Row = dict[str, Any]
 
@@ -30,18 +30,19 @@ def audit_configs(
     prompts: int,
     candidates: int | None = None,
     steps: Sequence[int] = (),
+    precisions: Sequence[str] = (),
 ) -> list[Config]:
-    """Return the recipe as it explores, once for each number of a candidate's steps."""
+    """Return the recipe as it explores, once for each precision and number of steps."""
     # Nothing is learned here, so the objective may ask nothing of the rollout.
     changes = ["rollout.store=null", "objective={kind: sft}", "optim.updates_per_rollout=1"]
     changes += [f"rollout.prompts_per_iteration={prompts}", "rollout.explore={audit: {every: 0}}"]
     if candidates is not None:
         changes.append(f"rollout.explore.candidates={candidates}")
-    changes = [*overrides, *changes]
-    kinds = [
-        [f"rollout.explore.num_inference_steps={number}"] for number in dict.fromkeys(steps)
-    ] or [[]]
-    return [load_config(recipe, [*changes, *kind]) for kind in kinds]
+    kinds = itertools.product(
+        [[f"rollout.explore.precision={name}"] for name in dict.fromkeys(precisions)] or [[]],
+        [[f"rollout.explore.num_inference_steps={n}"] for n in dict.fromkeys(steps)] or [[]],
+    )
+    return [load_config(recipe, [*overrides, *changes, *a, *b]) for a, b in kinds]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class ExactSamples:
     seconds: float  # per image
 
 
-def exact_samples(config: Config, learner: Learner, bar: Steps | None) -> ExactSamples:
+def exact_samples(config: Config, learner: Learner) -> ExactSamples:
     """Generate and score all candidates of the first iteration exactly."""
     sampler = sampler_of(learner)
     plan = config.rollout.plan(0, config.run.seed)
@@ -65,40 +66,23 @@ def exact_samples(config: Config, learner: Learner, bar: Steps | None) -> ExactS
     # Held-out rewards decide nothing here.
     stage = replace(sampler.generator, specs=[spec for spec in learner.specs if spec.trained])
     scores, seconds = _timed(stage, request, plan, compiled=config.pipeline.compile)
-    if bar is not None:
-        bar.advance({"seconds per image": seconds})
     return ExactSamples(request=request, scores=scores, seconds=seconds)
 
 
-def candidate_rows(
-    configs: Sequence[Config],
-    learner: Learner,
-    exact: ExactSamples,
-    resolved: Resolved,
-    bar: Steps | None,
-) -> Iterator[Row]:
-    """Generate the candidates in one precision with each number of steps, and compare."""
-    drawing = rollout_parts(configs[0], learner)
-    choices, backend = preview_layers(drawing, resolved)
-    stage = build_preview_generator(drawing, sampler_of(learner).generator, choices, backend)
-    share = quantised_share(choices) if choices else 0.0
-    for config in configs:
-        steps = explore_options(config).num_inference_steps or config.rollout.num_inference_steps
-        plan = config.rollout.candidates(0, config.run.seed)
-        scores, seconds = _timed(
-            replace(stage, num_inference_steps=steps),
-            exact.request,
-            plan,
-            compiled=config.pipeline.compile,
-        )
-        compared = compare_ranks(config, scores, exact.scores)
-        if bar is not None:
-            bar.advance({"rho": compared["rho"]})
-        yield (
-            {"steps": steps, "precision": precision_name(resolved), "quantised": share}
-            | compared
-            | {"seconds_per_image": seconds, "ratio_to_exact": seconds / exact.seconds}
-        )
+def candidate_row(parts: RolloutParts, exact_stage: RolloutGenerator, exact: ExactSamples) -> Row:
+    """Generate the candidates as previews of the recipe in `parts`, and compare."""
+    config = parts.config
+    resolved, layers, _ = preview_layers(parts)
+    stage = build_preview_generator(parts, exact_stage)
+    plan = config.rollout.candidates(0, config.run.seed)
+    scores, seconds = _timed(stage, exact.request, plan, compiled=config.pipeline.compile)
+    share = quantised_share(layers) if layers else 0.0
+    return (
+        {"steps": stage.num_inference_steps, "precision": precision_name(resolved)}
+        | {"quantised": share}
+        | compare_ranks(config, scores, exact.scores)
+        | {"seconds_per_image": seconds, "ratio_to_exact": seconds / exact.seconds}
+    )
 
 
 def compare_ranks(config: Config, proxy: Tensor, true: Tensor) -> Row:

@@ -142,52 +142,38 @@ def build_explorer(parts: RolloutParts, exact: RolloutGenerator) -> Explorer | N
     e, seed = parts.config.rollout.explore, parts.config.run.seed
     if e is None:
         return None
-    resolved = resolve(e.precision, capability_of(parts.runtime.device), where=WHERE)
-    preview_layers(parts, resolved)  # what cannot work fails before anything is sampled
-    rollout = parts.config.rollout
+    resolved, *_ = preview_layers(parts)  # what cannot work fails before anything is sampled
+    rollout, folder = parts.config.rollout, Path(parts.config.run.output_dir)
     auditor = RankAuditor(
-        preview=functools.cache(functools.partial(_preview_generator, parts, exact, resolved)),
+        preview=functools.cache(functools.partial(build_preview_generator, parts, exact, folder)),
         precision=precision_name(resolved),
         exact=exact,
         rollout=rollout,
         explore=e,
         seed=seed,
-        folder=Path(parts.config.run.output_dir),
+        folder=folder,
     )
     plan = functools.partial(rollout.candidates, seed=seed)
     return Explorer(preview=auditor, plan=plan, select=e.select)
 
 
-def _preview_generator(
-    parts: RolloutParts, exact: RolloutGenerator, resolved: Resolved
-) -> RolloutGenerator:
-    """Return the generator of candidates; record its precision in the run folder."""
-    e = parts.config.rollout.explore
-    assert e is not None
-    with parts.runtime.raise_on_all():
-        layers, backend = preview_layers(parts, resolved)
-        if parts.runtime.is_main:
-            write_precision(
-                Path(parts.config.run.output_dir),
-                resolved,
-                layers,
-                dtype=network_dtype(parts.backbone),
-            )
-        return build_preview_generator(parts, exact, layers, backend)
-
-
 def build_preview_generator(
-    parts: RolloutParts, exact: RolloutGenerator, layers: Sequence[LayerChoice], backend: Backend
+    parts: RolloutParts, exact: RolloutGenerator, folder: Path | None = None
 ) -> RolloutGenerator:
     """Return what samples candidates, scored by the rewards that are trained.
 
-    layers, backend: see `preview_layers`; without either, the network of `exact` is used.
+    Where nothing is quantised or merged otherwise, the network of `exact` is used.
+    folder: of a run, in which their precision is recorded.
     """
     r, e = parts.config.rollout, parts.config.rollout.explore
     assert e is not None
     backbone, network = exact.backbone, exact.network
-    if parts.pool is None and (layers or parts.foldable != parts.merged):
-        backbone, network = parts.copied_network(layers, backend)
+    with parts.runtime.raise_on_all():
+        resolved, layers, backend = preview_layers(parts)
+        if folder is not None and parts.runtime.is_main:
+            write_precision(folder, resolved, layers, dtype=network_dtype(parts.backbone))
+        if parts.pool is None and (layers or parts.foldable != parts.merged):
+            backbone, network = parts.copied_network(layers, backend)
     trained = [spec for spec in parts.specs if spec.trained]
     if isinstance(exact, RemoteGenerator):
         exact = replace(exact, preview=True)
@@ -203,12 +189,16 @@ def build_preview_generator(
 
 
 def preview_layers(
-    parts: RolloutParts, resolved: Resolved
-) -> tuple[tuple[LayerChoice, ...], Backend]:
-    """Return the layers that previews quantise, and their backend: see `prepare`."""
+    parts: RolloutParts,
+) -> tuple[Resolved, tuple[LayerChoice, ...], Backend]:
+    """Return the precision of previews, the layers that they quantise, and their backend.
+
+    Raises UserError for a precision that the device lacks, and see `prepare`.
+    """
     e = parts.config.rollout.explore
     assert e is not None
-    return prepare(
+    resolved = resolve(e.precision, capability_of(parts.runtime.device), where=WHERE)
+    layers, backend = prepare(
         parts.policy.network,
         resolved,
         dtype=network_dtype(parts.backbone),
@@ -216,6 +206,7 @@ def preview_layers(
         min_dim=e.min_dim,
         where=WHERE,
     )
+    return resolved, layers, backend
 
 
 def check_rollout_memory(config: Config, backbone: Backbone, runtime: Runtime) -> None:

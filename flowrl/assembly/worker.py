@@ -28,18 +28,11 @@ from flowrl.assembly.learner import (
     build_policy,
     build_rewards,
 )
-from flowrl.assembly.rollout import (
-    WHERE,
-    RolloutParts,
-    build_generator,
-    build_preview_generator,
-    preview_layers,
-)
+from flowrl.assembly.rollout import RolloutParts, build_generator, build_preview_generator
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config, parse_config
 from flowrl.config.rollout import ReferenceOptions, WorkerOptions
 from flowrl.errors import UserError, as_failure
-from flowrl.quantization.backends import capability_of, resolve
 from flowrl.sampling.rollout import RolloutGenerator
 from flowrl.sampling.workers import Job, JobResult, WorkerPool, sample_job
 from flowrl.scoring.executors.base import to_levels
@@ -119,12 +112,7 @@ class Worker:
         if preview not in self._generators:
             generator = build_generator(parts)
             if preview:
-                explore = parts.config.rollout.explore
-                assert explore is not None
-                capability = capability_of(parts.runtime.device)
-                resolved = resolve(explore.precision, capability, where=WHERE)
-                layers, backend = preview_layers(parts, resolved)
-                generator = build_preview_generator(parts, generator, layers, backend)
+                generator = build_preview_generator(parts, generator)
             self._generators[preview] = generator
         specs = [spec for spec in parts.specs if spec.name in job.rewards]
         return replace(self._generators[preview], specs=specs)
