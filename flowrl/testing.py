@@ -103,7 +103,6 @@ def check_objective(section: Mapping[str, Any], tree: str = "ode") -> None:
     """
     config = parse_config(_recipe(tree, section))
     pipeline = load_pipeline("tiny-sd3", dtype="fp32", device="cpu")
-    pipeline.set_progress_bar_config(disable=True)
     learner = build_learner(config, Runtime(device="cpu"), ProvidedObjects(pipeline=pipeline))
     _move_off_base(learner)
     rollout, needs = learner.source.collect(0, Timer()), learner.objective.needs

@@ -1,7 +1,7 @@
 """Score images of the same held-out prompts and noise before, during and after training."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ class PipelineCall:
             call["negative_prompt"] = negatives
         pipeline, device = backbone.pipeline, backbone.device
         parts = [*encoders_of(pipeline), pipeline.vae]
-        with moved_to(parts, device), without_progress(pipeline):
+        with moved_to(parts, device):
             # Not in the autocast of training, which a user's own call does not have either.
             with torch.autocast(device.type, enabled=False):
                 visit = Visit(latents=noise.to(device, backbone.dtype))
@@ -138,17 +138,6 @@ class PipelineCall:
                 with torch.no_grad():
                     result = call_through(pipeline, visit, device, call)
         return images_of(result).float().clamp(0, 1).cpu()
-
-
-@contextmanager
-def without_progress(pipeline: Any) -> Iterator[None]:
-    """Hide the progress bar of a pipeline's call inside the block."""
-    before = dict(getattr(pipeline, "_progress_bar_config", {}))
-    pipeline.set_progress_bar_config(disable=True)
-    try:
-        yield
-    finally:
-        pipeline.set_progress_bar_config(**before)
 
 
 def evaluation_file(folder: Path, step: int) -> Path:
