@@ -249,10 +249,11 @@ class Evaluator:
             postponed.finish()
             results += [scoring.result() for scoring in waiting]
         result = gather_results(RewardResult.cat(results), runtime)
+        none = torch.empty(0, 3, *self.backbone.image_size(), dtype=torch.uint8)
         # Means over the few images that have a score would mislead.
         scored = ~lacks_score(self.specs, result)
         check_invalid(scored, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)
-        images = runtime.gather(torch.cat(shown) if shown else self._no_images())
+        images = runtime.gather(torch.cat(shown) if shown else none)
         return result.scores, images, result.errors
 
     def images(
@@ -279,11 +280,6 @@ class Evaluator:
             self.backbone, velocity, cond, request, plan, self.schedule, rows, calls
         )
         return decode(self.backbone, tree.leaves(), self.decode_batch)
-
-    def _no_images(self) -> Tensor:
-        """Return (0, 3, H, W) uint8, for a process that has no images to gather."""
-        latent = torch.zeros(1, *self.backbone.latent_shape(), device=self.backbone.device)
-        return next(decode(self.backbone, latent, 1))[:0].to(torch.uint8)
 
 
 def prompt_numbers(prompts: Sequence[PromptRecord]) -> Tensor:
