@@ -14,7 +14,7 @@ from flowrl.backbones.gate import Visit, call_through
 from flowrl.backbones.offload import encoders_of, moved_to
 from flowrl.backbones.pipeline import images_of
 from flowrl.backbones.text_cache import TextCache
-from flowrl.errors import DamagedFile, UserError
+from flowrl.errors import DamagedFile
 from flowrl.functional.batches import ALONE, Batches, even_rows
 from flowrl.functional.contrasts import Contrast, paired_contrast
 from flowrl.prompts.records import PromptRecord
@@ -324,32 +324,3 @@ def table(rows: Sequence[EvaluationComparison]) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
-
-
-def named_reward(
-    specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord], name: str, option: str
-) -> RewardSpec:
-    """Return the reward that `option` names.
-
-    Raises UserError when there is none, or when it applies to none of the held-out prompts.
-    """
-    spec = next((spec for spec in specs if spec.name == name), None)
-    if spec is None:
-        names = ", ".join(spec.name for spec in specs)
-        raise UserError(f"{option} is {name!r}, expected the name of a reward of this run: {names}")
-    if not spec.asked_in("evaluation"):
-        raise UserError(
-            f"{option} is {name!r}, whose option when is rollout, so that no evaluation calls it: "
-            "set that to both"
-        )
-    if spec.whole_groups:
-        raise UserError(
-            f"{option} is {name!r}, which compares the images of a prompt, and evaluation makes "
-            "one image at a time: name a reward that looks at single images"
-        )
-    if not any(spec.applies(p.text, p.metadata) for p in prompts):
-        raise UserError(
-            f"{option} is {name!r}, but that reward applies to none of the {len(prompts)} held-out "
-            f"prompts: change evaluation.prompts, or set {option} to null"
-        )
-    return spec

@@ -8,7 +8,7 @@ from flowrl.config.sections import OnHackingOptions
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.spec import RewardSpec, trained
-from flowrl.training.evaluate import Evaluation, named_reward
+from flowrl.training.evaluate import Evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,21 +58,33 @@ def hacking_rule(
     """
     if options is None:
         return None
-    option = "run.on_hacking.held_out"
-    spec = named_reward(specs, prompts, options.held_out, option)
+    name = options.held_out
+    option = f"run.on_hacking.held_out is {name!r}"
+    spec = next((spec for spec in specs if spec.name == name), None)
+    if spec is None:
+        names = ", ".join(spec.name for spec in specs)
+        raise UserError(f"{option}, expected the name of a reward of this run: {names}")
     if not spec.held_out:
         raise UserError(
-            f"{option} is {options.held_out!r}, which is trained: name a reward that is only "
-            "measured, with held_out: true"
+            f"{option}, which is trained: name a reward that is only measured, with held_out: true"
         )
-    for other in trained(specs):
-        if other.whole_groups:  # never measured there
-            continue
-        if not any(other.applies(p.text, p.metadata) for p in prompts):
+    if not spec.asked_in("evaluation"):
+        raise UserError(
+            f"{option}, whose option when is rollout, so that no evaluation calls it: set that to "
+            "both"
+        )
+    if spec.whole_groups:
+        raise UserError(
+            f"{option}, which compares the images of a prompt, and evaluation makes one image at a "
+            "time: name a reward that looks at single images"
+        )
+    # Rewards that compare images are never measured in an evaluation.
+    for needed in (spec, *(other for other in trained(specs) if not other.whole_groups)):
+        if not any(needed.applies(p.text, p.metadata) for p in prompts):
             raise UserError(
-                f"run.on_hacking compares the trained rewards, but {other.name!r} applies "
-                f"to none of the {len(prompts)} held-out prompts: give evaluation.prompts that it "
-                "can judge, or more evaluation.num_images, or set the rule to null"
+                f"run.on_hacking compares {name!r} with the trained rewards, but {needed.name!r} "
+                f"applies to none of the {len(prompts)} held-out prompts: give evaluation.prompts "
+                "that it can judge, or more evaluation.num_images, or set the rule to null"
             )
     return HackingRule(options=options, sign=-1.0 if spec.weight < 0 else 1.0)
 
