@@ -41,8 +41,6 @@ LOG = logging.getLogger(__name__)
 GRID_IMAGES = 16
 TIME_LIMIT = "run.max_minutes"
 MOST_RAISES = 3  # of the KL penalty, after which hacking ends the run
-CPU_CHECK = 20.0  # seconds of training after which the share of the CPU is looked at
-ENOUGH = 0.6  # of the CPU time that the threads ask for
 RECIPE_OPTIONS = ("lr", "weight_decay")  # of the optimizer, that a recipe sets
 
 
@@ -92,7 +90,6 @@ class Run:
     _history: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
     _latest: tuple[int, Evaluation] | None = field(init=False, default=None)
     out_of_time: bool = field(init=False, default=False)
-    _cpu_checked: bool = field(init=False, default=False)
 
     # --- before the loop --------------------------------------------------------------------
 
@@ -241,23 +238,6 @@ class Run:
             if "workers/joined" in metrics:
                 shown["workers"] = int(metrics["workers/joined"])
             self.steps.advance(shown)
-        self._check_cpu_time()
-
-    def _check_cpu_time(self) -> None:
-        """Warn once if other processes take the CPU time that this one's threads ask for."""
-        threads = torch.get_num_threads()
-        if self._cpu_checked or threads == 1 or self.runtime.device.type != "cpu":
-            return
-        if time.monotonic() - self._began < CPU_CHECK:
-            return
-        self._cpu_checked, share = True, cpu_share()
-        if share is not None and share < ENOUGH:
-            LOG.warning(
-                "this process gets %.0f %% of the CPU time that its %d threads ask for: other "
-                "programs use this machine, and run.threads=1 is often faster then",
-                100 * share,
-                threads,
-            )
 
     def evaluate_policy(self, *, whole: bool = False) -> Evaluation | None:
         """Score the weights that the run would export now, and remember the best.
@@ -548,17 +528,3 @@ class Run:
     def _print(self, text: str) -> None:
         if self.steps is not None:
             self.steps.console.print(text, highlight=False, markup=False)
-
-
-def cpu_share() -> float | None:
-    """Return the share of the time that this process's threads could run in which they did.
-
-    Since the process began; None where the system does not say.
-    """
-    try:
-        tasks = Path("/proc/self/task").iterdir()
-        times = [(task / "schedstat").read_text().split() for task in tasks]
-    except OSError:
-        return None
-    ran, waited = (sum(int(time[i]) for time in times) for i in (0, 1))
-    return ran / (ran + waited) if ran else None

@@ -127,21 +127,6 @@ def test_metrics_are_on_the_disk_before_what_a_resumed_run_takes_for_written(
     assert late == [] and on_disk
 
 
-def test_too_little_cpu_time_is_said_once_with_the_remedy(
-    tiny_config, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr("flowrl.training.run.CPU_CHECK", 0.0)
-    monkeypatch.setattr("flowrl.training.run.cpu_share", lambda: 0.4)
-    # This process keeps its one thread.
-    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    rollout = {"prompts_per_iteration": 1, "group_size": 2, "num_inference_steps": 2}
-    run = {"output_dir": str(tmp_path / "run"), "iterations": 2, "threads": 2}
-    align(tiny_config(rollout=rollout, run=run))
-    (said,) = [r.getMessage() for r in caplog.records if "run.threads" in r.getMessage()]
-    assert "40 %" in said and "2 threads" in said
-
-
 def test_the_base_is_evaluated_without_the_adapter(make_run):
     evaluation = SMALL["evaluation"] | {"guidance_scale": 3.0}  # of its own, beside the rollout's
     _, learner, run = make_run(evaluation=evaluation)
