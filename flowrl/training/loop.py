@@ -23,7 +23,7 @@ from flowrl.objectives.base import (
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.metrics import RowMeans, rollout_metrics
-from flowrl.training.run import Run, SampleGrid
+from flowrl.training.run import Run
 from flowrl.trajectory import Rollout
 from flowrl.utils.distributed import Runtime
 
@@ -45,9 +45,10 @@ def train(learner: "Learner", run: Run, *, iterations: int) -> None:
     for iteration in range(first, first if run.interrupted else iterations):
         learner.runtime.seed(run.options.seed, iteration)  # a resumed run draws the same
         rollout, metrics = learner.with_kl(run.kl_coef).iterate(iteration)
-        grid = SampleGrid.from_rollout(rollout)
+        with phase("save"):
+            run.log(iteration, rollout, metrics)
         del rollout  # or its latents would lie beside those of evaluation, and of the next one
-        run.after(iteration, grid, metrics)
+        run.after()
         if run.should_stop():
             break
     run.save()

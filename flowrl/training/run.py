@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flowrl.backbones.lora_files import FILE, save_lora
 from flowrl.backbones.policy import Policy
@@ -42,20 +41,6 @@ GRID_IMAGES = 16
 TIME_LIMIT = "run.max_minutes"
 MOST_RAISES = 3  # of the KL penalty, after which hacking ends the run
 RECIPE_OPTIONS = ("lr", "weight_decay")  # of the optimizer, that a recipe sets
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleGrid:
-    """The first images of a rollout, kept when the rollout itself is freed."""
-
-    images: Tensor  # (n, 3, H, W) in [0, 1]; n is 0 for stored rollouts, which have no images
-    captions: list[str]
-
-    @classmethod
-    def from_rollout(cls, rollout: Rollout) -> "SampleGrid":
-        rows = rollout.tree.prompt_of_leaves()[:GRID_IMAGES].tolist()
-        images = rollout.images[:GRID_IMAGES].clone()
-        return cls(images=images, captions=[rollout.prompts[i] for i in rows])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,25 +197,25 @@ class Run:
 
     # --- in the loop ------------------------------------------------------------------------
 
-    def after(self, iteration: int, grid: SampleGrid, metrics: dict[str, float]) -> None:
-        """Report an iteration; save, evaluate and show samples when it is time."""
-        self.done, self._policy.whole = iteration + 1, True
+    def after(self) -> None:
+        """Evaluate and save after an iteration when it is time."""
         every, o = self.evaluate_every, self.options
-        with phase("save"):
-            self._show(grid, metrics)
         if every and self.done % every == 0 and self.done < o.iterations:
             self.evaluate_policy()
             self._apply_hacking_rule()
         if self.done % o.checkpoint_every == 0:
             self.save()
 
-    def _show(self, grid: SampleGrid, metrics: dict[str, float]) -> None:
-        o = self.options
+    def log(self, iteration: int, rollout: Rollout, metrics: dict[str, float]) -> None:
+        """Log an iteration that is done: its metrics, and some images when it is time."""
+        self.done, self._policy.whole = iteration + 1, True
+        every = self.options.sample_every
         if self.report is not None:
             self.report.log(self.done, metrics)
-            shown = o.sample_every and self.done % o.sample_every == 0
-            if shown and len(grid.images):
-                self.report.log_images(self.done, grid.images, grid.captions)
+            images = rollout.images[:GRID_IMAGES]  # none of stored groups
+            if every and self.done % every == 0 and len(images):
+                rows = rollout.tree.prompt_of_leaves()[:GRID_IMAGES].tolist()
+                self.report.log_images(self.done, images, [rollout.prompts[i] for i in rows])
         if self.steps is not None:
             shown = {"reward": metrics["reward/mean"]}
             if metrics["groups/no_signal"]:
