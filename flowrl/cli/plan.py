@@ -137,24 +137,16 @@ def _work_rows(config: "Config", planned: "Plan") -> list[dict[str, Any]]:
     from dataclasses import asdict
 
     work = planned.work
-    columns = {
-        "an iteration": asdict(work.first),
-        f"{config.run.iterations} iterations": asdict(work.total),
-    }
-    if times := work.evaluations:
-        images, counts = config.evaluation.num_images, len(config.evaluation.step_counts)
-        one = {"images": images * counts, "sampling": work.evaluation}
-        columns["an evaluation"] = one
-        # The first and the last at every number of steps, the others at the first.
-        between = {"images": images, "sampling": work.between}
-        columns[f"{times} evaluations"] = {
-            name: 2 * value + (times - 2) * between[name] for name, value in one.items()
-        }
+    columns = {"an iteration": work.first, f"{config.run.iterations} iterations": work.total}
+    if work.evaluations:
+        columns["an evaluation"] = work.evaluation
+        columns[f"{work.evaluations} evaluations"] = work.evaluated
+    rows = {of: asdict(one) for of, one in columns.items()}
     # A quantity a line: beside each other they do not fit a screen.
     return [
-        {"": name} | {of: f"{row[name]:,}" if name in row else "" for of, row in columns.items()}
-        for name in columns["an iteration"]
-        if any(row.get(name) for row in columns.values())
+        {"": name} | {of: f"{row[name]:,}" if row[name] else "" for of, row in rows.items()}
+        for name in rows["an iteration"]
+        if any(row[name] for row in rows.values())
     ]
 
 

@@ -120,12 +120,9 @@ def _duration(plan: MemoryPlan, work: RunWork) -> Duration:
         forwards += load.recomputed + load.reference
         return image * forwards + decoding * (load.images + load.candidates)
 
-    ends = min(work.evaluations, 2)
-    forwards = ends * work.evaluation + (work.evaluations - ends) * work.between
-    evaluations = image * forwards + decoding * work.evaluated_images
     return Duration(
         iteration=operations(work.first),
-        run=operations(work.total) + evaluations,
+        run=operations(work.total) + operations(work.evaluated),
         gpus=plan.split.gpus,
         compiled=plan.config.pipeline.compile,
     )

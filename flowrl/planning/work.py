@@ -1,7 +1,7 @@
 """How many images, forwards and updates a recipe asks for, of all GPUs together."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -54,10 +54,9 @@ class RunWork:
     loads: Mapping[IterationWork, int]  # how many iterations ask for each
     first: UpdateWork  # of the first iteration
     total: UpdateWork  # of all iterations, audits among the previews
-    evaluation: int  # forwards of one evaluation, at most
-    between: int  # the same of one between the first and the last, at one number of steps
     evaluations: int
-    evaluated_images: int  # of all evaluations
+    evaluation: UpdateWork  # of the first and of the last evaluation
+    evaluated: UpdateWork  # of all evaluations
 
 
 def count_work(config: Config) -> RunWork:
@@ -69,24 +68,29 @@ def count_work(config: Config) -> RunWork:
     for load, times in loads.items():
         times = times * config.run.iterations // len(iterations)  # longer runs go on like this
         total = total.plus(_iteration_work(config, needs, load), times)
-    evaluation = between = evaluations = images = 0
+    evaluations, evaluation, between = 0, UpdateWork(), UpdateWork()
     if config.held_out:  # before the first iteration, every so many, and after the last
         evaluations = 2 + ((config.run.iterations - 1) // e.every if e.every else 0)
-        forwards = e.num_images * (1 + doubles(config, e.guidance_scale))
-        # The first and last are at all counts of steps.
-        images = e.num_images * (2 * len(e.step_counts) + evaluations - 2)
-        evaluation, between = forwards * sum(e.step_counts), forwards * e.step_counts[0]
+        # The first and last are at all counts of steps, the others at the first.
+        evaluation = _evaluation(config, e.step_counts)
+        between = _evaluation(config, e.step_counts[:1])
     return RunWork(
         needs=needs,
         kinds=kinds,
         loads=loads,
         first=_iteration_work(config, needs, next(iter(loads))),
         total=total,
-        evaluation=evaluation,
-        between=between,
         evaluations=evaluations,
-        evaluated_images=images,
+        evaluation=evaluation,
+        evaluated=evaluation.plus(evaluation).plus(between, evaluations - 2),
     )
+
+
+def _evaluation(config: Config, step_counts: Sequence[int]) -> UpdateWork:
+    """Return the work of an evaluation at these numbers of steps, at most."""
+    e = config.evaluation
+    forwards = e.num_images * (1 + doubles(config, e.guidance_scale))
+    return UpdateWork(images=e.num_images * len(step_counts), sampling=forwards * sum(step_counts))
 
 
 def _iterations(
