@@ -68,7 +68,7 @@ def make_plan(
     """
     check_pipeline(config.pipeline.path, config.pipeline.revision)
     work = count_work(config)
-    split = [split_work(load, gpus) for load in work.loads][0]
+    splits = {kind: split_work(kind.load, gpus) for kind in work.kinds}
     spec, unknown = None, ""
     try:
         spec = spec_for(config.pipeline.path, config.pipeline.revision)
@@ -79,10 +79,9 @@ def make_plan(
     duration = None
     if spec is not None:
         plans = [
-            MemoryPlan(config=config, spec=spec, needs=work.needs, kind=kind,
-                       split=split_work(kind.load, gpus))
-            for kind in work.kinds
-        ]  # fmt: skip
+            MemoryPlan(config=config, spec=spec, needs=work.needs, kind=kind, split=split)
+            for kind, split in splits.items()
+        ]
         try:
             # Of each phase the iteration that needs most.
             of_iterations = zip(*(plan.footprints() for plan in plans), strict=True)
@@ -93,7 +92,7 @@ def make_plan(
             unknown = str(error)
     too_large = phases and memory is not None and peak(list(phases)).total > memory
     return Plan(
-        geometry=split,
+        geometry=next(iter(splits.values())),
         transitions=work.needs.states == "transitions",
         work=work,
         phases=phases,

@@ -50,8 +50,7 @@ class RunWork:
     """The work of a run, whose trees may change from iteration to iteration."""
 
     needs: Needs
-    kinds: tuple[IterationKind, ...]  # iterations with different numbers of latents, first first
-    loads: Mapping[IterationWork, int]  # how many iterations ask for each
+    kinds: Mapping[IterationKind, int]  # how many iterations are of each, first first
     first: UpdateWork  # of the first iteration
     total: UpdateWork  # of all iterations, audits among the previews
     evaluations: int
@@ -62,12 +61,10 @@ class RunWork:
 def count_work(config: Config) -> RunWork:
     """Count the work of a whole run."""
     e, needs = config.evaluation, config.objective.build(config.rollout.kernel).needs
-    loads, kinds = _iterations(config, needs)
-    iterations = config.planned_iterations()
+    kinds = _iterations(config, needs)
     total = UpdateWork(previews=_audit_forwards(config))
-    for load, times in loads.items():
-        times = times * config.run.iterations // len(iterations)  # longer runs go on like this
-        total = total.plus(_iteration_work(config, needs, load), times)
+    for kind, times in kinds.items():
+        total = total.plus(_iteration_work(config, needs, kind.load), times)
     evaluations, evaluation, between = 0, UpdateWork(), UpdateWork()
     if config.held_out:  # before the first iteration, every so many, and after the last
         evaluations = 2 + ((config.run.iterations - 1) // e.every if e.every else 0)
@@ -77,8 +74,7 @@ def count_work(config: Config) -> RunWork:
     return RunWork(
         needs=needs,
         kinds=kinds,
-        loads=loads,
-        first=_iteration_work(config, needs, next(iter(loads))),
+        first=_iteration_work(config, needs, next(iter(kinds)).load),
         total=total,
         evaluations=evaluations,
         evaluation=evaluation,
@@ -93,29 +89,27 @@ def _evaluation(config: Config, step_counts: Sequence[int]) -> UpdateWork:
     return UpdateWork(images=e.num_images * len(step_counts), sampling=forwards * sum(step_counts))
 
 
-def _iterations(
-    config: Config, needs: Needs
-) -> tuple[Counter[IterationWork], tuple[IterationKind, ...]]:
-    """Return how many iterations ask for each work, and the kinds of trees, first first."""
+def _iterations(config: Config, needs: Needs) -> Counter[IterationKind]:
+    """Return how many iterations sample trees of each plan, first first."""
     r = config.rollout
     scopes = [getattr(inspect_reward(e).reward, "scope", "sample") for e in config.rewards]
     groups = [e for e, scope in zip(config.rewards, scopes, strict=True) if scope == "group"]
     whole_trained = any(entry.trained for entry in groups)
-    loads: Counter[IterationWork] = Counter()
-    by_plans: dict[tuple[TreePlan, TreePlan | None], IterationWork] = {}
-    kinds: dict[tuple, IterationKind] = {}
-    for iteration in config.planned_iterations():
+    kinds: dict[tuple[TreePlan, TreePlan | None], IterationKind] = {}
+    counts: Counter[IterationKind] = Counter()
+    planned = config.planned_iterations()
+    for iteration in planned:
         plan = r.plan(iteration, config.run.seed)
         candidates = None if r.explore is None else r.candidates(iteration, config.run.seed)
-        if (plan, candidates) not in by_plans:
-            load = by_plans[plan, candidates] = iteration_work(
+        if (plan, candidates) not in kinds:
+            load = iteration_work(
                 config, needs, plan, whole_groups=bool(groups), whole_trained=whole_trained,
                 candidates=candidates,
             )  # fmt: skip
-            kind = IterationKind(plan=plan, candidates=candidates, load=load)
-            kinds.setdefault((load, count(plan), candidates and count(candidates)), kind)
-        loads[by_plans[plan, candidates]] += 1
-    return loads, tuple(kinds.values())
+            kinds[plan, candidates] = IterationKind(plan=plan, candidates=candidates, load=load)
+        # In long runs one of several iterations is looked at, and stands for those after it.
+        counts[kinds[plan, candidates]] += min(planned.step, config.run.iterations - iteration)
+    return counts
 
 
 def doubles(config: Config, guidance: float) -> bool:

@@ -328,7 +328,7 @@ def memory_plan(spec: ModelSpec, config: Config, device: torch.device) -> Memory
         section = config.pipeline.model_copy(update={"precision": format})
         config = config.model_copy(update={"pipeline": section})
     work = count_work(config)
-    kind = work.kinds[0]  # every iteration is of one kind here
+    (kind,) = work.kinds  # every iteration is of one kind here
     split = split_work(kind.load, 1)
     return MemoryPlan(config=config, spec=spec, needs=work.needs, split=split, kind=kind)
 

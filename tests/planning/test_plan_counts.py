@@ -82,7 +82,7 @@ def test_work_is_counted_for_audits_moving_trees_guidance_and_shares():
         + ["rollout.depth_pruning={start: 3, size: 1}", "rollout.num_inference_steps=8"],
     )
     run = count_work(config)
-    assert sum(run.loads.values()) == 9
+    assert sum(run.kinds.values()) == 9
     assert run.total.images == 9 * run.first.images
     assert run.total.sampling == 9 * run.first.sampling
     # Flux takes guidance as an input.
@@ -96,6 +96,6 @@ def test_work_is_counted_for_audits_moving_trees_guidance_and_shares():
     assert not doubles(flux, 3.5) and doubles(sd3, 3.5) and not doubles(sd3, 1.0)
     assert of(sd3).sampling == 2 * of(flux).sampling
     config = load_config("sd3.5-medium-grpo-24gb")
-    load = next(iter(count_work(config).loads))
+    load = next(iter(count_work(config).kinds)).load
     assert split_work(load, 1).update_rows == split_work(load, 4).update_rows == (288, 288)
     assert sum(share.forwards for share in split_work(load, 4).shares) * 2 == of(config).sampling
