@@ -198,19 +198,12 @@ def pairwise_distance_by_ancestor(x0: Tensor, ancestor: Tensor, group: Tensor) -
         parted = torch.full((trees, leaves, trees, leaves), -1)
         diagonal = torch.arange(trees)
         parted[diagonal, :, diagonal] = ancestor.cpu()
-        each = torch.triu_indices(trees * leaves, trees * leaves, offset=1)
-        distance = _distances(rows.reshape(trees * leaves, -1))[each[0], each[1]]
-        parted = parted.view(trees * leaves, -1)[each[0], each[1]]
+        # Pairs in the order of `pdist`.
+        first, second = torch.triu_indices(trees * leaves, trees * leaves, offset=1)
+        parted = parted.view(trees * leaves, -1)[first, second]
+        flat = rows.detach().cpu().double().reshape(trees * leaves, -1)
+        distance = torch.nn.functional.pdist(flat) / flat.shape[1] ** 0.5
         for key in parted.unique().tolist():
             sums[key] += distance[parted == key].sum().item()
             pairs[key] += int((parted == key).sum())
     return {key: sums[key] / pairs[key] for key in sorted(sums)}
-
-
-def _distances(x: Tensor) -> Tensor:
-    """Return root mean squared differences of rows. (m, D) -> (m, m) float64"""
-    exact = x.detach().cpu().double()
-    exact = exact - exact.mean(0)  # or what all have in common would be cancelled, and its digits
-    gram = exact @ exact.T
-    square = gram.diagonal()
-    return ((square[:, None] + square - 2 * gram).clamp(min=0) / x.shape[1]).sqrt()
