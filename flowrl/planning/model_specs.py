@@ -7,7 +7,7 @@ source of its numbers; a folder or a repository in the Hub's cache is read as it
 import inspect
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from flowrl.utils.progress import announced
 from flowrl.utils.untrusted import read_json
 
 PUBLISHED = Path(__file__).parent / "published"
-# Values in a text encoder's config.json that are no arguments of its configuration.
-NOT_ARGUMENTS = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,9 +29,8 @@ class TextEncoder:
     """A text encoder of a pipeline."""
 
     name: str
-    model: str  # class of transformers
-    config_class: str  # class of its configuration
-    config: Mapping[str, Any]
+    hidden_size: int
+    feed_forward_size: int
     parameters: int  # of the part that the pipeline loads
     fp32_parameters: int = 0  # stay in fp32 when loaded in fp16 (`_keep_in_fp32_modules`)
 
@@ -45,17 +42,7 @@ class TextEncoder:
     @property
     def token_width(self) -> int:
         """Return the numbers of a token in the widest layer: states and feed-forward."""
-        text = self.config.get("text_config") or self.config
-        hidden = text.get("hidden_size", text.get("d_model", 0))
-        return 8 * hidden + 2 * text.get("intermediate_size", text.get("d_ff", 4 * hidden))
-
-    def build(self) -> Any:
-        """Build it on the meta device."""
-        import transformers
-
-        config = getattr(transformers, self.config_class)(**self.config)
-        with torch.device("meta"):
-            return getattr(transformers, self.model)(config)
+        return 8 * self.hidden_size + 2 * self.feed_forward_size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -244,22 +231,17 @@ def _text_encoders(folder: Path, index: dict[str, Any]) -> Iterator[TextEncoder]
         # Settings may stand beside networks, such as numbers of layers.
         if not name.startswith("text_encoder") or not isinstance(part[0], str):
             continue
-        model, config = part[1], _read(folder / name / "config.json")
-        is_clip = model.startswith("CLIP")  # its text part has a configuration of its own
-        kind = type(transformers.CONFIG_MAPPING[config["model_type"]]()).__name__
-        config = {key: value for key, value in config.items() if key not in NOT_ARGUMENTS}
-        encoder = TextEncoder(
-            name=name,
-            model=model,
-            config_class="CLIPTextConfig" if is_clip else kind,
-            config=config,
-            parameters=0,
-        )
-        network = encoder.build()
+        config, kind = _read(folder / name / "config.json"), getattr(transformers, part[1])
+        with torch.device("meta"):
+            network = kind(kind.config_class.from_dict(config))
         exact = set(getattr(network, "_keep_in_fp32_modules", None) or ())
         sizes = {key: p.numel() for key, p in network.named_parameters()}
-        yield replace(
-            encoder,
+        text = config.get("text_config") or config
+        hidden = text.get("hidden_size", text.get("d_model", 0))
+        yield TextEncoder(
+            name=name,
+            hidden_size=hidden,
+            feed_forward_size=text.get("intermediate_size", text.get("d_ff", 4 * hidden)),
             parameters=sum(sizes.values()),
             fp32_parameters=sum(n for key, n in sizes.items() if exact & set(key.split("."))),
         )

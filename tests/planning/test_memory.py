@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import T5Config, T5EncoderModel
 
 from flowrl.assembly.work_split import split_work
 from flowrl.config import parse_config
@@ -98,10 +99,13 @@ def test_encoders_that_are_not_kept_are_alone_on_the_gpu_one_at_a_time():
 
 def test_in_fp16_a_t5_keeps_what_transformers_keeps_in_fp32():
     t5 = MODEL_SPECS["flux.1-dev"].text_encoders[1]
-    network = t5.build()
+    sizes = {"vocab_size": 32128, "d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24}
+    with torch.device("meta"):
+        network = T5EncoderModel(T5Config(feed_forward_proj="gated-gelu", **sizes))
     exact = set(network._keep_in_fp32_modules)
     count = sum(p.numel() for n, p in network.named_parameters() if exact & set(n.split(".")))
     assert count == t5.fp32_parameters > 0
+    assert sum(p.numel() for p in network.parameters()) == t5.parameters
     assert t5.nbytes(torch.float16) == 2 * t5.parameters + 2 * count
     assert t5.nbytes(torch.bfloat16) == 2 * t5.parameters
 
