@@ -4,7 +4,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -56,6 +55,7 @@ from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner, Source
 from flowrl.training.run import Run
 from flowrl.training.tracking import Report
+from flowrl.utils.digests import content_digest, digest
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.progress import Steps
 
@@ -419,7 +419,7 @@ def evaluation_key(
         [s.name, getattr(s.reward, "version", None), *unasked.get(s.name, [])] for s in specs
     ]
     parts = [how, what, config.rollout.negative_prompt, rewards, [p.uid for p in prompts]]
-    return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return content_digest(parts)
 
 
 def evaluation_origin(
@@ -440,8 +440,7 @@ def evaluation_origin(
     code = [version(name) for name in ("torch", "diffusers", "transformers", "peft")]
     texts = [[p.text, p.negative, p.metadata] for p in prompts]
     parts = [weights, code, __version__, edited, device.type, rewards, texts]
-    content = json.dumps(parts, sort_keys=True, default=str)
-    return blake2b(content.encode(), digest_size=16).hexdigest()
+    return digest(json.dumps(parts, sort_keys=True, default=str).encode())
 
 
 def build_run(

@@ -1,8 +1,6 @@
 """Build the source that reads an offline data set, and describe how one was made."""
 
 import warnings
-from collections.abc import Sequence
-from hashlib import blake2b
 
 from flowrl.assembly.backbone import rounding_key
 from flowrl.assembly.rollout import RolloutParts
@@ -16,6 +14,7 @@ from flowrl.objectives.base import Needs
 from flowrl.offline.format import DatasetMetadata, open_dataset
 from flowrl.offline.source import StoredGroups, check_dataset, filter_groups
 from flowrl.sampling.rollout import Sampler
+from flowrl.utils.digests import content_digest, digest_of_file
 
 # Options under `rollout` that leave the images as they are.
 INDIFFERENT = {
@@ -106,15 +105,8 @@ def dataset_metadata(config: Config, sampler: Sampler) -> DatasetMetadata:
             "rollout": config.rollout.model_dump(mode="json", exclude=INDIFFERENT),
             "pipeline": p.model_dump(mode="json", include=DECISIVE) | rounding_key(config.memory),
             "prompts": config.prompts.model_dump(mode="json", exclude=CHECKED)
-            | {"digest": _digest(uids)},
+            | {"digest": content_digest(uids)},
             "run": {"seed": config.run.seed},
         },
-        lora=None
-        if lora is None
-        else {"path": lora, "digest": _digest([lora_file(lora).read_bytes()])},
+        lora=None if lora is None else {"path": lora, "digest": digest_of_file(lora_file(lora))},
     )
-
-
-def _digest(parts: Sequence[str | bytes]) -> str:
-    data = b"\n".join(part.encode() if isinstance(part, str) else part for part in parts)
-    return blake2b(data, digest_size=16).hexdigest()
