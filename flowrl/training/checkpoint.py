@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from torch.utils._pytree import tree_leaves
 
 from flowrl.backbones.lora_formats import FILE, open_lora
 from flowrl.errors import DamagedFile, UserError
@@ -121,17 +122,9 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
 def check_finite(state: Any, path: Path) -> None:
     """Raise DamagedFile unless every number of policy and optimizer is finite."""
     for part in ("policy", "optimizer"):
-        if not all(bool(t.isfinite().all()) for t in _tensors(state.get(part))):
+        tensors = [t for t in tree_leaves(state.get(part)) if isinstance(t, torch.Tensor)]
+        if not all(bool(t.isfinite().all()) for t in tensors):
             raise DamagedFile(f"{path} holds numbers of the {part} that are not finite")
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts and lists."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(inner)
 
 
 def set_aside(run_dir: Path, step: int) -> Path | None:
