@@ -42,12 +42,6 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     return relative.item() if relative.isfinite() else float("inf")
 
 
-def cosine(a: Tensor, b: Tensor) -> float:
-    """Return the cosine of the angle between two tensors, 0 where one is 0."""
-    a, b = a.double().flatten(), b.double().flatten()
-    return (a @ b / (a.norm() * b.norm()).clamp(min=1e-30)).item()
-
-
 def _expect(holds: bool, topic: str, sentence: str) -> None:
     if not holds:
         raise AssertionError(f"{topic}: {sentence}")
@@ -275,7 +269,7 @@ def _check_direction(learner: Learner, rollout: Rollout, tree: str) -> None:
         gradient(o, rollout).value - gradient(o, turned).value
         for o in (learner, replace(learner, objective=plain))
     )
-    likeness = cosine(change, expected)
+    likeness = torch.cosine_similarity(change.double(), expected.double(), dim=0, eps=1e-30).item()
     _expect(
         likeness > -0.05, "direction",
         f"the cosine with a plain objective's gradient is {likeness:.2f}: turn its sign, or "
