@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -250,7 +250,7 @@ class TextCaches:
 
 def _incomplete_batches(
     texts: Sequence[tuple[TextCache, PromptRecord]], *, whole: bool
-) -> list[tuple[TextCache, PromptRecord]]:
+) -> list[tuple[TextCache, list[PromptRecord]]]:
     """Return the batches of each cache that lack a prompt, with all of their prompts.
 
     A text's last bits depend on its batch: a run that was killed encodes the same batches again.
@@ -261,45 +261,36 @@ def _incomplete_batches(
         for start in range(0, len(prompts), cache.batch_size):
             batch = prompts[start : start + cache.batch_size]
             if not all([cache.has(prompt, whole=whole) for prompt in batch]):
-                incomplete += [(cache, prompt) for prompt in batch]
+                incomplete.append((cache, batch))
     return incomplete
 
 
 def _encode(
-    missing: Sequence[tuple[TextCache, PromptRecord]], *, show: bool, all_must_fit: bool
+    batches: Sequence[tuple[TextCache, list[PromptRecord]]], *, show: bool, all_must_fit: bool
 ) -> None:
-    """Encode in full batches.
+    """Encode batches of prompts.
 
     all_must_fit: where memory does not hold everything, raise UserError after the first batch; else
     leave out what is beyond the caches' capacity.
     """
-    by_cache: dict[TextCache, list[PromptRecord]] = {}
-    for cache, prompt in missing:
-        by_cache.setdefault(cache, []).append(prompt)
-    parts = [
-        (cache, prompts[start : start + cache.batch_size])
-        for cache, prompts in by_cache.items()
-        for start in range(0, len(prompts), cache.batch_size)
-    ]
-    if not parts:
+    if not batches:
         return
-    backbone = parts[0][0].backbone  # all have one pipeline
-    steps = Steps("encoding prompts", len(parts)) if show else None
+    backbone = batches[0][0].backbone  # all have one pipeline
+    steps = Steps("encoding prompts", len(batches)) if show else None
     where = place_to_encode(backbone)
     with encoders_on_device(encoders_of(backbone.pipeline), where), steps or nullcontext():
-        for number, (cache, prompts) in enumerate(parts):
+        for number, (cache, prompts) in enumerate(batches):
             if cache.capacity is None or len(cache.encoded) < cache.capacity or cache.disk:
                 cache.make(prompts)
             if number == 0 and cache.disk is None:
-                _make_room(
-                    by_cache, cache.nbytes() // len(cache.encoded), len(missing), all_must_fit
-                )
+                count = sum(len(prompts) for _, prompts in batches)
+                _make_room(batches, cache.nbytes() // len(cache.encoded), count, all_must_fit)
             if steps is not None:
                 steps.advance()
 
 
 def _make_room(
-    caches: Mapping[TextCache, Any], nbytes: int, prompts: int, all_must_fit: bool
+    batches: Sequence[tuple[TextCache, Any]], nbytes: int, prompts: int, all_must_fit: bool
 ) -> None:
     """Let caches keep all encoded prompts, each of so many bytes, if all processes have the memory.
 
@@ -308,7 +299,7 @@ def _make_room(
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the launcher's
     free = free_bytes(torch.device("cpu"))
     if free is None or nbytes * prompts * processes <= free:
-        for cache in caches:
+        for cache, _ in batches:
             cache.capacity = None
         return
     each = f" in each of {processes} processes" if processes > 1 else ""
