@@ -15,7 +15,7 @@ from flowrl.backbones.offload import encoders_of, moved_to
 from flowrl.backbones.pipeline import images_of
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import DamagedFile
-from flowrl.functional.batches import ALONE, Batches, even_rows
+from flowrl.functional.batches import Batches, even_rows
 from flowrl.functional.contrasts import Contrast, paired_contrast
 from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.rollout import (
@@ -260,16 +260,15 @@ class Evaluator:
         self,
         velocity: VelocityField,
         request: RolloutRequest,
-        rows: int | None = None,
-        calls: Batches = ALONE,
+        rows: int,
+        calls: Batches,
     ) -> Iterable[Tensor]:
         """Generate a batch: images (n, 3, H, W) fp32 on the CPU, part by part.
 
         Args:
-            rows: of each call of the network, None for `batch_size`.
-            calls: `Runtime.batches`, where processes call the network equally often.
+            rows: of each call of the network.
+            calls: `Runtime.batches`.
         """
-        rows = rows or min(self.batch_size, len(request.prompt))
         steps = len(self.schedule.sigmas) - 1
         if self.call is not None:
             noise = request.noise((), 0, "init", self.backbone.latent_shape())
