@@ -110,12 +110,12 @@ def count_forward(forward: Forward, *, gradients: bool, checkpointing: bool = Fa
 
 
 def _count(
-    network: nn.Module, repeats: Mapping[nn.Module, "Repeat"], inputs: dict[str, Any], learn: bool
+    network: nn.Module, repeats: "Iterable[Repeat]", inputs: dict[str, Any], learn: bool
 ) -> Activations:
     arguments = {key: _fake(value) for key, value in inputs.items()}
     counter = LiveBytes([*network.parameters(), *network.buffers(), *tree_leaves(arguments)])
-    for block, repeat in repeats.items():
-        repeat.book(counter, block)
+    for repeat in repeats:
+        book_repeat(counter, *repeat)
     # Gradients of the adapter are counted by their size, not here.
     for parameter in network.parameters():
         if parameter.requires_grad:
@@ -150,44 +150,41 @@ def count_decode(
 # --- a network, its adapter and its inputs ------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Repeat:
-    """Books the further blocks of a run as alive from its second block's forward to its backward.
+# The first and the second block of a run of equal ones, and how many more there are.
+Repeat = tuple[nn.Module, nn.Module, int]
+
+
+def book_repeat(counter: "LiveBytes", first: nn.Module, second: nn.Module, more: int) -> None:
+    """Book the blocks that do not run as alive from the second one's forward to its backward.
 
     What one leaves behind is what is alive after the second and was not after the first.
     """
+    after_first = [0, 0.0]
+    booked: list[int] = []
 
-    first: nn.Module
-    more: int  # blocks that do not run
+    def leave_first(*_: Any) -> None:
+        after_first[:] = counter.live, counter.operations
 
-    def book(self, counter: "LiveBytes", second: nn.Module) -> None:
-        """Hook the first and the second block of the run."""
-        after_first = [0, 0.0]
-        booked: list[int] = []
+    def leave_second(*_: Any) -> None:
+        if not booked:  # once: checkpointing runs it again in backward
+            booked.append(more * int(counter.live - after_first[0]))
+            counter.add(booked[0])
+            counter.operations += more * (counter.operations - after_first[1])
 
-        def leave_first(*_: Any) -> None:
-            after_first[:] = counter.live, counter.operations
+    def enter_second(_: nn.Module, args: Any, kwargs: Any) -> None:
+        learned = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        learned = [t for t in learned if t.requires_grad]
+        if not booked and learned:
+            learned[0].register_hook(lambda _: counter.add(-booked[0]))
 
-        def leave_second(*_: Any) -> None:
-            if not booked:  # once: checkpointing runs it again in backward
-                booked.append(self.more * int(counter.live - after_first[0]))
-                counter.add(booked[0])
-                counter.operations += self.more * (counter.operations - after_first[1])
-
-        def enter_second(_: nn.Module, args: Any, kwargs: Any) -> None:
-            learned = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            learned = [t for t in learned if t.requires_grad]
-            if not booked and learned:
-                learned[0].register_hook(lambda _: counter.add(-booked[0]))
-
-        self.first.register_forward_hook(leave_first)
-        second.register_forward_pre_hook(enter_second, with_kwargs=True)
-        second.register_forward_hook(leave_second)
+    first.register_forward_hook(leave_first)
+    second.register_forward_pre_hook(enter_second, with_kwargs=True)
+    second.register_forward_hook(leave_second)
 
 
-def shorten(network: nn.Module) -> dict[nn.Module, Repeat]:
-    """Leave two of each run of equal blocks; return what the second of each run stands for."""
-    repeats: dict[nn.Module, Repeat] = {}
+def shorten(network: nn.Module) -> list[Repeat]:
+    """Leave two of each run of equal blocks; return the runs that were longer."""
+    repeats: list[Repeat] = []
     lists = {
         n: m for n, m in network.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1
     }
@@ -202,7 +199,7 @@ def shorten(network: nn.Module) -> dict[nn.Module, Repeat]:
                 runs.append([])
             runs[-1].append(block)
             before = shapes
-        repeats |= {run[1]: Repeat(run[0], len(run) - 2) for run in runs if len(run) > 2}
+        repeats += [(run[0], run[1], len(run) - 2) for run in runs if len(run) > 2]
         parent, _, child = name.rpartition(".")
         left = nn.ModuleList(block for run in runs for block in run[:2])
         setattr(network.get_submodule(parent), child, left)
