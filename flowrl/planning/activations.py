@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from flowrl.backbones.families import family_of
+from flowrl.backbones.call import call_arguments
 from flowrl.backbones.gate import Stop
 from flowrl.backbones.loading import enable_gradient_checkpointing, enable_vae_tiling
 from flowrl.backbones.small import small_pipeline
@@ -288,29 +288,24 @@ def _captured_call(small: Any, f: Forward) -> tuple[tuple[Any, ...], dict[str, A
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise Stop((args, kwargs))
 
-    scale, unguided = spatial_factor(small.vae.config), family_of(f.spec.pipeline).unguided
-    wanted = {
-        "num_inference_steps": 2,
-        "height": f.height * scale // f.spec.factor,
-        "width": f.width * scale // f.spec.factor,
-        "max_sequence_length": f.text_tokens,
-        "guidance_scale": 1.0 if unguided is None else unguided,
-        "num_frames": 1,
-        "num_images_per_prompt": f.rows,  # so that one text is encoded
-        "use_resolution_binning": False,
-        "output_type": "latent",
-    }
-    parameters = inspect.signature(type(small).__call__).parameters
-    texts = 1 if "num_images_per_prompt" in parameters else f.rows
+    scale = spatial_factor(small.vae.config)
+    call = call_arguments(
+        small, guidance=1.0, max_sequence_length=f.text_tokens,
+        height=f.height * scale // f.spec.factor, width=f.width * scale // f.spec.factor,
+    )  # fmt: skip
+    texts = ["x" * 2 * f.text_tokens]
+    if "num_images_per_prompt" in inspect.signature(type(small).__call__).parameters:
+        call["num_images_per_prompt"] = f.rows  # so that one text is encoded
+    else:
+        texts *= f.rows
     hook = small.transformer.register_forward_pre_hook(stop, with_kwargs=True)
     small.set_progress_bar_config(disable=True)
     small.check_inputs = lambda *_, **__: None  # sides of a small autoencoder may be odd
     try:
         with torch.no_grad():
-            prompts = ["x" * 2 * f.text_tokens] * texts
-            small(prompt=prompts, **{k: v for k, v in wanted.items() if k in parameters})
-    except Stop as call:
-        return call.value
+            small(prompt=texts, num_inference_steps=2, output_type="latent", **call)
+    except Stop as stopped:
+        return stopped.value
     except Exception as error:
         raise Uncountable(f"a small {f.spec.pipeline} cannot be called: {error}") from error
     finally:
