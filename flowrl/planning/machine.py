@@ -10,7 +10,7 @@ from flowrl.backbones.loading import DTYPES
 from flowrl.config import Config
 from flowrl.config.rewards import HTTPOptions
 from flowrl.errors import UserError
-from flowrl.planning.model_specs import ModelSpec, build_network, spec_for
+from flowrl.planning.model_specs import ModelSpec, spec_for
 from flowrl.scoring.spec import load_reward
 
 REAL = 2 * 10**9  # bytes of weights from which a pipeline needs a GPU
@@ -66,8 +66,7 @@ def check_memory(config: Config, spec: ModelSpec) -> None:
     """Check that the machine's memory holds the transformer, which is read before it is moved."""
     import psutil
 
-    network = build_network(spec.transformer, spec.config, DTYPES[config.pipeline.dtype])
-    size = sum(p.numel() * p.element_size() for p in network.parameters())
+    size = spec.parameters * DTYPES[config.pipeline.dtype].itemsize
     total = psutil.virtual_memory().total
     if size > total:
         raise UserError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from flowrl.assembly.backbone import evaluated_pipeline
 from flowrl.assembly.text import ROWS, rows_first
 from flowrl.assembly.work_split import WorkSplit
 from flowrl.backbones.families import family_of, layer_rules_of, lora_targets
@@ -133,9 +134,9 @@ class MemoryPlan:
             "training": held | self.training(),
         }
         if self.evaluation_batch:
-            e = config.evaluation  # whose images may have another size
-            size = {"height": e.height or self.height, "width": e.width or self.width}
-            plan = replace(self, config=config.changed("pipeline", **size))
+            # Whose images may have another size.
+            changed = config.model_copy(update={"pipeline": evaluated_pipeline(config)})
+            plan = replace(self, config=changed)
             parts["evaluation"] = self.vae | plan.evaluation()
         resident, footprints = self.resident(), []
         for phase, extra in parts.items():

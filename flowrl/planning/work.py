@@ -128,9 +128,7 @@ def _class_at(path: str, revision: str | None) -> str:
 
 def training_doubles(config: Config) -> bool:
     """Return the same for learning."""
-    r = config.rollout
-    scale = r.guidance_scale if r.training_guidance_scale is None else r.training_guidance_scale
-    return doubles(config, scale)
+    return doubles(config, config.rollout.learning_guidance_scale)
 
 
 def _iteration_work(config: Config, needs: Needs, load: IterationWork) -> UpdateWork:
