@@ -4,8 +4,9 @@ Tree, objective, kernel, credit, exploration and the rewards' names, weights and
 those of the recipe, and so are prompts where they can be read. Every replacement is listed.
 """
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from hashlib import blake2b
@@ -27,7 +28,6 @@ from flowrl.prompts.overlap import check_overlap
 from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
 from flowrl.prompts.sources import HUB, TINY
 from flowrl.scoring.spec import BUILT_IN, RewardSpec, check_evaluation, check_prompts, load_reward
-from flowrl.trees.plan import PlanError
 from flowrl.utils.files import write_text
 from flowrl.utils.imports import load_callable
 
@@ -139,33 +139,21 @@ def _small_training(config: Config, folder: Path) -> dict[str, Any]:
 
 def _smallest(data: dict[str, Any], config: Config) -> Config:
     """Take the fewest steps, group and candidates that everything else allows."""
-    error: UserError | None = None
-    for steps, size in _sizes(config):
+    r, error = config.rollout, None
+    counts = range(min(STEPS, r.num_inference_steps), r.num_inference_steps + 1)
+    sizes = range(min(GROUP, r.group_size), r.group_size + 1)
+    for steps, size in itertools.product(counts, sizes):
         rollout: dict[str, Any] = {"num_inference_steps": steps, "group_size": size}
         try:
-            if (explore := config.rollout.explore) is not None:  # twice as many as are kept
+            if (explore := r.explore) is not None:  # twice as many as are kept
                 plain = parse_config(merge(data, {"rollout": rollout | {"explore": None}}))
                 roots = max(plan.roots for plan in plain.plans())
                 rollout["explore"] = {"candidates": min(explore.candidates, 2 * roots)}
             return parse_config(merge(data, {"rollout": rollout}))
         except UserError as refused:
-            error = error or refused
+            error = refused
     assert error is not None  # the recipe's own numbers are the last that are tried
     raise error
-
-
-def _sizes(config: Config) -> Iterator[tuple[int, int]]:
-    """Yield the (steps, group size) that the tree can have, small ones first."""
-    r = config.rollout
-    for steps in range(min(STEPS, r.num_inference_steps), r.num_inference_steps + 1):
-        for size in range(min(GROUP, r.group_size), r.group_size + 1):
-            small = r.model_copy(update={"num_inference_steps": steps, "group_size": size})
-            try:
-                for iteration in range(ITERATIONS):
-                    small.plan(iteration, config.run.seed)
-            except PlanError:
-                continue
-            yield steps, size
 
 
 # --- rewards: the names and properties of the real ones, at no cost -----------------------------
