@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -23,16 +23,6 @@ from flowrl.utils.journal import read_lines, seal_line
 from flowrl.utils.templates import finite_or_none
 
 FILE = "metrics.jsonl"
-
-
-class Tracker(Protocol):
-    """Takes finite numbers and images, each with the iteration they belong to."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def image(self, step: int, image: Image.Image) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -79,7 +69,7 @@ class TrackingService:
         self._module.finish()
 
 
-def make_tracker(name: str, folder: Path, resume_step: int | None) -> Tracker:
+def make_tracker(name: str, folder: Path, resume_step: int | None) -> TensorBoard | TrackingService:
     """Return the tracker called `name`. Raises UserError where its package is missing."""
     if name == "tensorboard":
         return TensorBoard(folder, resume_step)
