@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -151,13 +151,8 @@ class Report:
     def __enter__(self) -> "Report":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with suppress(OSError) if error else nullcontext():  # which says more, of a full disk too
+    def __exit__(self, kind: object, *error: object) -> None:
+        with suppress(OSError) if kind else nullcontext():  # which says more, of a full disk too
             self.close()
 
 
