@@ -175,11 +175,6 @@ def test_the_first_ratio_is_1_in_bf16_at_equal_batch_shapes(learner, family):
     assert made.iterate(0)[1]["policy/ratio_error_max"] < 0.1
 
 
-def test_a_reward_without_a_gradient_is_refused_before_training(learner):
-    with pytest.raises(UserError, match="objective.kind refl .*geneval"):
-        learner("sd3", objective={"kind": "refl"}, rollout=ODE, specs=[{"name": "geneval"}])
-
-
 def test_a_loss_that_is_not_finite_stops_before_the_update(learner, monkeypatch):
     made = learner("sd3", objective={"kind": "sft"}, rollout=ODE)
     before = [p.clone() for p in made.policy.parameters()]
