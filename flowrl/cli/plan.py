@@ -118,7 +118,7 @@ def _share_rows(planned: "Plan") -> list[dict[str, Any]]:
 
 
 def _rows(planned: "Plan") -> str:
-    return "nodes" if planned.transitions else "images"
+    return "nodes" if planned.work.needs.states == "transitions" else "images"
 
 
 def _uneven(planned: "Plan") -> str:

@@ -19,7 +19,7 @@ from flowrl.planning.activations import Uncountable
 from flowrl.planning.duration import Duration
 from flowrl.planning.memory import AUTO, Footprint, MemoryPlan, peak, prompt_count
 from flowrl.planning.model_specs import spec_for
-from flowrl.planning.rewards import reward_networks, rewards_bytes
+from flowrl.planning.rewards import reward_networks
 from flowrl.planning.work import RunWork, UpdateWork, count_work
 from flowrl.prompts.sources import TINY
 
@@ -29,7 +29,6 @@ class Plan:
     """What a recipe asks of its GPUs and their machine."""
 
     geometry: WorkSplit  # of the first iteration
-    transitions: bool  # it learns from nodes of trees, not from images
     work: RunWork
     phases: tuple[Footprint, ...]  # of the busiest GPU in the largest iterations; () if unknown
     unknown: str  # why the pipeline's shapes are not known, else ""
@@ -93,7 +92,6 @@ def make_plan(
     too_large = phases and memory is not None and peak(list(phases)).total > memory
     return Plan(
         geometry=next(iter(splits.values())),
-        transitions=work.needs.states == "transitions",
         work=work,
         phases=phases,
         unknown=unknown,
@@ -167,9 +165,6 @@ def _notes(config: Config, needs: Needs) -> Iterator[str]:
     unknown = [e.label or e.name for e in config.rewards if reward_networks(e) is None]
     if unknown:
         yield f"Memory of {', '.join(unknown)} is not included: size unknown."
-    separate = sum(rewards_bytes([entry]) for entry in config.rewards)
-    if saved := separate - rewards_bytes(config.rewards):
-        yield f"Rewards share equal networks, which saves {saved / 2**30:.1f} GiB."
     train = config.prompts.train
     if not train.startswith(TINY) and prompt_count(train) is None:
         yield f"{train} cannot be read here: its prompts are counted as all different."
