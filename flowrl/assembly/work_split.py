@@ -178,12 +178,10 @@ def micro_batches(load: IterationWork, groups: list[int]) -> list[int]:
     """Return the rows of each backward pass over groups, like `Batches.micro_batches`."""
     most = max(1, load.micro_batch // load.row_forwards)
     total = sum(groups)
-    if load.together == "update":
-        return [total] if total else []
-    if load.together == "image":
-        return [min(most, total - start) for start in range(0, total, most)]
-    rows = iter(full := [rows for rows in groups if rows])
-    return [sum(next(rows) for _ in range(length)) for length in packed(full, most)]
+    units = {"image": [1] * total, "group": groups, "update": [total]}[load.together]
+    units = [size for size in units if size]
+    rows = iter(units)
+    return [sum(next(rows) for _ in range(length)) for length in packed(units, most)]
 
 
 def iteration_work(
