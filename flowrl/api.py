@@ -1,7 +1,7 @@
 """One function a command: align, evaluate, sample, gallery, collect, score, audit, export.
 
 Each function does what the command of its name does, and takes loaded objects where that is
-useful: `align` a pipeline, prompts and rewards, `collect` and `audit` a pipeline and rewards.
+useful: `align` a pipeline, prompts and rewards, `collect` and `audit` a pipeline.
 """
 
 import itertools
@@ -78,7 +78,7 @@ from flowrl.scoring.files import (
     images_with_prompts,
     score_files,
 )
-from flowrl.scoring.spec import Reward, RewardSpec, closing
+from flowrl.scoring.spec import RewardSpec, closing
 from flowrl.training.checkpoint import CONFIG, LATEST, claim
 from flowrl.training.evaluate import compare, table
 from flowrl.training.loop import Learner, train
@@ -353,7 +353,6 @@ def collect(
     groups: int,
     lora: str | None = None,
     pipeline: Any = None,
-    rewards: Mapping[str, Reward] | None = None,
 ) -> list[Row]:
     """Generate and score at least `groups` groups into an offline data set; return its summary.
 
@@ -362,7 +361,7 @@ def collect(
 
     Args:
         lora: run or file of the LoRA that generates.
-        pipeline, rewards: loaded objects in place of those that the recipe names.
+        pipeline: a loaded object in place of that which the recipe names.
     """
     config = with_pipeline_name(config, pipeline).changed("rollout", store=None)
     shards = -(-groups // config.rollout.prompts_per_iteration)  # one an iteration
@@ -374,7 +373,7 @@ def collect(
     if lora is not None:
         config = with_lora(config, lora)
     runtime = training_runtime(config)
-    provided = ProvidedObjects(pipeline=pipeline, rewards=rewards)
+    provided = ProvidedObjects(pipeline=pipeline)
     texts = TextCaches(config, pipeline)
     needed = prompts_to_encode(config, training_prompts(config, provided), ())
     pool = build_pool(config, runtime, provided)
@@ -524,7 +523,6 @@ def audit(
     precisions: Sequence[str] = (),
     lora: str | None = None,
     pipeline: Any = None,
-    rewards: Mapping[str, Reward] | None = None,
 ) -> list[Row]:
     """Compare how cheap candidates rank with how the exact images rank (Sol-RL, 2604.06916).
 
@@ -537,7 +535,7 @@ def audit(
         steps, precisions: of candidates; empty for the recipe's, or the defaults of
             `rollout.explore`.
         lora: run or file of the LoRA that generates.
-        pipeline, rewards: loaded objects in place of those that the recipe names.
+        pipeline: a loaded object in place of that which the recipe names.
 
     Raises:
         UserError: for a precision that the device lacks, before anything is generated.
@@ -551,7 +549,7 @@ def audit(
         configs = [with_lora(config, lora) for config in configs]
     config = configs[0]
     runtime = training_runtime(config)
-    provided = ProvidedObjects(pipeline=pipeline, rewards=rewards)
+    provided = ProvidedObjects(pipeline=pipeline)
     needed = prompts_to_encode(config, training_prompts(config, provided), (), range(1))
     learner = build_learner(
         config.changed("rollout", explore=None), runtime, provided, needed=needed
