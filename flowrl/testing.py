@@ -15,10 +15,8 @@ from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.policy import POLICY
 from flowrl.config import parse_config
-from flowrl.config.objectives import NoisingOptions
-from flowrl.objectives.base import Models, Needs, Objective
-from flowrl.objectives.batches import Endpoints
-from flowrl.objectives.noising import noise_images, velocity_error
+from flowrl.config.objectives import GRPOOptions, NoisingOptions, RWROptions
+from flowrl.objectives.base import Models, Objective
 from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring import check as scoring
@@ -106,7 +104,7 @@ def check_objective(section: Mapping[str, Any], tree: str = "ode") -> None:
     rollout = _with_rewards(rollout, _distinct_rewards(rollout))
     _check_micro_batches(learner, rollout, _check_first_gradient(learner, rollout))
     if needs.states != "path":
-        _check_direction(learner, rollout, tree)
+        _check_direction(learner, rollout)
     if not needs.update_mean:
         _check_groups(learner, rollout)
     _check_missing(learner, rollout)
@@ -238,31 +236,12 @@ def _check_micro_batches(learner: Learner, rollout: Rollout, first: Gradient) ->
         )  # fmt: skip
 
 
-class _RewardWeighted:
-    """Flow matching weighted by the reward minus its group's mean: the plainest objective."""
-
-    needs = Needs(states="endpoints")
-    noising = NoisingOptions(count=4)
-
-    def prepare(self, rollout: Rollout) -> Endpoints:
-        reward, group = rollout.reward.cpu(), rollout.group.cpu()
-        count = group.bincount()
-        mean = torch.zeros(len(count)).index_add(0, group, reward) / count
-        return Endpoints.from_rollout(
-            rollout, reward - mean[group], rollout.valid.cpu(), forwards=4, compared="image"
-        )
-
-    def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
-        points = noise_images(batch, self.noising)
-        error = velocity_error(points.velocity(models.policy), points.target)
-        return (batch.signal.repeat_interleave(points.count) * error).mean(), {}
-
-
-def _check_direction(learner: Learner, rollout: Rollout, tree: str) -> None:
+def _check_direction(learner: Learner, rollout: Rollout) -> None:
     """Images with high rewards must become more likely, as with the plainest objective."""
-    plain: Any = _RewardWeighted()
+    # At a temperature of 1 weights grow about linearly with rewards.
+    plain = RWROptions(tau=1.0, noising=NoisingOptions(count=4)).build()
     if learner.objective.needs.states == "transitions":
-        plain = parse_config(_recipe(tree, {"kind": "grpo"})).objective.build("flow_sde")
+        plain = GRPOOptions().build()
     # What turning the rewards around changes: what does not depend on them cancels.
     turned = _with_rewards(rollout, -rollout.reward)
     change, expected = (
