@@ -8,11 +8,13 @@ from torch import Tensor
 from flowrl.config.objectives import AdvantageOptions
 from flowrl.functional.groups import lone
 from flowrl.functional.noise import keyed_uniform, noise_seed
-from flowrl.scoring.combine import combine_gdpo
+from flowrl.scoring.combine import share_weights
 from flowrl.trajectory import Rollout
 
 ADVANTAGE_CLIP = 5.0  # largest advantage of either sign in Flow-GRPO, DiffusionNFT and AWM
 ROUNDING = 1e-12  # differences below this share of the largest value are rounding errors
+# Of each reward in its group. 1e-4 as in GDPO; Flow-Factory divides by max(std, 1e-6).
+GDPO = AdvantageOptions(scale="std", ddof=0, floor=1e-4)
 
 
 def z_scores(
@@ -88,6 +90,21 @@ def image_reward(rollout: Rollout, options: AdvantageOptions) -> tuple[Tensor, T
         return rollout.reward.cpu(), rollout.valid.cpu()
     combined = combine_gdpo(rollout.scores, rollout.weights, rollout.group, rollout.applicable)
     return combined, ~combined.isnan()
+
+
+def combine_gdpo(scores: Tensor, weights: Tensor, group: Tensor, applicable: Tensor) -> Tensor:
+    """Return the weighted sum of each reward's z-scores in its group, (L,) float64 on the CPU.
+
+    GDPO (2601.05242). Weights are those of `share_weights`. A reward that applies and failed adds 0
+    and the others do not grow for it, so that every group sums to 0. An image without any of its
+    scores is NaN. The paper's last step, by the standard deviation of the batch, is `divisor`
+    with scale "auto".
+    """
+    scores, group, applicable = scores.detach().cpu(), group.cpu(), applicable.cpu()
+    share = share_weights(applicable, weights.detach().cpu().double())
+    scores = torch.where(share != 0, scores, torch.nan)
+    z = torch.stack([z_scores(column, group, GDPO) for column in scores.unbind(1)], 1)
+    return torch.where(scores.isfinite().any(1), (share * z).sum(1), torch.nan)
 
 
 def tie_break_noise(rollout: Rollout) -> Tensor:

@@ -1,6 +1,6 @@
 """Combine several rewards into one number an image, and stop a run when too many are missing.
 
-`combine` adds up scores by weight, `combine_gdpo` z-scores of each group.
+`combine` adds up scores by weight; GDPO, z-scores of each group, is an advantage (`objectives`).
 
 A missing score is NaN, never 0: an image that lacks a trained reward's score is left out, its
 combined reward is NaN (under GDPO this reward counts 0). `check_invalid` stops a run when too large
@@ -16,8 +16,6 @@ from torch import Tensor
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardResult, RewardSpec
 
-Z_FLOOR = 1e-4  # added to a group's standard deviation, as in GDPO; Flow-Factory: max(std, 1e-6)
-
 
 def combine(specs: Sequence[RewardSpec], result: RewardResult) -> tuple[Tensor, Tensor]:
     """Return the sum of weight times score, (L,) float32, and where it is valid, (L,) bool.
@@ -32,6 +30,14 @@ def combine(specs: Sequence[RewardSpec], result: RewardResult) -> tuple[Tensor, 
     valid = used.any(1) & (result.valid | ~used).all(1)
     reward = torch.where(used, gated(specs, result.scores) * share, 0.0).sum(1)
     return reward.masked_fill(~valid, math.nan), valid
+
+
+def share_weights(applicable: Tensor, weights: Tensor) -> Tensor:
+    """Return weights (L, K), 0 where a reward does not apply; the others grow to the same total."""
+    used = applicable & (weights != 0)
+    used_weight = torch.where(used, weights.abs(), 0).sum(1, keepdim=True)
+    growth = weights.abs().sum() / torch.where(used_weight > 0, used_weight, 1)
+    return torch.where(used, weights * growth, 0)
 
 
 def gated(specs: Sequence[RewardSpec], scores: Tensor) -> Tensor:
@@ -94,63 +100,3 @@ def check_invalid(
             f"{max_invalid_fraction:g} ({reasons}): mend the reward, or raise "
             "failures.max_invalid_fraction"
         )
-
-
-# --- GDPO: z-scores in a group --------------------------------------------------------------------
-
-
-def share_weights(applicable: Tensor, weights: Tensor) -> Tensor:
-    """Return weights (L, K), 0 where a reward does not apply; the others grow to the same total."""
-    used = applicable & (weights != 0)
-    used_weight = torch.where(used, weights.abs(), 0).sum(1, keepdim=True)
-    growth = weights.abs().sum() / torch.where(used_weight > 0, used_weight, 1)
-    return torch.where(used, weights * growth, 0)
-
-
-def z_scores(scores: Tensor, group: Tensor) -> Tensor:
-    """Return (score - mean) / (std + Z_FLOOR) of its group, column by column: (L, K) float64.
-
-    Mean and population standard deviation are of the images that have this score. Differences far
-    below `Z_FLOOR`, such as a network's rounding between equal images, thus stay small. 0 where
-    all scores are equal, and where there is no score, so that the known ones of a group sum to 0.
-    """
-    present = scores.isfinite()
-    exact = torch.where(present, scores.double(), 0)
-    names, number = group.unique(return_inverse=True)
-
-    def total(values: Tensor) -> Tensor:
-        """Sum over each image's group: (L, K)."""
-        return values.new_zeros(len(names), values.shape[1]).index_add(0, number, values)[number]
-
-    count = total(present.double()).clamp(min=1)
-    away = torch.where(present, exact - total(exact) / count, 0)
-    std = (total(away.square()) / count).sqrt()
-    apart = _range(scores.double(), present, number, len(names)) > 0
-    return torch.where(apart, away / (std + Z_FLOOR), 0)
-
-
-def combine_gdpo(scores: Tensor, weights: Tensor, group: Tensor, applicable: Tensor) -> Tensor:
-    """Return the weighted sum of each reward's z-scores in its group, (L,) float64 on the CPU.
-
-    GDPO (2601.05242). Weights are those of `share_weights`. A reward that applies and failed adds 0
-    and the others do not grow for it, so that every group sums to 0. An image without any of its
-    scores is NaN. The paper's last step, by the standard deviation of the batch, is `normalise`
-    with scale "global": the batch's mean is 0 already.
-    """
-    scores, group, applicable = scores.detach().cpu(), group.cpu(), applicable.cpu()
-    share = share_weights(applicable, weights.detach().cpu().double())
-    scores = torch.where(share != 0, scores, torch.nan)
-    combined = (share * z_scores(scores, group)).sum(1)
-    return torch.where(scores.isfinite().any(1), combined, torch.nan)
-
-
-def _range(scores: Tensor, present: Tensor, number: Tensor, groups: int) -> Tensor:
-    """Return the largest minus the smallest known score of each image's group."""
-    index = number[:, None].expand_as(scores)
-    ends = [
-        scores.new_full((groups, scores.shape[1]), start)
-        .scatter_reduce(0, index, torch.where(present, scores, start), how)
-        .gather(0, index)
-        for start, how in ((-torch.inf, "amax"), (torch.inf, "amin"))
-    ]
-    return ends[0] - ends[1]
