@@ -1,8 +1,6 @@
 """Published benchmarks by name: their prompt files as authors publish them, and their judges."""
 
-import csv
 import functools
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowrl.errors import UserError
-from flowrl.prompts.sources import MAX_FILE, check_row, json_lines, json_rows
+from flowrl.prompts.sources import check_row, file_rows
 from flowrl.utils.untrusted import parse_json, read_text
 
 Row = dict[str, Any]
@@ -76,7 +74,9 @@ def published_rows(name: str, source: Path | None) -> list[Row]:
     if source is None:
         raise UserError(f"give --prompts, the file or its folder: {expected}")
     for path in [source / file for file in spec.files] if source.is_dir() else [source]:
-        if not (raw := list(_read(path, Path(spec.files[0]).suffix, expected))):
+        if path.suffix.lower() != Path(spec.files[0]).suffix or not path.is_file():
+            raise UserError(f"{path} is missing, or has another form, {expected}")
+        if not (raw := list(file_rows(path))):
             raise UserError(f"{path} is empty, {expected}")
         for (where, row), column in product(raw, (spec.prompt, spec.kind, *spec.needs)):
             if column and (not isinstance(row, dict) or row.get(column) in (None, "")):
@@ -89,38 +89,6 @@ def published_rows(name: str, source: Path | None) -> list[Row]:
             tag = {"tag": kind} if spec.kind or len(spec.files) > 1 else {}
             rows.append(check_row({"prompt": row.pop(spec.prompt)} | tag | row, where))
     return rows
-
-
-def _read(path: Path, suffix: str, expected: str) -> Iterator[tuple[str, Any]]:
-    """Yield the place and the value of each row of a file."""
-    if path.suffix.lower() != suffix:
-        raise UserError(f"{path} has another form, {expected}")
-    try:
-        text = read_text(path, limit=MAX_FILE)
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}), {expected}") from error
-    if suffix == ".txt":
-        lines = enumerate(text.splitlines(), start=1)
-        return ((f"{path}, line {n}", {"prompt": t}) for n, line in lines if (t := line.strip()))
-    return {".jsonl": json_lines, ".json": json_rows}.get(suffix, _table)(text, path)
-
-
-def _table(text: str, path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a table. Raises UserError for one that ends within a row."""
-    # Parti's .tsv file has no quoting: some prompts begin with a quote.
-    tabs = path.suffix.lower() == ".tsv"
-    lines = csv.reader(
-        io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", strict=True,
-        quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL,
-    )  # fmt: skip
-    try:
-        header = next(lines, [])
-        for cells in filter(None, lines):
-            if len(cells) != len(header):
-                raise csv.Error(f"{len(cells)} cells, expected {len(header)}: {', '.join(header)}")
-            yield f"{path}, line {lines.line_num}", dict(zip(header, cells, strict=True))
-    except csv.Error as error:
-        raise UserError(f"{path}, line {lines.line_num}: no row of a table: {error}") from None
 
 
 # --- question graphs ------------------------------------------------------------------------------

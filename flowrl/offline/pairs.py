@@ -18,17 +18,15 @@ from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, records_of
 from flowrl.prompts.sources import (
     HUB,
-    MAX_FILE,
     check_row,
     dataset_errors,
+    file_rows,
     is_json,
-    json_lines,
-    json_rows,
     open_table,
     split_name,
 )
 from flowrl.utils.digests import digest, digest_of_file
-from flowrl.utils.untrusted import read_bytes, read_text
+from flowrl.utils.untrusted import read_bytes
 
 CHOSEN = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 LABELLED = ("prompt", "first", "second", "label")
@@ -154,13 +152,7 @@ def _value(row: Any, column: str, missing: Any = None) -> Any:
 
 def _read_json(source: str, columns: Columns) -> Iterator[tuple[str, dict, Any]]:
     """Yield where a row is, the row, and all rows."""
-    path = Path(source)
-    try:
-        text = read_text(path, limit=MAX_FILE)
-    except OSError as error:
-        raise UserError(f"cannot read pairs {source}: {error.strerror}") from error
-    read = json_lines if path.suffix.lower() == ".jsonl" else json_rows
-    table = list(read(text, path))
+    table = list(file_rows(Path(source), "pairs"))
     rows = [row for _, row in table]
     for where, row in table:
         if not isinstance(row, dict):

@@ -23,7 +23,6 @@ from flowrl.utils.untrusted import check_regular, parse_json, read_text
 TINY, HUB = "tiny:", "hf:"
 SPLITS = ("train", "test")
 COLUMNS = ("prompt", "text", "caption", "prompts", "prompt_en")  # the first of these, in any case
-TABLES = (".jsonl", ".json", ".csv", ".tsv")  # text files with columns
 WITH_COLUMN = re.compile(r"(.+\.(?:jsonl|json|csv|tsv)):([^:/\\]+)", re.IGNORECASE)
 MAX_FILE = 2**30  # bytes of a file of prompts
 JSON_TYPES = ("string", "large_string", "bool", "int", "uint", "float", "null")  # Arrow's names
@@ -88,28 +87,40 @@ def _tiny(source: str) -> Iterator[dict]:
 
 def _file(path: Path, column: str = "") -> Iterator[dict]:
     """Yield the rows of a text file; column: of its texts, "" for the first of COLUMNS."""
-    kind = path.suffix.lower()
-    if kind not in (".txt", *TABLES):
+    for where, row in file_rows(path):
+        yield check_row(_with_prompt(row, where, column), where)
+
+
+def file_rows(path: Path, what: str = "prompts") -> Iterator[tuple[str, Any]]:
+    """Yield the place and the value of each row of a text file or table.
+
+    what: is read, for errors. Raises UserError for a file of another kind, and one that is missing
+    or malformed.
+    """
+    read = READERS.get(path.suffix.lower())
+    if read is None:
         raise UserError(
-            f"cannot read prompts {str(path)!r}: use a .txt file (one prompt a line), a .jsonl, "
+            f"cannot read {what} {str(path)!r}: use a .txt file (one prompt a line), a .jsonl, "
             ".json, .csv or .tsv file, a data set (hf:NAME, or a .parquet file) or "
             "tiny:geneval:train"
         )
     try:
         text = read_text(path, limit=MAX_FILE)
     except OSError as error:
-        raise UserError(f"cannot read prompts {path}: {error.strerror}") from error
+        raise UserError(f"cannot read {what} {path}: {error.strerror}") from error
     except UserError as error:
-        raise UserError(f"cannot read prompts: {error}") from error
-    if kind == ".txt":
-        yield from ({"prompt": line.strip()} for line in text.split("\n") if line.strip())
-        return
-    read = {".jsonl": json_lines, ".json": json_rows}.get(kind, _table_rows)
-    for where, row in read(text, path):
-        yield check_row(_with_prompt(row, where, column), where)
+        raise UserError(f"cannot read {what}: {error}") from error
+    yield from read(text, path)
 
 
-def json_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+def _text_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the prompts of a text, one a line."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield f"{path}, line {number}", {"prompt": line.strip()}
+
+
+def _json_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the place and the value of each line."""
     for number, line in enumerate(text.split("\n"), start=1):
         where = f"{path}, line {number}"
@@ -122,7 +133,7 @@ def json_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
             raise UserError(f"{where}: not valid JSON ({reason}), expected an object") from error
 
 
-def json_rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+def _json_rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
     """Yield a list of prompts (HPDv2) or objects (HPDv3), or the objects by name (GenAI-Bench)."""
     content = parse_json(text, str(path))
     if isinstance(content, dict):
@@ -136,31 +147,42 @@ def json_rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
 def _table_rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a .csv or .tsv file (DrawBench, Parti, OneIG); empty cells are left out."""
     tabs = path.suffix.lower() == ".tsv"
+    # A .tsv file has no quoting: Parti's prompts begin with quotes that never end.
+    quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
+    lines = csv.reader(
+        io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", quoting=quoting, strict=True
+    )
     try:
-        # A .tsv file has no quoting: Parti's prompts begin with quotes that never end.
-        quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
-        rows = csv.DictReader(
-            io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", quoting=quoting
-        )
-        header = [name for name in rows.fieldnames or () if name]
-        lower = [name.lower() for name in header]
+        header = next(lines, [])
+        lower = [name.lower() for name in header if name]
         if twice := [name for name in header if lower.count(name.lower()) > 1]:
             raise UserError(f"{path}: the columns {', '.join(twice)} have one name: rename them")
-        for number, row in enumerate(rows, start=1):
-            where = f"{path}, row {number}"
-            if None in row:
-                raise UserError(f"{where}: it has more cells than the header: quote its commas")
+        for cells in filter(None, lines):
+            if len(cells) != len(header):
+                raise csv.Error(
+                    f"{len(cells)} cells, expected {len(header)} ({', '.join(header)}): quote "
+                    "cells that hold commas"
+                )
             # Empty cells are left out, but for texts, whose absence is an error.
             yield (
-                where,
+                f"{path}, line {lines.line_num}",
                 {
                     name: cell if name.lower() in COLUMNS else _read(cell)
-                    for name, cell in row.items()
+                    for name, cell in zip(header, cells, strict=True)
                     if cell or name.lower() in COLUMNS
                 },
             )
     except csv.Error as error:
-        raise UserError(f"{path}: not a table that can be read: {error}") from error
+        raise UserError(f"{path}, line {lines.line_num}: no row of a table: {error}") from error
+
+
+READERS = {  # by suffix
+    ".txt": _text_lines,
+    ".jsonl": _json_lines,
+    ".json": _json_rows,
+    ".csv": _table_rows,
+    ".tsv": _table_rows,
+}
 
 
 def _with_prompt(row: Any, where: str, column: str) -> Any:
@@ -341,9 +363,7 @@ def _remedy(reason: str) -> str:
 
 def _as_json_line(row: dict, column: str) -> dict:
     text = row.pop(column)
-    fields = {key: _read(value) for key, value in row.items() if value is not None}
-    inner = fields.pop("metadata") if isinstance(fields.get("metadata"), dict) else {}
-    return inner | fields | {"prompt": text}
+    return {key: _read(value) for key, value in row.items() if value is not None} | {"prompt": text}
 
 
 def _read(value: Any) -> Any:

@@ -1,9 +1,7 @@
 """Score image files, grouped by prompt and read by size, with reasons for missing scores."""
 
-import csv
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,10 +11,11 @@ from PIL import Image
 
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, load_prompts
+from flowrl.prompts.sources import file_rows
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec
 from flowrl.utils.images import read_image, to_tensor
-from flowrl.utils.untrusted import is_readable, parse_json, read_text
+from flowrl.utils.untrusted import is_readable
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 METADATA, SAMPLES = "metadata.jsonl", "samples"  # of a prompt's folder in GenEval's layout
@@ -61,64 +60,38 @@ def labelled_images(source: Path) -> list[ImageFile] | None:
         return [image for folder in folders for image in _of_prompt(folder)]
     for name in (METADATA, "metadata.csv"):
         if (source / name).is_file():
-            return [_of_row(source, row, where) for where, row in _rows(source / name)]
+            rows = file_rows(source / name, "metadata")
+            return [_of_row(source, row, where) for where, row in rows]
     return None
 
 
 def _of_prompt(folder: Path) -> list[ImageFile]:
     """Return the images of one folder of GenEval's layout; grid.png beside them is none."""
     path = folder / METADATA
-    rows = list(_rows(path)) if path.is_file() else []
-    if len(rows) != 1 or not isinstance(rows[0][1].get("prompt"), str):
+    rows = [row for _, row in file_rows(path, "metadata")] if path.is_file() else []
+    row = rows[0] if len(rows) == 1 and isinstance(rows[0], dict) else {}
+    if not isinstance(text := row.pop("prompt", None), str):
         raise UserError(f"{path} must hold one JSON object with a text under 'prompt'")
-    row = dict(rows[0][1])
-    text = row.pop("prompt")
     images = [p for p in sorted((folder / SAMPLES).glob("*")) if p.suffix.lower() in SUFFIXES]
     for image in images:
         _check_image(image, folder, str(folder / SAMPLES))
     return [ImageFile(path=path, prompt=text, metadata=row) for path in images]
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a metadata file, each with where it stands."""
-    text = read_text(path)
-    if path.suffix == ".csv":
-        for number, row in enumerate(csv.DictReader(text.splitlines()), start=2):
-            yield f"{path}, line {number}", {k: v for k, v in row.items() if k and v != ""}
-        return
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        row = parse_json(line, f"{path}, line {number}")
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: expected an object, got {line[:40]}")
-        yield f"{path}, line {number}", row
-
-
-def _of_row(folder: Path, row: dict[str, Any], where: str) -> ImageFile:
+def _of_row(folder: Path, row: Any, where: str) -> ImageFile:
+    row = dict(row) if isinstance(row, dict) else {}
     name = row.pop("file_name", None)
     texts = [row.pop(key) for key in ("prompt", "text") if isinstance(row.get(key), str)]
     if not name or not texts:
         raise UserError(f"{where}: expected 'file_name' and 'prompt', got {', '.join(row) or '{}'}")
     path = folder / str(name)
     _check_image(path, folder, where)
-    nested = {key: _parsed(value) for key, value in row.items()}
-    return ImageFile(path=path, prompt=texts[0], metadata=nested)
+    return ImageFile(path=path, prompt=texts[0], metadata=row)
 
 
 def _check_image(path: Path, folder: Path, where: str) -> None:
     if not is_readable(path, inside=folder):
         raise UserError(f"{where}: {path} is no image file inside of {folder}")
-
-
-def _parsed(value: Any) -> Any:
-    """Return the list or object that a text of a table holds as JSON; other texts as they are."""
-    if not isinstance(value, str) or re.match(r"[\[{].*[\]}]$", value) is None:
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
 
 
 def plain_images(source: Path) -> list[Path]:

@@ -51,10 +51,10 @@ def test_a_column_is_chosen_by_name_and_an_ambiguous_or_missing_one_is_refused(t
     path.write_text('prompt,include\ntwo cats,"[{""class"": ""cat"", ""count"": 2}]"\n')
     assert load_prompts(path)[0].metadata["include"] == [{"class": "cat", "count": 2}]
     path.write_text("prompt,kind\n,x\n")
-    with pytest.raises(UserError, match='row 1.*"prompt"'):
+    with pytest.raises(UserError, match='line 2.*"prompt"'):
         load_prompts(path)
     path.write_text("prompt\na cat, a dog\n")
-    with pytest.raises(UserError, match="row 1"):
+    with pytest.raises(UserError, match="line 2: .*2 cells, expected 1"):
         load_prompts(path)
 
 
