@@ -155,7 +155,8 @@ def reward_serve(
     """
     arguments = arguments_of(names, args)
     with starting():
-        from flowrl.scoring.server import make_app, warm_up
+        from flowrl.scoring.server import background_spec, make_app, warm_up
+        from flowrl.scoring.spec import load_reward
         from flowrl.utils.serving import (
             address_of,
             bind,
@@ -167,7 +168,8 @@ def reward_serve(
 
     token = read_token(host, token_env)
     with bind(host, port) as listening:
-        specs = [_spec(*pair) for pair in zip(names, arguments, strict=True)]
+        pairs = zip(names, arguments, strict=True)
+        specs = [background_spec(name, load_reward(name, values)) for name, values in pairs]
         try:
             hosts = None if token else local_names(host)
             app = make_app(specs, hosts=hosts, token=token, max_body=max_body * 2**20)
@@ -182,14 +184,3 @@ def reward_serve(
         if late:
             print(f"not tried yet, loads at the first request: {', '.join(late)}", flush=True)
         make_server(app, shutdown_timeout=5).run(sockets=[listening])
-
-
-def _spec(name: str, args: dict | None) -> "RewardSpec":
-    """Return a reward in a thread of this process."""
-    from flowrl.config.rewards import InlineOptions
-    from flowrl.scoring.executors.base import InlineExecutor
-    from flowrl.scoring.spec import RewardSpec, load_reward
-
-    reward = load_reward(name, args)
-    executor = InlineExecutor(reward, name, InlineOptions(background=True))
-    return RewardSpec(name=name, reward=reward, executor=executor)

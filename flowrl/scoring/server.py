@@ -9,7 +9,8 @@ origins and connections are guarded by `utils.serving`.
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -24,12 +25,10 @@ from flowrl.errors import UserError
 from flowrl.scoring.check import trials_of
 from flowrl.scoring.executors.base import (
     Answer,
-    Executor,
     InlineExecutor,
     Reward,
     RewardFailure,
     failed,
-    joined,
 )
 from flowrl.scoring.protocol import (
     PROTOCOL,
@@ -55,10 +54,7 @@ MAX_BATCH = 256  # images of a request
 BYTES_PER_PIXEL = 5  # of a body: 3 in base64 are 4, and there are prompts and metadata
 BODIES_AT_ONCE = 4  # requests of the largest size that are held together
 BODY_TIMEOUT_S = 60.0  # until a body has arrived
-CHUNK_PIXELS = 2**21  # images are given to a reward in calls of about so many pixels
 REMEMBERED = 256  # answers, for clients that repeat a request whose answer was lost
-
-Rewards = Sequence[RewardSpec] | Mapping[str, Reward]
 
 
 class Refused(Exception):
@@ -69,14 +65,19 @@ class Refused(Exception):
         self.status, self.retry_after = status, retry_after
 
 
+def background_spec(name: str, reward: Reward) -> RewardSpec:
+    """Return a reward in a thread of this process, as `make_app` serves it."""
+    executor = InlineExecutor(reward, name, InlineOptions(background=True))
+    return RewardSpec(name=name, reward=reward, executor=executor)
+
+
 def make_app(
-    rewards: Rewards, *, hosts: Collection[str] | None = None, token: str | None = None,
+    specs: Sequence[RewardSpec], *, hosts: Collection[str] | None = None, token: str | None = None,
     max_body: int = MAX_BODY,
 ) -> "Starlette":  # fmt: skip
-    """Return the ASGI application that serves `rewards`: specs, or callables by name.
+    """Return the ASGI application that serves rewards in background threads.
 
-    The application closes the executors of the specs when it ends; a spec without one gets a
-    background thread.
+    It closes their executors when it ends.
 
     Args:
         hosts: names that clients may send as Host; None for any, which needs a token.
@@ -92,7 +93,7 @@ def make_app(
     from starlette.responses import Response as RawResponse
     from starlette.routing import Route
 
-    service, budget = ScoringService(rewards, max_body), ByteBudget(BODIES_AT_ONCE * max_body)
+    service, budget = ScoringService(specs, max_body), ByteBudget(BODIES_AT_ONCE * max_body)
 
     async def health(request: "Request") -> RawResponse:
         return JSONResponse({"status": "ready"})
@@ -114,7 +115,7 @@ def make_app(
         server="flowrl reward-serve", hosts=None if hosts is None else frozenset(hosts),
         token=token, private="/v1", max_body=max_body, json_only=True,
     )  # fmt: skip
-    app = Starlette(
+    return Starlette(
         routes=[
             Route("/healthz", health), Route("/v1/info", info),
             Route("/v1/score", score, methods=["POST"]),
@@ -123,8 +124,6 @@ def make_app(
         exception_handlers={Refused: _refuse},
         lifespan=lifespan,
     )  # fmt: skip
-    app.state.service = service
-    return app
 
 
 async def _refuse(request: "Request", error: Any) -> "RawResponse":
@@ -197,14 +196,14 @@ def warm_up(spec: RewardSpec) -> bool:
     Returns False if the reward has no `fixtures` or applies to no prompt tried: the first request
     then loads it. Raises UserError when an image gets no score.
     """
-    if not hasattr(spec.reward, "fixtures") or spec.executor is None:
+    if not hasattr(spec.reward, "fixtures"):
         return False
     trials = trials_of(spec, ())
     if not trials:
         return False
     first, count = trials[0], len(trials[0].images)
     prompts, metadata = [first.prompt] * count, [dict(first.metadata) for _ in range(count)]
-    reasons = spec.executor.submit(first.images, prompts, metadata).result().reasons
+    reasons = spec.get_executor().submit(first.images, prompts, metadata).result().reasons
     if reasons and (first.says or len(reasons) == count):
         row, reason = next(iter(reasons.items()))
         image = f"its own fixture {row}" if first.says else "a plain image"
@@ -218,19 +217,13 @@ def warm_up(spec: RewardSpec) -> bool:
 class ScoringService:
     """The rewards of a server, their executors, and the latest answers."""
 
-    def __init__(self, rewards: Rewards, max_body: int):
-        if isinstance(rewards, Mapping):
-            rewards = [RewardSpec(name=name, reward=r) for name, r in rewards.items()]
-        self.specs = {spec.name: spec for spec in rewards}
-        if not rewards or len(self.specs) < len(rewards):
+    def __init__(self, specs: Sequence[RewardSpec], max_body: int):
+        self.specs = {spec.name: spec for spec in specs}
+        if not specs or len(self.specs) < len(specs):
             raise UserError("a reward server needs rewards of different names")
         self.max_body, self.max_pixels = max_body, max(1, max_body // BYTES_PER_PIXEL)
-        background = InlineOptions(background=True)
-        self.executors: dict[str, Executor] = {
-            s.name: s.executor or InlineExecutor(s.reward, s.name, background) for s in rewards
-        }
         # One request more than a reward can score at a time, so that images are decoded meanwhile.
-        self._turns = {name: asyncio.Semaphore(2) for name in self.executors}
+        self._turns = {name: asyncio.Semaphore(2) for name in self.specs}
         self._locks = {name: Lock() for name in self.specs}  # user code runs in one thread
         self._tasks: dict[bytes, asyncio.Task[Response]] = {}  # by digest of the request
         self._answers: OrderedDict[bytes, Response] = OrderedDict()
@@ -266,8 +259,8 @@ class ScoringService:
     async def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
-        for executor in self.executors.values():
-            await asyncio.to_thread(executor.close)
+        for spec in self.specs.values():
+            await asyncio.to_thread(spec.close)
 
     def _find_reward(self, request: ScoreRequest) -> RewardSpec:
         spec, count = self.specs.get(request.reward), len(request.items)
@@ -319,24 +312,18 @@ class ScoringService:
         return {row: text for row, text in enumerate(reasons) if text is not None}
 
     async def _ask(self, spec: RewardSpec, levels: Tensor, items: list[Item]) -> Answer:
-        """Score images (B, 3, H, W) uint8; only a part of them becomes floats at a time."""
+        """Score images (B, 3, H, W) uint8."""
         prompts, metadata = [item.prompt for item in items], [item.metadata for item in items]
-        size = max(1, CHUNK_PIXELS // (levels.shape[-1] * levels.shape[-2]))
-        size = len(levels) if spec.whole_groups else size
 
-        def submit(rows: slice) -> Any:
-            images = levels[rows].float().div_(255)
+        def submit() -> "Future[Answer]":
+            images = levels.float().div_(255)
             with self._locks[spec.name]:
-                return self.executors[spec.name].submit(images, prompts[rows], metadata[rows])
+                return spec.get_executor().submit(images, prompts, metadata)
 
-        parts: list[Answer] = []
         try:
-            for start in range(0, len(levels), size):
-                future = await asyncio.to_thread(submit, slice(start, start + size))
-                parts.append(await asyncio.wrap_future(future))
+            return await asyncio.wrap_future(await asyncio.to_thread(submit))
         except RewardFailure as error:  # no retry would mend it: 4xx, not 5xx
             raise Refused(424, str(error)) from error
-        return joined(parts, 0.0)
 
 
 def decode_images(request: ScoreRequest, max_pixels: int) -> Tensor:

@@ -20,8 +20,8 @@ import torch
 from flowrl.scoring import server
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.protocol import encode
-from flowrl.scoring.server import make_app
-from flowrl.scoring.spec import load_reward
+from flowrl.scoring.server import background_spec, make_app
+from flowrl.scoring.spec import RewardSpec, load_reward
 
 IMAGE = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
 MEAN = IMAGE.mean() / 255
@@ -68,9 +68,13 @@ REWARDS = {
 }  # fmt: skip
 
 
+def specs_of(rewards: dict[str, Any]) -> list[RewardSpec]:
+    return [background_spec(name, reward) for name, reward in rewards.items()]
+
+
 @pytest.fixture(scope="module")
 def url(serving) -> Iterator[str]:
-    with serving(make_app(REWARDS, hosts=LOCAL, max_body=2**20)) as url:
+    with serving(make_app(specs_of(REWARDS), hosts=LOCAL, max_body=2**20)) as url:
         yield url
 
 
@@ -170,7 +174,7 @@ def test_bodies_that_are_no_json_and_other_addresses_are_refused(url):
 
 
 def test_a_token_guards_everything_but_the_health_under_any_name(serving):
-    with serving(make_app(REWARDS, token="secret")) as url:
+    with serving(make_app(specs_of(REWARDS), token="secret")) as url:
         assert httpx.get(url + "/healthz", trust_env=False).status_code == 200
         for token in (None, "Bearer wrong", "secret", "Bearer \xe9"):
             headers = {b"Authorization": token.encode("latin-1")} if token else {}
@@ -194,7 +198,7 @@ def test_requests_beyond_the_budget_are_told_to_come_back_and_bodies_must_arrive
 
     image = np.random.default_rng(0).integers(0, 256, (90, 90, 3), np.uint8)
     size = len(json.dumps(message("waits", image=image)))
-    with serving(make_app({"waits": waits}, hosts=LOCAL, max_body=2 * size)) as url:
+    with serving(make_app(specs_of({"waits": waits}), hosts=LOCAL, max_body=2 * size)) as url:
         with ThreadPoolExecutor(20) as threads:
             jobs = [threads.submit(post, url, message("waits", image=image)) for _ in range(20)]
             while sum(job.done() for job in jobs) < 12:  # of four times twice the size
