@@ -106,16 +106,11 @@ def check_named(
 
 def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckResult]:
     """Yield how many of a user's prompts the reward can judge, by its method `check`."""
-    check = getattr(spec.reward, "check", None)
     fits = [prompt for prompt in prompts if spec.applies(prompt.text, prompt.metadata)]
-    if check is None or not fits:
+    if not fits or not hasattr(spec.reward, "check"):
         return
-    reasons: list[str] = []
-    for prompt in fits:
-        try:
-            check(prompt.text, prompt.metadata)
-        except ValueError as error:
-            reasons.append(f"{prompt.text!r}: {error}")
+    faults = [(prompt.text, spec.fault(prompt.text, prompt.metadata)) for prompt in fits]
+    reasons = [f"{text!r}: {reason}" for text, reason in faults if reason is not None]
     summary = f"{len(fits) - len(reasons)} of {len(prompts)} prompts can be judged"
     if reasons:
         remedy = "Give it other arguments, or leave these prompts to another reward (applies_to)."

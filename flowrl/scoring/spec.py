@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -102,8 +102,15 @@ class RewardSpec:
         try:
             if not self.applies(prompt, metadata):
                 return "the reward does not apply to this prompt"
-            with contained_settings(self.name, generators=False):
-                getattr(self.reward, "check", lambda *_: None)(prompt, metadata)
+        except UserError as error:
+            return str(error)
+        with contained_settings(self.name, generators=False):
+            return self.fault(prompt, metadata)
+
+    def fault(self, prompt: str, metadata: dict) -> str | None:
+        """Return what the reward's method `check` says against a prompt that it applies to."""
+        try:
+            getattr(self.reward, "check", lambda *_: None)(prompt, metadata)
         except (UserError, ValueError) as error:
             return str(error)
         except Exception as error:  # a user's reward may raise anything
@@ -304,27 +311,13 @@ def check_evaluation(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord
 
 
 def check_judges(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
-    """Call the method `check(prompt, metadata)` of rewards that have one, for every prompt.
+    """Raise UserError for the first prompt that a reward applies to and cannot score.
 
-    It raises ValueError for a prompt that the reward applies to and cannot score, for example with
-    malformed metadata. Raises UserError for the first.
+    Rewards with a method `check(prompt, metadata)` say so, for example of malformed metadata.
     """
-    for spec in specs:
-        if check := getattr(spec.reward, "check", None):
-            with contained_settings(spec.name, generators=False):
-                _check_each(spec, check, prompts)
-
-
-def _check_each(
-    spec: RewardSpec, check: Callable[[str, dict], object], prompts: Sequence[PromptRecord]
-) -> None:
-    for p in prompts:
-        try:
-            if spec._applies(p.text, p.metadata):
-                check(p.text, p.metadata)
-        except UserError:
-            raise
-        except Exception as error:
-            expected = isinstance(error, ValueError)
-            failure = "" if expected else f"its check failed with {type(error).__name__}: "
-            raise UserError(f"reward {spec.name!r}, prompt {p.text!r}: {failure}{error}") from error
+    for spec in (spec for spec in specs if hasattr(spec.reward, "check")):
+        with contained_settings(spec.name, generators=False):
+            for p in prompts:
+                reason = spec.fault(p.text, p.metadata) if spec._applies(p.text, p.metadata) else ""
+                if reason:
+                    raise UserError(f"reward {spec.name!r}, prompt {p.text!r}: {reason}")
