@@ -8,6 +8,7 @@ are under the MIT licence).
 import functools
 from collections import OrderedDict
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,23 +27,16 @@ class Aesthetic:
     """Mostly 4 to 7 for real images; nothing keeps it within 1 and 10. The prompt is not read.
 
     model: the CLIP, a name on the Hugging Face hub or a folder. head: a name there, a folder with
-    the file aesthetic-model.pth, or such a file.
+    the file aesthetic-model.pth, or such a file. clip: other arguments of `Clip`: revision, device,
+    dtype.
     """
 
     name = "aesthetic"
     differentiable = True
 
-    def __init__(
-        self,
-        *,
-        model: str = VIT_L14,
-        head: str = HEAD,
-        revision: str | None = None,
-        device: str = "auto",
-        dtype: str = "fp32",
-    ):
+    def __init__(self, *, model: str = VIT_L14, head: str = HEAD, **clip: Any):
         self.head = head
-        self.clip = Clip(model, reward="Aesthetic", revision=revision, device=device, dtype=dtype)
+        self.clip = Clip(model, reward="Aesthetic", **clip)
         self.version = f"aesthetic-1/{head}/{self.clip.version}/{NAME}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:

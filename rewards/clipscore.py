@@ -5,6 +5,8 @@ nor cut at 0 as in the paper: the form that alignment papers train on and report
 MIT licence.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from .fixtures import red_and_blue
@@ -15,7 +17,8 @@ from .networks.preprocess import NAME
 class CLIPScore:
     """The cosine of image and prompt, for images of the prompt about 0.2 to 0.35.
 
-    Prompts are cut at 77 tokens. model: a name on the Hugging Face hub, or a folder.
+    Prompts are cut at 77 tokens. model: a name on the Hugging Face hub, or a folder. clip: other
+    arguments of `Clip`: revision, device, dtype.
     """
 
     name = "clipscore"
@@ -23,15 +26,8 @@ class CLIPScore:
     differentiable = True
     fixtures = staticmethod(red_and_blue)
 
-    def __init__(
-        self,
-        *,
-        model: str = VIT_L14,
-        revision: str | None = None,
-        device: str = "auto",
-        dtype: str = "fp32",
-    ):
-        self.clip = Clip(model, reward="CLIPScore", revision=revision, device=device, dtype=dtype)
+    def __init__(self, *, model: str = VIT_L14, **clip: Any):
+        self.clip = Clip(model, reward="CLIPScore", **clip)
         self.version = f"clipscore-1/{self.clip.version}/{NAME}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:

@@ -3,6 +3,8 @@
 A CLIP ViT-H/14 (986 M parameters: 3.9 GB in fp32, 2.0 GB in bf16) tuned on people's choices.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from .fixtures import red_and_blue
@@ -20,7 +22,8 @@ class PickScore:
 
     scale "div26" divides that by 26, as Flow-GRPO and DiffusionNFT train on (about 0.7 to 0.9);
     "raw" leaves it; "cosine" is the cosine alone, about 0.2. Prompts are cut at 77 tokens.
-    model, tokenizer: names on the Hugging Face hub, or folders.
+    model, tokenizer: names on the Hugging Face hub, or folders. clip: other arguments of `Clip`:
+    revision, device, dtype.
     """
 
     name = "pickscore"
@@ -28,26 +31,12 @@ class PickScore:
     fixtures = staticmethod(red_and_blue)
 
     def __init__(
-        self,
-        scale: str = "div26",
-        *,
-        model: str = MODEL,
-        tokenizer: str = TOKENIZER,
-        revision: str | None = None,
-        device: str = "auto",
-        dtype: str = "fp32",
+        self, scale: str = "div26", *, model: str = MODEL, tokenizer: str = TOKENIZER, **clip: Any
     ):
         if scale not in SCALES:
             raise ValueError(f"PickScore's scale is one of {', '.join(SCALES)}, not {scale!r}")
         self.scale = scale
-        self.clip = Clip(
-            model,
-            reward="PickScore",
-            tokenizer=tokenizer,
-            revision=revision,
-            device=device,
-            dtype=dtype,
-        )
+        self.clip = Clip(model, reward="PickScore", tokenizer=tokenizer, **clip)
         self.version = f"pickscore-1/{scale}/{self.clip.version}/{NAME}"
         largest = {"div26": LARGEST / 26, "raw": LARGEST, "cosine": 1.0}[scale]
         self.bounds = (-largest, largest)

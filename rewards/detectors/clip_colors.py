@@ -3,6 +3,7 @@ arXiv 2310.11513): zero-shot among ten names, on the object alone before a grey 
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,22 +26,14 @@ class ClipColors:
 
     What the mask leaves out becomes grey, the box is cut out, and the colour is the one whose
     text lies nearest: the mean of three templates' unit vectors, again of unit length. An object
-    without a mask keeps its background. Never None: CLIP always prefers one name.
+    without a mask keeps its background. Never None: CLIP always prefers one name. clip: other
+    arguments of `Clip`: revision, device, dtype.
     """
 
-    def __init__(
-        self,
-        model: str = VIT_L14,
-        *,
-        colors: Sequence[str] = COLORS,
-        revision: str | None = None,
-        device: str = "auto",
-        dtype: str = "fp32",
-    ):
-        self.colors = tuple(colors)
-        self.clip = Clip(
-            model, reward="the colours of GenEval", revision=revision, device=device, dtype=dtype
-        )
+    colors = COLORS
+
+    def __init__(self, model: str = VIT_L14, **clip: Any):
+        self.clip = Clip(model, reward="the colours of GenEval", **clip)
 
     def load(self) -> None:
         """Load the weights. Raises FileNotFoundError when they are not there."""
