@@ -18,6 +18,7 @@ from .networks.loading import (
     building,
     check_dtype,
     device_of,
+    fit,
     imported,
     read_weights,
     weights_file,
@@ -26,7 +27,7 @@ from .networks.preprocess import NAME, hps_pixels
 from .networks.text_embeddings import TextEmbeddings, warn_of_cut
 
 MODEL = "xswu/HPSv2"
-FILES = {"v2.1": "HPS_v2.1_compressed.pt", "v2.0": "HPS_v2_compressed.pt"}
+FILE = "HPS_v2.1_compressed.pt"
 ARCHITECTURE = "ViT-H-14"  # with GELU: only OpenAI's own weights want QuickGELU
 
 
@@ -34,8 +35,8 @@ class HPSv2:
     """The cosine of image and prompt, without CLIP's logit scale: about 0.2 to 0.35.
 
     Prompts are cut at 77 tokens.
-    release: "v2.1" or "v2.0", whose scores are not comparable. model: a name on the Hugging Face
-    hub, a folder with the release's file, or such a file. architecture: a name open_clip knows.
+    model: a name on the Hugging Face hub, a folder with the file HPS_v2.1_compressed.pt, or such a
+    file. architecture: a name open_clip knows.
     """
 
     name = "hpsv2"
@@ -45,7 +46,6 @@ class HPSv2:
 
     def __init__(
         self,
-        release: str = "v2.1",
         *,
         model: str = MODEL,
         architecture: str = ARCHITECTURE,
@@ -53,13 +53,11 @@ class HPSv2:
         device: str = "auto",
         dtype: str = "fp32",
     ):
-        if release not in FILES:
-            raise ValueError(f"HPSv2's release is one of {', '.join(FILES)}, not {release!r}")
-        self.release, self.model, self.architecture = release, model, architecture
+        self.model, self.architecture = model, architecture
         self.revision, self.device, self.dtype = revision, device, check_dtype(dtype)
         self.texts = TextEmbeddings(self._encode)
         named = f"{model}@{revision}" if revision else model
-        self.version = f"hpsv2-1/{release}/{named}/{architecture}/{dtype}/{NAME}"
+        self.version = f"hpsv2-1/v2.1/{named}/{architecture}/{dtype}/{NAME}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         network = self._network
@@ -87,16 +85,11 @@ class HPSv2:
     @functools.cached_property
     def _network(self) -> Any:
         open_clip = imported("open_clip", "HPSv2")
-        path = weights_file(self.model, FILES[self.release], self.revision)
+        path = weights_file(self.model, FILE, self.revision)
         config = open_clip.get_model_config(self.architecture)
         if config is None:
             raise ValueError(f"open_clip knows no architecture {self.architecture!r}")
         with building():
             network = open_clip.CLIP(**config)
-        try:
-            network.load_state_dict(read_weights(path))
-        except RuntimeError as error:
-            raise ValueError(
-                f"{path} does not hold the weights of open_clip's {self.architecture}: {error}"
-            ) from error
+        fit(network, read_weights(path), path, f"open_clip's {self.architecture}")
         return network.eval().requires_grad_(False).to(self._device, DTYPES[self.dtype])
