@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -100,13 +99,13 @@ def compare_loras(
         evaluator, opened = load_evaluator(config, runtime, specs, held_out, opened)
         prompts = evaluator.prompts
         specs = [spec for spec in specs if spec.asked_in("evaluation")]
-        key = _hex([evaluation_key(config, specs, prompts), *map(_source_of, specs)])
+        key = "\n".join([evaluation_key(config, specs, prompts), *map(_source_of, specs)])
         evaluator = replace(evaluator, specs=specs, keep=SHOWN)
         entries = []
         with locked_folder(folder, "leaderboard"):
             for name, lora in _named(opened):
-                of_lora = key if lora is None else _hex([key, lora_digest(lora)])
-                file = folder / EVALUATIONS / f"{of_lora}.safetensors"
+                content = key if lora is None else f"{key}\n{lora_digest(lora)}"
+                file = folder / EVALUATIONS / f"{digest(content.encode())}.safetensors"
                 evaluation = _saved(file) or _evaluate(name, lora, evaluator, runtime, file)
                 measures = _measures(evaluation, evaluator)
                 entries.append(Entry(name=name, evaluation=evaluation, measures=measures))
@@ -166,10 +165,6 @@ def _named(loras: Sequence[LoRA]) -> list[tuple[str, LoRA | None]]:
             name += "'"
         named[name] = lora
     return list(named.items())
-
-
-def _hex(parts: Sequence[str]) -> str:
-    return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def _source_of(spec: RewardSpec) -> str:
