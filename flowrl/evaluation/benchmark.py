@@ -10,7 +10,7 @@ from typing import Any
 from flowrl.errors import UserError
 from flowrl.evaluation.published import PUBLISHED, published_rows
 from flowrl.prompts.records import PromptRecord, load_prompts, records_of
-from flowrl.scoring.files import ImageFile, ScoredFiles, labelled_images, score_files
+from flowrl.scoring.files import ScoredFiles, prompted_images, score_files
 from flowrl.scoring.spec import RewardSpec, closing
 from flowrl.utils.files import write_text
 
@@ -39,21 +39,10 @@ def benchmark_prompts(name: str, source: str | Path | None = None) -> list[Promp
     return load_prompts(source or NAMES.get(name, name))
 
 
-def layout_images(folder: Path) -> list[ImageFile]:
-    """Return the images of a folder with their prompts. Raises UserError without prompts."""
-    images = labelled_images(folder) if folder.is_dir() else None
-    if not images:
-        raise UserError(
-            f"{folder} is not in GenEval's layout: expected 00000/metadata.jsonl and "
-            "00000/samples/0000.png, and so on for each prompt"
-        )
-    return images
-
-
 def score_folder(folder: Path, specs: Sequence[RewardSpec]) -> ScoredFiles:
     """Score a folder of images with prompts; write `scores.csv` into it."""
     with closing(specs):
-        scored = score_files(specs, layout_images(folder))
+        scored = score_files(specs, prompted_images(folder))
     write_csv(folder / SCORES, scored.rows)
     return scored
 
@@ -78,7 +67,7 @@ def kind_table(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[
     """
     kinds = {
         str(image.path): next((str(image.metadata[k]) for k in KINDS if image.metadata.get(k)), "")
-        for image in layout_images(folder)
+        for image in prompted_images(folder)
     }
     by_kind: dict[str, list[Row]] = {}
     for row in rows:

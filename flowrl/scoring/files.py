@@ -65,6 +65,18 @@ def labelled_images(source: Path) -> list[ImageFile] | None:
     return None
 
 
+def prompted_images(folder: Path) -> list[ImageFile]:
+    """Return the images of a folder that says their prompts. Raises UserError for another."""
+    images = labelled_images(folder) if folder.is_dir() else None
+    if not images:
+        raise UserError(
+            f"{folder} has no images with prompts: expected GenEval's layout, "
+            "00000/metadata.jsonl and 00000/samples/0000.png, and so on for each prompt, or "
+            "metadata.jsonl with file_name and prompt"
+        )
+    return images
+
+
 def _of_prompt(folder: Path) -> list[ImageFile]:
     """Return the images of one folder of GenEval's layout; grid.png beside them is none."""
     path = folder / METADATA

@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 from flowrl.errors import UserError
-from flowrl.scoring.files import labelled_images
+from flowrl.scoring.files import prompted_images
 
 Pair = tuple[int, int]  # two images of one prompt, by their rows
 
@@ -41,12 +41,7 @@ def read_candidates(folder: Path) -> Candidates:
     Raises:
         UserError: no prompts, an image outside the folder, or no prompt with two images.
     """
-    images = labelled_images(folder)
-    if images is None:
-        raise UserError(
-            f"{folder} has no prompts: expected 00000/metadata.jsonl beside 00000/samples, or "
-            "metadata.jsonl with file_name and prompt"
-        )
+    images = prompted_images(folder)
     candidates = Candidates(
         folder=folder,
         files=tuple(image.path.relative_to(folder).as_posix() for image in images),

@@ -17,7 +17,7 @@ from flowrl.errors import UserError
 from flowrl.evaluation.drawing import SETTINGS, Drawing, draw_prompts
 from flowrl.export.summary import TrainedRun
 from flowrl.prompts.records import PromptSampler
-from flowrl.scoring.files import labelled_images, score_files
+from flowrl.scoring.files import prompted_images, score_files
 from flowrl.scoring.spec import closing
 from flowrl.utils.untrusted import read_json
 from flowrl.voting.ballot import ANSWERS, Ballot, Vote, write_pairs
@@ -158,7 +158,7 @@ def prompt_scores(config: Config, candidates: Candidates) -> Tensor:
     """Return (N,) how well candidates show their prompts by a recipe's rewards; NaN if unknown."""
     specs = [reward.build() for reward in config.rewards if not reward.held_out]
     with closing(specs):
-        scored = score_files(specs, labelled_images(candidates.folder) or [])
+        scored = score_files(specs, prompted_images(candidates.folder))
     for reason in scored.missing:
         log.warning("images without a score are not compared by how they show it: %s", reason)
     rows = scored.rows

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowrl.api import named_rewards
 from flowrl.config import Config, load_config
-from flowrl.scoring.files import labelled_images, score_files
+from flowrl.scoring.files import prompted_images, score_files
 from flowrl.scoring.spec import closing
 from flowrl.training.evaluate import Evaluation, evaluation_file
 from flowrl.utils.images import read_image, to_tensor
@@ -108,7 +108,7 @@ def predictions(candidates: Candidates, rule: str, likes: Tensor, seed: int) -> 
     taste = learn_taste((features[first] - features[second])[:CAST], wanted[:CAST])
     scores = {"taste": taste.scores(features)}
     with closing(specs := named_rewards(BUILT_IN)):
-        rows = score_files(specs, labelled_images(candidates.folder) or []).rows
+        rows = score_files(specs, prompted_images(candidates.folder)).rows
     scores |= {name: torch.tensor([row[name] for row in rows]) for name in BUILT_IN}
     decided = wanted[CAST:] != 0.5
     shares = {}

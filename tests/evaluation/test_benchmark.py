@@ -94,7 +94,7 @@ def test_kinds_count_alike_however_many_images_they_have(tmp_path):
 
 
 def test_what_cannot_be_judged_is_missing_or_refused(tmp_path):
-    with pytest.raises(UserError, match="is not in GenEval's layout"):
+    with pytest.raises(UserError, match="expected GenEval's layout"):
         score_folder(tmp_path, [JUDGE])
     (tmp_path / "00000" / "samples").mkdir(parents=True)
     picture = tmp_path / "00000" / "samples" / "0000.png"
