@@ -245,16 +245,10 @@ class HTTPExecutor:
 
     async def _score_request(self, request: _Request, ends: float) -> Answer:
         try:
-            async with asyncio.timeout(ends - time.monotonic()):
-                await self._slots.acquire()
-        except TimeoutError:
-            return failed(len(request.ids), self._too_late())
-        try:
-            return await self._retry(ends, functools.partial(self._try, request))
+            async with asyncio.timeout(ends - time.monotonic()), self._slots:
+                return await self._retry(ends, functools.partial(self._try, request))
         except TimeoutError as error:
-            return failed(len(request.ids), str(error))
-        finally:
-            self._slots.release()
+            return failed(len(request.ids), str(error) or self._too_late())
 
     async def _retry(self, ends: float, work: Callable[[Server], Awaitable[T]]) -> T:
         """Do `work` with a server, again after each Again until `ends` of time.monotonic().
