@@ -17,7 +17,6 @@ from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
     from flowrl.scoring.check import RewardCheck
-    from flowrl.scoring.spec import RewardSpec
 
 
 def reward_check(

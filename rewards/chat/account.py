@@ -5,6 +5,7 @@ An SQLite file in a folder, also for later runs; without a folder, requests in m
 
 import contextlib
 import json
+import math
 import sqlite3
 import threading
 from dataclasses import asdict
@@ -16,8 +17,10 @@ FILE = "judge.sqlite"
 WAIT_S = 30.0  # for another process that writes
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, reply TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS numbers (name TEXT PRIMARY KEY, value REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS requests (id INTEGER PRIMARY KEY, sent REAL NOT NULL);
+INSERT OR IGNORE INTO requests VALUES (0, 0);
 """
+ADD = "UPDATE requests SET sent = sent + :count WHERE sent + :count <= :limit"
 
 
 class BudgetSpent(RuntimeError):
@@ -27,7 +30,7 @@ class BudgetSpent(RuntimeError):
 
 
 class Account:
-    """Replies by key, and numbers by name that several processes change.
+    """Replies by key, and the number of requests, which several processes change.
 
     folder: of the file; None keeps all in memory, for this process.
     """
@@ -67,25 +70,12 @@ class Account:
         with self._lock:
             self._file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", row)
 
-    def number(self, name: str) -> float:
-        """Return a number, 0 until it is set."""
-        with self._lock:
-            return self._read(name)
+    def add_requests(self, count: int, *, limit: int | None = None) -> bool:
+        """Add to the requests sent, unless they would exceed `limit`; return whether they do not.
 
-    def add(self, name: str, value: float, *, limit: float | None = None) -> bool:
-        """Add to a number, unless it would exceed `limit`; return whether it was added."""
+        One statement, so that other processes neither read nor write between.
+        """
         with self._lock:
-            self._file.execute("BEGIN IMMEDIATE")  # other processes neither read nor write
-            try:
-                after = self._read(name) + value
-                if limit is not None and after > limit:
-                    return False
-                row = name, after
-                self._file.execute("INSERT OR REPLACE INTO numbers VALUES (?, ?)", row)
-                return True
-            finally:
-                self._file.execute("COMMIT")
-
-    def _read(self, name: str) -> float:
-        row = self._file.execute("SELECT value FROM numbers WHERE name = ?", (name,)).fetchone()
-        return 0.0 if row is None else row[0]
+            values = {"count": count, "limit": math.inf if limit is None else limit}
+            change = self._file.execute(ADD, values)
+        return change.rowcount > 0

@@ -201,7 +201,7 @@ class _Batch:
         server, few_left, pause = self.chat.server, TRIES, PAUSE_S
         while few_left and not self.stopped:
             if now() + server.rest > self.ends:
-                return self._resting(key)
+                return self._late(key)
             while (rest := server.rest) or server.open >= int(server.limit):
                 await asyncio.sleep(rest + random.uniform(0.001, 0.01))
             if not self._pay():
@@ -246,7 +246,7 @@ class _Batch:
         server = self.chat.server
         if failure.limited:
             server.note_refusal(sent_at)
-            self.chat.account.add("requests", -1)  # nobody charges for these
+            self.chat.account.add_requests(-1)  # nobody charges for these
         if failure.retry_after is not None:
             server.rests_until = max(server.rests_until, now() + failure.retry_after)
         if failure.refuses and failure.refuses not in server.left_out:
@@ -264,31 +264,25 @@ class _Batch:
         if self.stopped:
             return False
         chat, account = self.chat, self.chat.account
-        if not account.add("requests", 1, limit=chat.max_requests):
+        if not account.add_requests(1, limit=chat.max_requests):
             where = f" (all that share {chat.cache} count)" if chat.cache else ""
             self.stopped = (
-                f"the judge {chat.model} has got {account.number('requests'):.0f} of max_requests: "
-                f"{chat.max_requests}{where}; raise that to continue"
+                f"the judge {chat.model} has got all of max_requests, {chat.max_requests}{where}: "
+                "raise that to continue"
             )
         return not self.stopped
 
     # --- replies that did not come
 
-    def _resting(self, key: str) -> Reply:
-        """Return the reply to a question whose server rests beyond the deadline."""
+    def _late(self, key: str) -> Reply:
+        """Return the reply to a question without an answer by the deadline."""
         server = self.chat.server
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + server.rest))
-        reason = f"{self.trouble[key]}; " if key in self.trouble else ""
-        return Reply(
-            missing=f"{reason}{server.url} asked for a rest until {until}, which is after the "
-            f"deadline of {self.chat.deadline:g} s"
-        )
-
-    def _late(self, key: str) -> Reply:
+        rest = f"; it asked for a rest until {until}" if server.rest else ""
         reason = f" ({self.trouble[key]})" if key in self.trouble else ""
         return Reply(
-            missing=f"{self.chat.server.url} gave no answer within the deadline of "
-            f"{self.chat.deadline:g} s{reason}: raise deadline, or give the server more GPUs"
+            missing=f"{server.url} gave no answer within the deadline of {self.chat.deadline:g} s"
+            f"{rest}{reason}: raise deadline, or give the server more GPUs"
         )
 
 
