@@ -14,7 +14,6 @@ from flowrl.errors import UserError
 from flowrl.utils.files import write_text
 
 SPARE = 1000  # combinations looked at beyond twice those needed, as some are the same
-COUNTED = 2**16  # with more combinations, those that are excluded are not counted one by one
 Sets = tuple[list[dict], list[dict]]  # training prompts, held-out prompts
 
 
@@ -48,16 +47,15 @@ class TemplateKind:
         Raises:
             UserError: there is no combination for a list.
         """
-        # Each list gets the combinations that its texts need, then one a prompt, the test first.
-        free, needed = self.free(excluded), [-(-n // self.wordings) for n in (test, train)]
-        of_test = min(test, max(free - needed[1], min(needed[0], free - min(train, 1)), 0))
-        of_train = max(min(train, free - of_test), 0)
         rng = random.Random(f"{seed}/{self.name}")
-        most = 2 * (of_test + of_train) + SPARE + len(excluded)
-        unused = self._unused(rng, most, taken | set(excluded))
+        most = 2 * (test + train) + SPARE + len(excluded)
+        pool = list(islice(self._unused(rng, most, taken | set(excluded)), test + train))
+        # Each list gets the combinations that its texts need, then one a prompt, the test first.
+        needed = [-(-n // self.wordings) for n in (test, train)]
+        most_of_test = max(len(pool) - needed[1], min(needed[0], len(pool) - min(train, 1)), 0)
+        of_test = min(test, most_of_test)
         lists = []
-        for count, share in ((test, of_test), (train, of_train)):
-            chosen = list(islice(unused, share))
+        for count, chosen in ((test, pool[:of_test]), (train, pool[of_test:])):
             if count and not chosen:
                 raise UserError(
                     f"cannot make {test + train} prompts of the kind {self.name} in two lists that "
@@ -74,11 +72,9 @@ class TemplateKind:
             lists.append(list(islice(rows, count)) if chosen else [])
         return lists[0], lists[1]
 
-    def free(self, excluded: Collection[Hashable]) -> int:
-        """Return how many combinations are not excluded; a lower bound for very many."""
-        if not excluded or self.combinations > COUNTED:
-            return self.combinations - len(excluded)
-        return sum(self.key(index) not in excluded for index in range(self.combinations))
+    def is_within(self, excluded: Collection[Hashable]) -> bool:
+        """Return whether all combinations are excluded."""
+        return all(self.key(index) in excluded for index in range(self.combinations))
 
     def _unused(self, rng: random.Random, most: int, taken: set[Hashable]) -> Iterator[int]:
         """Yield combinations in random order, each once; look at `most`."""
@@ -105,7 +101,7 @@ def sample_sets(
         no part, as single objects beside GenEval's test, which has them all.
     """
     names = [kind.name for kind in kinds]
-    gone = {i for i, kind in enumerate(kinds) if excluded and kind.free(excluded) <= 0}
+    gone = {i for i, kind in enumerate(kinds) if excluded and kind.is_within(excluded)}
     train, test = (
         apportion(size, names, [0 if i in gone else part for i, part in enumerate(parts)])
         for size, parts in ((count, ratio), (held_out, test_ratio))
