@@ -1,6 +1,7 @@
 """GenEval as a reward: a detector finds the objects, the rules judge them."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -63,8 +64,6 @@ class GenEval:
         self.name = "geneval" if mode == "partial" else f"geneval_{mode}"
         self.bounds = (0.0, 1.0)
         self.version = self._version()
-        self._find: Detector | None = None
-        self._name_colors: ColorNamer | None = None
         key = (detector, json.dumps(self.detector_args, sort_keys=True, default=repr))
         self._detectors = shared(("detector", *key), self)
 
@@ -91,9 +90,8 @@ class GenEval:
         colours that nothing here can find.
         """
         rules.check(metadata)
-        find, color_namer = self._load()
-        classes = getattr(find, "classes", None)
-        colors = getattr(color_namer or find, "colors", None)
+        classes = getattr(self._find, "classes", None)
+        colors = getattr(self._name_colors or self._find, "colors", None)
         for entry in metadata["include"]:
             if classes is not None and entry["class"] not in classes:
                 raise ValueError(
@@ -102,7 +100,7 @@ class GenEval:
                     "classes"
                 )
             for key in ("size", "place"):
-                if rules.asks(entry, key) and key not in getattr(find, "tells", ()):
+                if rules.asks(entry, key) and key not in getattr(self._find, "tells", ()):
                     raise ValueError(
                         f"the detector {self.detector!r} tells no {key}, and include asks for "
                         f"{entry[key]!r}: keep such prompts to the tiny world's detector"
@@ -114,14 +112,13 @@ class GenEval:
                     f"{key!r}, only {', '.join(colors) or 'objects'}: add colors: clip to args"
                 )
 
-    def _load(self) -> tuple[Detector, ColorNamer | None]:
-        if self._find is None:
-            self._find = self._detectors.load(
-                lambda: load_detector(self.detector, self.detector_args)
-            )
-        if self.colors is not None and self._name_colors is None:
-            self._name_colors = load_color_namer(self.colors, self.colors_args)
-        return self._find, self._name_colors
+    @functools.cached_property
+    def _find(self) -> Detector:
+        return self._detectors.load(lambda: load_detector(self.detector, self.detector_args))
+
+    @functools.cached_property
+    def _name_colors(self) -> ColorNamer | None:
+        return None if self.colors is None else load_color_namer(self.colors, self.colors_args)
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]
@@ -137,8 +134,8 @@ class GenEval:
         rows = [row for row in range(len(metadata)) if row not in reasons]
         if not rows:
             return scores, reasons
-        find, color_namer = self._load()
-        for part in (find, color_namer):
+        find = self._find
+        for part in (find, self._name_colors):
             getattr(part, "load", lambda: None)()  # the weights
         arrays = to_uint8(images[rows])
         if self._detectors.holds(find):  # several rewards share one call
