@@ -6,7 +6,6 @@ A reward is a callable (images, prompts, metadata) -> scores, as `flowrl_rewards
 import difflib
 import functools
 import inspect
-import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -248,22 +247,9 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
     except UserError:
         raise
     except (TypeError, ValueError) as error:
-        raise ArgumentsRefused(
-            f"reward {name!r} does not accept {_shown(dict(args or {}))}: {error}"
-        ) from error
+        raise ArgumentsRefused(f"reward {name!r} does not accept its arguments: {error}") from error
     except Exception as error:
         raise UserError(f"reward {name!r} cannot be made: {_one_line(error)}") from error
-
-
-def _shown(args: Any) -> Any:
-    """Return arguments without what is secret by its name, for messages."""
-    if not isinstance(args, Mapping):
-        return args
-    secret = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
-    return {
-        name: "***" if secret.search(str(name)) and isinstance(value, str) else _shown(value)
-        for name, value in args.items()
-    }
 
 
 def _one_line(error: Exception) -> str:
