@@ -212,15 +212,13 @@ def check_dataset(
     """
     metadata, name = dataset.metadata, dataset.folder
     stored, wanted = (p.rstrip("/").split("/")[-1] for p in (metadata.pipeline, pipeline))
-    for option, before, now, same in (
-        ("pipeline.path", metadata.pipeline, pipeline, stored == wanted),  # folders move
-        ("pipeline.path", metadata.backbone, family, metadata.backbone == family),
-    ):
-        if not same:
-            raise UserError(
-                f"the images in {name} were made with {option} {before!r}, and this recipe has "
-                f"{now!r}: collect groups with this pipeline, or train the other one"
-            )
+    same_name = stored == wanted  # folders move
+    before, now = (metadata.backbone, family) if same_name else (metadata.pipeline, pipeline)
+    if before != now:
+        raise UserError(
+            f"the images in {name} were made with pipeline.path {before!r}, and this recipe has "
+            f"{now!r}: collect groups with this pipeline, or train the other one"
+        )
     shape = list(backbone.latent_shape())
     if metadata.latent_shape != shape:
         raise UserError(
