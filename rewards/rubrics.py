@@ -36,7 +36,8 @@ class Rubric:
     patterns: Mapping[str, str] = field(default_factory=dict)  # by the score's name
     lowest: float = 0.0
     highest: float = 5.0  # becomes 1
-    combine: Callable[[Scores], float] = mean  # scores by name -> the rubric's score
+    # Scores by name -> the rubric's score. Not in its text, where it has another address each time.
+    combine: Callable[[Scores], float] = field(default=mean, repr=False)
     begins: str = ""  # start of the answer, which the model continues
     max_tokens: int = 256  # of a text answer
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from .chat.messages import Question, Reply, digest, scored, text_score
 from .chat.token_mass import ALTERNATIVES, LEAST_MASS, check_first_tokens, expectation, spelled
 from .fixtures import quality, red_and_blue
 from .images import pngs
-from .rubrics import RUBRICS, Rubric, changed_rubric, mean
+from .rubrics import RUBRICS, Rubric, changed_rubric
 
 
 class VLMJudge:
@@ -54,7 +53,7 @@ class VLMJudge:
         self.max_tokens = max_tokens or self.rubric.max_tokens
         self.name = "vlm_judge" if name == "expectation" else f"vlm_judge_{name}"
         self.bounds = (self.rubric.normalise(self.rubric.lowest), 1.0)
-        settings = digest(replace(self.rubric, combine=mean), self.max_tokens, min_mass)
+        settings = digest(self.rubric, self.max_tokens, min_mass)
         self.version = f"vlm_judge-2/{name}/{settings}/{longest}px/{self.chat.version}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:

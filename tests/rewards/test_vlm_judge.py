@@ -4,6 +4,7 @@ import pytest
 import torch
 from chat_servers import Scripted, completion, images_of, redness, text_of
 from flowrl_rewards.fixtures import square
+from flowrl_rewards.rubrics import RUBRICS
 from flowrl_rewards.vlm_judge import VLMJudge
 
 IMAGES = torch.stack([square("red", 32), square("blue", 32)])
@@ -108,3 +109,7 @@ def test_a_text_that_was_cut_is_missing_but_one_token_counts():
 def test_settings_that_cannot_work_are_refused(args, names):
     with pytest.raises((ValueError, TypeError), match=names):
         VLMJudge(**{"server": {"model": "m"}} | args)
+
+
+def test_a_version_has_no_address_that_differs_in_every_process():
+    assert all(" at 0x" not in repr(rubric) for rubric in RUBRICS.values())
