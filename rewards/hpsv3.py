@@ -16,7 +16,7 @@ import importlib.util
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,10 +126,11 @@ class HPSv3:
         return read_question(self.question)
 
     @functools.cached_property
-    def _loaded(self) -> "_Networks":
+    def _loaded(self) -> tuple[Any, nn.Module]:
         return self._shared.load(self._load)
 
-    def _load(self) -> "_Networks":
+    def _load(self) -> tuple[Any, nn.Module]:
+        """Return a Qwen2VLModel of transformers, and the head in float32."""
         path = weights_file(self.model, FILE, self.revision)
         kind = imported("transformers:AutoConfig", "HPSv3")
         with fetching(self.base, '--include "*.json" "*.txt"'):
@@ -143,13 +144,9 @@ class HPSv3:
                 f"{self.base}: give the `base` that these weights were made from"
             )
         device = device_of(self.device)
-        parts = (part.eval().requires_grad_(False).to(device) for part in (network, head))
-        return _Networks(*parts)
-
-
-class _Networks(NamedTuple):
-    network: Any  # a Qwen2VLModel of transformers
-    head: nn.Module  # float32
+        for part in (network, head):
+            part.eval().requires_grad_(False).to(device)
+        return network, head
 
 
 def read(network: Any, tokens: Any, seen: Tensor) -> Tensor:

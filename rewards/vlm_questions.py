@@ -1,6 +1,7 @@
 """Question lists about an image, as in Soft-TIFA of GenEval 2: how sure is the right answer?"""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,17 +20,12 @@ SPELLINGS = {word: (word, str(n)) for n, word in enumerate(NUMBERS)} | {
 }
 
 
-def arithmetic_mean(atoms: Sequence[float]) -> float:
-    """Return the mean: each question counts alike."""
-    return sum(atoms) / len(atoms)
-
-
 def geometric_mean(atoms: Sequence[float]) -> float:
     """Return the geometric mean: one answer that is surely wrong makes all 0."""
     return math.prod(atoms) ** (1 / len(atoms))
 
 
-MEANS = {"arithmetic": arithmetic_mean, "geometric": geometric_mean}
+MEANS = {"arithmetic": statistics.fmean, "geometric": geometric_mean}
 
 
 def accepted(answer: str | Sequence[str]) -> tuple[str, ...]:
