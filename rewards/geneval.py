@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 
 from . import geneval_rules as rules
-from .detectors import (
-    DETECTORS,
-    ColorNamer,
-    Detector,
-    detect,
-    load_color_namer,
-    load_detector,
-)
+from .detectors import DETECTORS, Detector, detect, load_detector
+from .detectors.clip_colors import ClipColors
 from .fixtures import blank, fixture, shapes
 from .geneval_rules import Detection
 from .images import to_uint8
@@ -40,8 +34,8 @@ class GenEval:
             terms right; "official", 0 or 1, the rule of the GenEval paper.
         detector: a name in `detectors.DETECTORS` or "module:attribute", made with detector_args
             when it is first needed.
-        colors: names the colours of objects: "clip" (the rule of the GenEval paper) or
-            "module:attribute", made with colors_args; None leaves it to the detector.
+        colors: what names the colours of objects: "clip", the rule of the GenEval paper, made with
+            colors_args; None leaves it to the detector.
     """
 
     required_metadata = ("tag", "include")
@@ -58,6 +52,8 @@ class GenEval:
     ):
         if mode not in MODES:
             raise ValueError(f"GenEval mode is one of {', '.join(MODES)}, not {mode!r}")
+        if colors not in (None, "clip"):
+            raise ValueError(f"colors is clip, or null for the detector's own, not {colors!r}")
         self.mode = mode
         self.detector, self.detector_args = detector, dict(detector_args or {})
         self.colors, self.colors_args = colors, dict(colors_args or {})
@@ -117,8 +113,8 @@ class GenEval:
         return self._detectors.load(lambda: load_detector(self.detector, self.detector_args))
 
     @functools.cached_property
-    def _name_colors(self) -> ColorNamer | None:
-        return None if self.colors is None else load_color_namer(self.colors, self.colors_args)
+    def _name_colors(self) -> ClipColors | None:
+        return None if self.colors is None else ClipColors(**self.colors_args)
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]

@@ -51,7 +51,7 @@ def reward_networks(entry: RewardOptions) -> dict[tuple, Network] | None:
 def _networks_of(name: str, args: Mapping[str, Any]) -> dict[tuple, Network] | None:
     if name == "geneval":
         detector, colors = args.get("detector", "tiny"), args.get("colors")
-        if ":" in detector or (colors and ":" in colors):
+        if ":" in detector:
             return None
         networks = _network(DETECTORS.get(detector), args.get("detector_args") or {})
         clip = CLIP_L if colors == "clip" else None

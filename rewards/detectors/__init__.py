@@ -1,4 +1,4 @@
-"""What finds objects and what names their colours, for the reward `geneval`, by name.
+"""What finds objects for the reward `geneval`, by name.
 
 A detector is called with images (B, H, W, 3) uint8 RGB and returns a list of Detections for each
 of them. Its attributes, all optional:
@@ -8,9 +8,6 @@ of them. Its attributes, all optional:
     classes  the names that it can find
     colors   the colours that it tells itself, () when none
     load     (), brings the weights; what it raises concerns all images
-
-What names colours is called with one image (H, W, 3) and some of its Detections, and returns
-for each the name of its colour, or None when it is not sure. It may have `colors` and `load`.
 """
 
 import importlib
@@ -23,14 +20,10 @@ import torch
 from ..geneval_rules import Detection
 
 Detector = Callable[..., Sequence[Sequence[Detection]]]
-ColorNamer = Callable[[np.ndarray, Sequence[Detection]], Sequence[str | None]]
 
 DETECTORS = {
     "tiny": f"{__name__}.tiny:TinyDetector",
     "mask2former": f"{__name__}.mask2former:Mask2FormerDetector",
-}
-COLOR_NAMERS = {
-    "clip": f"{__name__}.clip_colors:ClipColors",
 }
 
 
@@ -39,18 +32,10 @@ def load_detector(name: str, args: Mapping[str, Any] | None = None) -> Detector:
 
     Raises ValueError for a name that is neither.
     """
-    return _load("detector", DETECTORS, name, args)
-
-
-def load_color_namer(name: str, args: Mapping[str, Any] | None = None) -> ColorNamer:
-    """Return what names colours, from COLOR_NAMERS or "module:attribute"; see `load_detector`."""
-    return _load("way to tell colours", COLOR_NAMERS, name, args)
-
-
-def _load(what: str, names: Mapping[str, str], name: str, args: Mapping[str, Any] | None) -> Any:
-    module, colon, attribute = names.get(name, name).partition(":")
+    module, colon, attribute = DETECTORS.get(name, name).partition(":")
     if not colon:
-        raise ValueError(f"unknown {what} {name!r}: use {', '.join(names)}, or 'module:attribute'")
+        names = ", ".join(DETECTORS)
+        raise ValueError(f"unknown detector {name!r}: use {names}, or 'module:attribute'")
     return getattr(importlib.import_module(module), attribute)(**(args or {}))
 
 

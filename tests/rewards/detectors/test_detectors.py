@@ -1,22 +1,16 @@
 import numpy as np
 import pytest
 import torch
-from flowrl_rewards.detectors import (
-    detect,
-    load_color_namer,
-    load_detector,
-)
+from flowrl_rewards.detectors import detect, load_detector
 
 IMAGES = np.stack([np.full((8, 8, 3), level, np.uint8) for level in (10, 20, 30)])
 
 
-def test_detectors_and_namers_of_colours_are_found_by_name_or_import_path():
+def test_detectors_are_found_by_name_or_import_path():
     assert load_detector("collections:Counter") == {}
     assert load_detector("collections:Counter", {"cats": 2}) == {"cats": 2}
-    assert load_color_namer("collections:Counter") == {}
-    for load in (load_detector, load_color_namer):
-        with pytest.raises(ValueError, match="or 'module:attribute'"):
-            load("nothing")
+    with pytest.raises(ValueError, match="or 'module:attribute'"):
+        load_detector("nothing")
 
 
 def test_what_concerns_all_images_is_raised_and_an_answer_of_another_length_is_a_failure():
