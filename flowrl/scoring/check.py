@@ -9,7 +9,7 @@ import importlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowrl.errors import CheckResult, UserError
 from flowrl.prompts.records import PromptRecord
-from flowrl.scoring.executors.base import Answer, Executor, RewardFailure
+from flowrl.scoring.executors.base import Answer, RewardFailure
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import ArgumentsRefused, RewardSpec, load_reward, trained
 
@@ -52,7 +52,6 @@ ABSENT = re.compile(
     r"|[Cc]onnection refused"
 )
 
-Row = tuple[int, int]  # trial, image
 State = Literal["ok", "warning", "missing", "problem"]
 
 
@@ -208,74 +207,69 @@ def _trial(name: str, entry: Mapping[str, Any]) -> Trial:
 # --- scores of every image, twice -----------------------------------------------------------------
 
 
-@dataclass(slots=True, kw_only=True)
-class _Round:
-    """One score of every image."""
-
-    scores: dict[Row, float] = field(default_factory=dict)
-    reasons: dict[Row, str] = field(default_factory=dict)
-
-    def add(self, rows: Sequence[Row], answer: Answer) -> None:
-        self.scores |= dict(zip(rows, answer.scores.tolist(), strict=True))
-        self.reasons |= {rows[i]: reason for i, reason in answer.reasons.items()}
-
-    def finite(self) -> list[float]:
-        return [score for score in self.scores.values() if math.isfinite(score)]
-
-
-def _score_twice(spec: RewardSpec, trials: list[Trial]) -> tuple[_Round, _Round]:
-    """Score all images together, then reversed in other batches; return both rounds."""
-    together: dict[object, list[Row]] = {}  # whole groups, and all other images of one size
-    for t, trial in enumerate(trials):
-        key = t if spec.whole_groups else trial.images.shape[2:]
-        together.setdefault(key, []).extend((t, m) for m in range(len(trial.images)))
-    executor, first, again = spec.get_executor(), _Round(), _Round()
-    for rows in together.values():
-        first.add(rows, _ask(executor, trials, rows))
-    if not first.finite():
-        return first, again
-    for rows in together.values():
-        back = rows[::-1]
-        for part in [back] if spec.whole_groups else [back[:1], back[1:]]:
-            if part:
-                again.add(part, _ask(executor, trials, part))
-    return first, again
+def _score_twice(spec: RewardSpec, trials: list[Trial]) -> tuple[Answer, Answer]:
+    """Score all images together, then reversed in other batches; return both, trial by trial."""
+    images = [(trial, image) for trial in trials for image in trial.images]
+    together: dict[object, list[int]] = {}  # whole groups, and all other images of one size
+    for row, (trial, image) in enumerate(images):
+        key = id(trial) if spec.whole_groups else image.shape
+        together.setdefault(key, []).append(row)
+    first = _ask(spec, images, list(together.values()))
+    batches = [rows[::-1] for rows in together.values()]
+    if not spec.whole_groups:
+        batches = [part for rows in batches for part in (rows[:1], rows[1:]) if part]
+    return first, _ask(spec, images, batches) if _finite(first) else first
 
 
-def _ask(executor: Executor, trials: list[Trial], rows: Sequence[Row]) -> Answer:
-    images = quantise(torch.stack([trials[t].images[m] for t, m in rows]))
-    prompts = [trials[t].prompt for t, _ in rows]
-    metadata = [dict(trials[t].metadata) for t, _ in rows]
-    return executor.submit(images, prompts, metadata).result()
+def _ask(
+    spec: RewardSpec, images: Sequence[tuple[Trial, Tensor]], batches: Sequence[list[int]]
+) -> Answer:
+    """Score images, each with its trial, in batches of their rows."""
+    scores, reasons = torch.full((len(images),), math.nan), dict[int, str]()
+    executor = spec.get_executor()
+    for rows in batches:
+        trials = [images[row][0] for row in rows]
+        pixels = quantise(torch.stack([images[row][1] for row in rows]))
+        prompts, metadata = [t.prompt for t in trials], [dict(t.metadata) for t in trials]
+        answer = executor.submit(pixels, prompts, metadata).result()
+        scores[rows] = answer.scores
+        reasons |= {rows[i]: reason for i, reason in answer.reasons.items()}
+    return Answer(scores=scores, reasons=reasons)
+
+
+def _finite(answer: Answer) -> list[float]:
+    return answer.scores[answer.scores.isfinite()].tolist()
 
 
 # --- judging the scores ---------------------------------------------------------------------------
 
 
 def _problems(
-    spec: RewardSpec, trials: list[Trial], first: _Round, again: _Round
+    spec: RewardSpec, trials: list[Trial], first: Answer, again: Answer
 ) -> Iterator[CheckResult]:
-    if not first.finite():
+    if not _finite(first):
         reason = next(iter(first.reasons.values()), "it gave no reason")
         detail = f"no score for any of {len(first.scores)} images: {line(reason)}"
         remedy = "Mend that before training."
         yield _missing(spec.name, reason) or _result(spec.name, detail, remedy)
         return
-    for t, trial in enumerate(trials):
+    start = 0
+    for trial in trials:
         if trial.says:
-            yield from _misjudged(spec.name, trial, t, first)
+            yield from _misjudged(spec.name, trial, start, first)
+        start += len(trial.images)
     yield from _out_of_bounds(spec, first)
     if getattr(spec.reward, "deterministic", True):
         yield from _unrepeatable(spec.name, first, again)
 
 
-def _misjudged(name: str, trial: Trial, t: int, scored: _Round) -> Iterator[CheckResult]:
-    """Yield a problem for a fixture whose images are not in their known order."""
-    better, worse = scored.scores[t, 0], scored.scores[t, 1]
+def _misjudged(name: str, trial: Trial, start: int, scored: Answer) -> Iterator[CheckResult]:
+    """Yield a problem for a fixture, from row `start` on, whose images are in the wrong order."""
+    better, worse = scored.scores[start : start + 2].tolist()
     where = f"fixture {trial.says!r} (prompt {trial.prompt!r})"
-    for member, score in enumerate((better, worse)):
+    for row, score in enumerate((better, worse), start):
         if not math.isfinite(score):
-            reason = line(scored.reasons[t, member])
+            reason = line(scored.reasons[row])
             yield _result(
                 name,
                 f"{where}: expected a score, got none: {reason}",
@@ -292,10 +286,10 @@ def _misjudged(name: str, trial: Trial, t: int, scored: _Round) -> Iterator[Chec
         )
 
 
-def _out_of_bounds(spec: RewardSpec, scored: _Round) -> Iterator[CheckResult]:
+def _out_of_bounds(spec: RewardSpec, scored: Answer) -> Iterator[CheckResult]:
     low, high = getattr(spec.reward, "bounds", None) or (None, None)
     low, high = -math.inf if low is None else low, math.inf if high is None else high
-    for score in scored.finite():
+    for score in _finite(scored):
         slack = 1e-6 * max(1.0, abs(score))  # of float32
         if not low - slack <= score <= high + slack:
             yield _result(
@@ -306,20 +300,19 @@ def _out_of_bounds(spec: RewardSpec, scored: _Round) -> Iterator[CheckResult]:
             return
 
 
-def _unrepeatable(name: str, first: _Round, again: _Round) -> Iterator[CheckResult]:
-    for row, score in first.scores.items():
-        if math.isfinite(score) != math.isfinite(again.scores[row]):
-            reason = line(first.reasons.get(row) or again.reasons[row])
-            yield _result(
-                name,
-                f"an image got a score once and none the other time: {reason}",
-                "It must score one image as it does several, in any order.",
-            )
-            return
-    finite = first.finite()
+def _unrepeatable(name: str, first: Answer, again: Answer) -> Iterator[CheckResult]:
+    for row in (first.scores.isfinite() != again.scores.isfinite()).nonzero().flatten().tolist():
+        reason = line(first.reasons.get(row) or again.reasons[row])
+        yield _result(
+            name,
+            f"an image got a score once and none the other time: {reason}",
+            "It must score one image as it does several, in any order.",
+        )
+        return
+    finite, gaps = _finite(first), _gaps(first, again)
     limit = SPREAD_SHARE * (max(finite) - min(finite)) + SCORE_SHARE * max(map(abs, finite))
-    worst = max(first.scores, key=lambda row: _gap(first, again, row))
-    if _gap(first, again, worst) > limit:
+    worst = int(gaps.argmax())
+    if gaps[worst] > limit:
         yield _result(
             name,
             f"the same image scored {first.scores[worst]:.6g}, and in another batch "
@@ -329,19 +322,19 @@ def _unrepeatable(name: str, first: _Round, again: _Round) -> Iterator[CheckResu
         )
 
 
-def _gap(first: _Round, again: _Round, row: Row) -> float:
-    gap = abs(first.scores[row] - again.scores[row])
-    return gap if math.isfinite(gap) else 0.0
+def _gaps(first: Answer, again: Answer) -> Tensor:
+    """Return the difference of each image's two scores, 0 without one. (N,)"""
+    return (first.scores - again.scores).abs().nan_to_num()
 
 
-def _passed(spec: RewardSpec, trials: list[Trial], first: _Round, again: _Round) -> CheckResult:
+def _passed(spec: RewardSpec, trials: list[Trial], first: Answer, again: Answer) -> CheckResult:
     """Describe the scores of a reward without problems.
 
     Equal scores for all images are only a warning: a reward that looks for faces, say, gives
     squares, noise and white paper the same.
     """
     pairs = sum(bool(trial.says) for trial in trials)
-    finite = first.finite()
+    finite = _finite(first)
     missing = len(first.scores) - len(finite)
     right = f"{pairs} fixture{'s' if pairs > 1 else ''} right"
     parts = [right if pairs else f"{len(first.scores)} plain images"]
@@ -349,8 +342,7 @@ def _passed(spec: RewardSpec, trials: list[Trial], first: _Round, again: _Round)
     if getattr(spec.reward, "deterministic", True):
         parts.append("repeatable")
     else:
-        gap = max(_gap(first, again, row) for row in first.scores)
-        parts.append(f"not deterministic: differs by up to {gap:.2g}")
+        parts.append(f"not deterministic: differs by up to {_gaps(first, again).max():.2g}")
     parts.append(f"scores {min(finite):.4g} to {max(finite):.4g}")
     detail = ", ".join(parts)
     if len(finite) == 1 or min(finite) < max(finite):
