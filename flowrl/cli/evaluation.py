@@ -112,7 +112,7 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
     ],
     reward: Annotated[
         list[str] | None,
-        typer.Option(help="Built-in name or module:attribute; may be repeated. Not for geneval."),
+        typer.Option(help="Built-in name or module:attribute; may be repeated."),
     ] = None,
     args: Annotated[
         list[str] | None,
@@ -170,7 +170,7 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
         from flowrl.utils.files import locked_folder
 
     published = benchmarks.PUBLISHED.get(name)
-    if prompts is not None and name != benchmarks.GENEVAL and published is None:
+    if prompts is not None and published is None:
         raise UserError(f"--prompts is for a benchmark's name: {name} names the prompts already.")
     specs = _judges(name, reward, args)
     rewards = [spec.name for spec in specs]
@@ -201,20 +201,15 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
 
 def _judges(name: str, reward: list[str] | None, args: list[str] | None) -> "list[RewardSpec]":
     """Return the rewards that were named, or the judge of a benchmark, under its name."""
-    from flowrl.evaluation.benchmark import DETECTOR, GENEVAL, PUBLISHED
+    from flowrl.evaluation.published import PUBLISHED
     from flowrl.scoring.spec import RewardSpec, load_reward
 
     published = PUBLISHED.get(name)
-    if name == GENEVAL and reward:
-        raise UserError("--reward is not for geneval, which has its own judge: leave it out.")
     arguments = arguments_of(reward or [name], args)
     if reward:
         named = zip(reward, arguments, strict=True)
         return [RewardSpec(name=r, reward=load_reward(r, values)) for r, values in named]
-    if name == GENEVAL:
-        judge, values = GENEVAL, (arguments[0] or DETECTOR) | {"mode": "official"}
-    elif published and published.judge:
+    if published and published.judge:
         judge, values = published.judge, {**published.args, **(arguments[0] or {})}
-    else:
-        raise UserError("--reward is missing: name one, such as --reward clipscore.")
-    return [RewardSpec(name=name, reward=load_reward(judge, values))]
+        return [RewardSpec(name=name, reward=load_reward(judge, values))]
+    raise UserError("--reward is missing: name one, such as --reward clipscore.")

@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import UserError
 from flowrl.evaluation.published import PUBLISHED, published_rows
 from flowrl.prompts.records import PromptRecord, load_prompts, records_of
 from flowrl.scoring.files import ScoredFiles, prompted_images, score_files
 from flowrl.scoring.spec import RewardSpec, closing
 from flowrl.utils.files import write_text
 
-GENEVAL = "geneval"
-DETECTOR = {"detector": "mask2former", "colors": "clip"}  # as published, in another framework
 # Benchmarks on the Hub by their usual names; any other name is a file.
 NAMES = {"drawbench": "hf:sayakpaul/drawbench:train:Prompts"}
 SCORES = "scores.csv"
@@ -24,19 +21,14 @@ KINDS = ("tag", "category", "Category", "kind")  # metadata keys of the kind of 
 Row = dict[str, Any]
 
 
-def benchmark_prompts(name: str, source: str | Path | None = None) -> list[PromptRecord]:
+def benchmark_prompts(name: str, source: Path | None = None) -> list[PromptRecord]:
     """Return the prompts of a benchmark: of `source`, of a name of NAMES, or of a file.
 
     Raises UserError for one without a source that needs it, naming where the published ones are.
     """
     if name in PUBLISHED and (source is not None or name not in NAMES):
-        return records_of(published_rows(name, Path(source) if source else None))
-    if name == GENEVAL and source is None:
-        raise UserError(
-            "give GenEval's prompts with --prompts: evaluation_metadata.jsonl, in the folder "
-            "prompts of https://github.com/djghosh13/geneval"
-        )
-    return load_prompts(source or NAMES.get(name, name))
+        return records_of(published_rows(name, source))
+    return load_prompts(NAMES.get(name, name))
 
 
 def score_folder(folder: Path, specs: Sequence[RewardSpec]) -> ScoredFiles:

@@ -35,6 +35,11 @@ COMPBENCH = "color shape texture spatial 3d_spatial numeracy non_spatial complex
 # compute_dpg_bench.py names) and DrawBench's (those that programs on GitHub read).
 # fmt: off
 PUBLISHED = {
+    "geneval": Published(
+        f"{GITHUB}/djghosh13/geneval/tree/main/prompts", ("evaluation_metadata.jsonl",), 553,
+        "prompt", "tag", ("include",), "geneval",
+        # The detector is as published, in another framework.
+        {"mode": "official", "detector": "mask2former", "colors": "clip"}),
     "geneval2": Published(
         f"{GITHUB}/facebookresearch/GenEval2", ("geneval2_data.jsonl",), 800, "prompt",
         "atom_count", ("vqa_list",), "vlm_questions", {"mean": "geometric"}),

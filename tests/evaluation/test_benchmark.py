@@ -19,6 +19,7 @@ from flowrl.prompts.records import load_prompts
 from flowrl.scoring.spec import RewardSpec, load_reward
 from flowrl.tiny.world import GENEVAL_TAGS, split_prompts
 
+TINY = "{detector: tiny, colors: null}"  # arguments of the judge
 JUDGE = RewardSpec(name="geneval", reward=load_reward("geneval", {"mode": "official"}))
 
 
@@ -36,7 +37,7 @@ def drawn(tmp_path_factory):
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code = run(
         "benchmark", "geneval", "tiny-sd3", "--prompts", root / "rows.jsonl",
-        "--args", "{detector: tiny}", "-o", root / "images", "--per-prompt", 2, "--steps", 8,
+        "--args", TINY, "-o", root / "images", "--per-prompt", 2, "--steps", 8,
         "--guidance", 1, "--max-sequence-length", 12, "--device", "cpu",
     )  # fmt: skip
     assert code == 0
@@ -71,7 +72,7 @@ def test_a_folder_of_images_has_the_table_that_was_printed_when_it_was_drawn(dra
     assert lines[0] == "image,prompt,geneval" and len(lines) == 13
     right = sum(float(line.rpartition(",")[2]) for line in lines[1:])
     assert 0 < right < 12
-    assert run("benchmark", "geneval", folder, "--args", "{detector: tiny}", "--json") == 0
+    assert run("benchmark", "geneval", folder, "--args", TINY, "--json") == 0
     table = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
     assert [row["prompts"] for row in table] == [*sorted(GENEVAL_TAGS), "all", "mean of kinds"]
     assert table[-2]["geneval"] == pytest.approx(right / 12)
@@ -103,7 +104,7 @@ def test_what_cannot_be_judged_is_missing_or_refused(tmp_path):
     (tmp_path / "00000" / "metadata.jsonl").write_text(json.dumps(row))
     scored = score_folder(tmp_path, [JUDGE])
     assert math.isnan(scored.rows[0]["geneval"]) and "cannot read" in scored.missing[0]
-    assert run("benchmark", "geneval", tmp_path, "--args", "{detector: tiny}") == 1
+    assert run("benchmark", "geneval", tmp_path, "--args", TINY) == 1
     Image.new("RGB", (8, 8)).save(picture)
     zebra = row | {"include": [{"class": "zebra", "count": 1, "color": "red"}]}
     for asked, word in ((zebra, "zebra"), ({"prompt": "a cat"}, "tag")):
@@ -113,7 +114,7 @@ def test_what_cannot_be_judged_is_missing_or_refused(tmp_path):
     (tmp_path / "zebra.jsonl").write_text(json.dumps(zebra))
     code = run(
         "benchmark", "geneval", "tiny-sd3", "--prompts", tmp_path / "zebra.jsonl",
-        "--args", "{detector: tiny}", "-o", tmp_path / "images",
+        "--args", TINY, "-o", tmp_path / "images",
     )  # fmt: skip
     assert code == 1 and not (tmp_path / "images").exists()
 

@@ -13,6 +13,8 @@ from flowrl.scoring.spec import load_reward
 
 TOYS = {"prompt": "two metal toys", "atom_count": 3, "skills": ["count"],
         "vqa_list": [["How many toys are in the image?", "two"]]}  # fmt: skip
+BENCH = {"tag": "single_object", "prompt": "a photo of a bench",
+         "include": [{"class": "bench", "count": 1}]}  # fmt: skip
 PASTRY = {"Prompt": "A pastry", "Explanation": "mooncakes", "Category": "Biology", "prompt_id": 1}
 OLD = {"question": '{"1": "A boy?", "2": "Old?"}', "dependency": '{"1": [0], "2": [1]}'}
 APPLES = """item_id,text,keywords,proposition_id,dependency,category_broad,category_detailed,tuple,\
@@ -28,6 +30,8 @@ Portrait,001,"a boy, old","T, P",long,
 """
 CAT = [("A cat?", []), ("A mat?", []), ("On it?", [0, 1])]
 SPECIMENS = {  # the files; text, kind and some metadata of the last prompt
+    "geneval": ({"evaluation_metadata.jsonl": json.dumps(BENCH) + "\n"}, "a photo of a bench",
+                "single_object", {"include": BENCH["include"]}),
     "geneval2": ({"geneval2_data.jsonl": json.dumps(TOYS) + "\n"}, "two metal toys", "03",
                  {"vqa_list": TOYS["vqa_list"]}),
     "dpg": ({"dpg_bench.csv": APPLES}, "A cat on a mat.", "",
@@ -60,7 +64,8 @@ def test_a_published_file_is_read_and_one_cut_empty_renamed_or_absent_is_refused
     assert record.text == text and record.metadata.get("tag", "") == kind
     assert metadata.items() <= record.metadata.items()
     if spec.judge:
-        judge = load_reward(spec.judge, {**spec.args, "server": {"model": "m"}})
+        server = {} if name == "geneval" else {"server": {"model": "m"}}
+        judge = load_reward(spec.judge, {**spec.args, **server})
         getattr(judge, "check", lambda *_: None)(text, record.metadata)
     whole, ends = path.read_bytes(), {".tsv": b"\t", ".csv": b",", ".txt": b"a"}
     for content in (whole[: whole.rstrip().rfind(ends.get(path.suffix, b"}"))], b""):
