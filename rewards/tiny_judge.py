@@ -6,6 +6,7 @@ and shares no code with the classical detector that quickstarts train on. It was
 `python -m scripts.pretrain_tiny.judge`.
 """
 
+import functools
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -84,8 +85,9 @@ class TinyJudge:
     differentiable = False
     version = "tiny-judge-1"
 
-    def __init__(self) -> None:
-        self._network: JudgeNetwork | None = None
+    @functools.cached_property
+    def _network(self) -> JudgeNetwork:
+        return small_network(JudgeNetwork, WEIGHTS)
 
     def applies(self, prompt: str, metadata: dict) -> bool:
         return bool(metadata.get("include")) or len(metadata.get("ocr_text", "")) == 4
@@ -115,8 +117,6 @@ class TinyJudge:
 
     def read(self, images: Tensor) -> list[tuple[list[Any], list[Any]]]:
         """Return what stands in the quarters and in the columns of each image."""
-        if self._network is None:
-            self._network = small_network(JudgeNetwork, WEIGHTS)
         levels = (images.float().cpu().clamp(0, 1) * 255).round() / 255
         if levels.shape[-2:] != (SIDE, SIDE):
             levels = F.interpolate(levels, (SIDE, SIDE), mode="area")

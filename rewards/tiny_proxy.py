@@ -7,6 +7,7 @@ over-optimises. What it gets wrong on fresh drawings is printed by
 `python -m scripts.pretrain_tiny.proxy`, which made it.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,16 +78,14 @@ class TinyProxy:
     differentiable = True
     version = "tiny-proxy-1"
 
-    def __init__(self, weights: str | Path = WEIGHTS) -> None:
-        self.weights = Path(weights)
-        self._network: ProxyNetwork | None = None
+    @functools.cached_property
+    def _network(self) -> ProxyNetwork:
+        return small_network(ProxyNetwork, WEIGHTS)
 
     def applies(self, prompt: str, metadata: dict) -> bool:
         return bool(metadata.get("include"))
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        if self._network is None:
-            self._network = small_network(ProxyNetwork, self.weights)
         network = self._network.to(images.device)
         if images.shape[-2:] != (SIDE, SIDE):
             images = F.interpolate(images.float(), (SIDE, SIDE), mode="area")
