@@ -90,10 +90,6 @@ class PromptSampler:
         """Raises UserError for a prompt without `balance`, and weights that fit no prompt."""
         self.per_iteration = per_iteration
         self.seed = seed
-        if per_iteration < 1 or not prompts:
-            raise ValueError(
-                f"need prompts and per_iteration >= 1, got {len(prompts)} and {per_iteration}"
-            )
         kinds: dict[str, list[PromptRecord]] = {}
         for record in prompts:
             if balance is not None and balance not in record.metadata:
