@@ -11,7 +11,8 @@ and clean latent at one point, hence networks that predict either are served ali
 """
 
 import math
-from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from flowrl.functional.sde import extrapolate
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
-FORWARD, HOOKED = "forward", "_old_forward"  # of an instance; the second is accelerate's
 
 
 class RLG:
@@ -43,30 +43,26 @@ class RLG:
             raise UserError(f"the strength of RLG is {strength}, expected a finite number")
         self.pipeline = pipeline
         self.strength = float(strength)
-        self._entered: list[tuple[nn.Module, _Guided, Any]] = []
+        self._exits = ExitStack()
 
     def __enter__(self) -> "RLG":
         for network in _denoisers(self.pipeline):
-            # What a hook of accelerate calls, where there is one: offloading takes its hooks off
-            # and puts them on again after each image, and what is outside of them is lost.
-            place = HOOKED if HOOKED in vars(network) else FORWARD
-            before = vars(network).get(place)
-            guided = _Guided(before or network.forward, _adapters(network), self.strength)
-            setattr(network, place, guided)
-            self._entered.append((network, guided, before))
+            layers = _adapters(network)
+            if self.strength == 0:
+                self._exits.enter_context(switched_off(layers))
+            elif self.strength != 1:
+                hook = _Guidance(layers, self.strength)
+                handle = network.register_forward_hook(hook, with_kwargs=True)
+                self._exits.callback(handle.remove)
+                # A network that is compiled as a whole would not notice the hook.
+                self._exits.callback(
+                    setattr, network, "_compiled_call_impl", network._compiled_call_impl
+                )
+                network._compiled_call_impl = None
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._entered:
-            network, guided, before = self._entered.pop()
-            guided.strength = 1.0  # should someone have wrapped it in turn, it does nothing more
-            for place in (FORWARD, HOOKED):
-                if vars(network).get(place) is not guided:
-                    continue
-                if place == FORWARD and before is None:
-                    del network.forward
-                else:
-                    setattr(network, place, guided.__wrapped__)
+        self._exits.close()
 
 
 def _denoisers(pipeline: Any) -> list[nn.Module]:
@@ -90,7 +86,7 @@ def _denoisers(pipeline: Any) -> list[nn.Module]:
 
 
 def _check(name: str, network: nn.Module) -> None:
-    if any(isinstance(vars(network).get(place), _Guided) for place in (FORWARD, HOOKED)):
+    if any(isinstance(hook, _Guidance) for hook in network._forward_hooks.values()):
         raise UserError(f"RLG is already at work on {name}: leave its block before another")
     if any(layer.merged for layer in _adapters(network)):
         raise UserError(
@@ -104,25 +100,22 @@ def _check(name: str, network: nn.Module) -> None:
         )
 
 
-class _Guided:
-    """Replaces a network's forward by one with LoRA guidance."""
+@dataclass(frozen=True, slots=True)
+class _Guidance:
+    """A forward hook that calls the network again without LoRA, and combines both results.
 
-    # Without a __dict__, which hooks put around it would copy and keep. diffusers reads the
-    # signature through `__wrapped__`.
-    __slots__ = ("__wrapped__", "layers", "strength")
+    Whatever replaces `forward`, as offloading does between images, stays below it.
+    """
 
-    def __init__(self, forward: Callable[..., Any], layers: list[Any], strength: float):
-        self.__wrapped__, self.layers, self.strength = forward, layers, strength
+    layers: list[Any]
+    strength: float
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.__wrapped__
-        if self.strength == 1:
-            return forward(*args, **kwargs)
+    def __call__(
+        self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], aligned: Any
+    ) -> Any:
         with switched_off(self.layers):
-            base = forward(*args, **kwargs)
-        if self.strength == 0:
-            return base
-        return _combine(base, forward(*args, **kwargs), self.strength)
+            base = network.forward(*args, **kwargs)
+        return _combine(base, aligned, self.strength)
 
 
 def _combine(base: Any, aligned: Any, strength: float) -> Any:

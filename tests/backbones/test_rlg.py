@@ -120,7 +120,7 @@ def test_afterwards_the_pipeline_is_as_it_was_also_after_an_error(pipeline):
 
     def fail(*_: object) -> None:
         calls.append(1)
-        if len(calls) == 3:  # the second step, LoRA off
+        if len(calls) == 4:  # the second step, LoRA off
             raise RuntimeError("out of memory")
 
     hook = next(pipeline.transformer.children()).register_forward_hook(fail)
