@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from flowrl.backbones.base import Backbone
 from flowrl.backbones.call import call_arguments
 from flowrl.backbones.families import family_of
 from flowrl.backbones.loading import (
@@ -45,7 +44,7 @@ FILE = "training-precision.json"
 
 def build_backbone(
     options: PipelineOptions, pipeline: Any, *, guidance: float, runtime: Runtime | None = None
-) -> Backbone:
+) -> PipelineBackbone:
     """Return the backbone around a pipeline. Raises UserError for one that samples no flow.
 
     runtime: of the processes that share the network's parts; None for one that is whole.
@@ -81,7 +80,7 @@ def call_settings(config: Config, pipeline: Any) -> dict[str, Any]:
     return {"num_inference_steps": e.step_counts[0], **call}
 
 
-def adapted_layers(lora: LoRAOptions, backbone: Backbone) -> tuple[str, ...]:
+def adapted_layers(lora: LoRAOptions, backbone: PipelineBackbone) -> tuple[str, ...]:
     """Return the name endings of the adapted layers."""
     targets = tuple(lora.targets or backbone.lora_targets)
     family = family_of(type(backbone.pipeline).__name__)
@@ -169,7 +168,7 @@ def load_without_transformer(options: PipelineOptions) -> Any:
 
 def encoding_backbone(
     options: PipelineOptions, pipeline: Any, *, guidance: float, device: torch.device
-) -> Backbone:
+) -> PipelineBackbone:
     """Return a backbone that encodes texts on the device, wherever its transformer is."""
     backbone = copy.copy(build_backbone(options, pipeline, guidance=guidance))
     backbone.device = device
@@ -206,7 +205,7 @@ def rounding_key(memory: MemoryOptions) -> dict[str, Any]:
     return rounded | ({"vae_tiling": True} if memory.vae_tiling else {})
 
 
-def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
+def set_precision(config: Config, backbone: PipelineBackbone, runtime: Runtime) -> None:
     """Pack the network's frozen weights as `pipeline.precision` says, before adapters are added.
 
     Raises UserError for a precision that the device or a layer cannot have.
@@ -239,6 +238,6 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
     quantise_base(backbone.transformer, layers, backend)
 
 
-def network_dtype(backbone: Backbone) -> torch.dtype:
+def network_dtype(backbone: PipelineBackbone) -> torch.dtype:
     """Return what the network computes in; latents may be stored in more."""
     return getattr(backbone.transformer, "dtype", backbone.dtype)

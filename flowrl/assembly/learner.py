@@ -24,7 +24,6 @@ from flowrl.assembly.offline import build_stored, check_offline
 from flowrl.assembly.rollout import RolloutParts, build_sampler, check_rollout_memory
 from flowrl.assembly.text import GuidedPrompts, TextCaches, prompts_to_encode, stored_prompts
 from flowrl.assembly.work_split import check_split, iteration_work
-from flowrl.backbones.base import Backbone
 from flowrl.backbones.compiling import compile_blocks
 from flowrl.backbones.lora_files import fit_lora
 from flowrl.backbones.lora_formats import LoRA, lora_of_main
@@ -152,8 +151,6 @@ def check_velocity(
         UserError: The velocity is another one.
     """
     backbone, encoders = text_cache.backbone, config.memory.text_encoders
-    if not isinstance(backbone, PipelineBackbone):
-        return
     if backbone.example is None and encoders != "keep":
         LOG.info(
             "the velocity is not compared with the pipeline's own: memory.text_encoders is %s, "
@@ -271,7 +268,7 @@ def starting_lora(config: Config, runtime: Runtime | None = None) -> LoRA | None
 
 
 def build_policy(
-    config: Config, backbone: Backbone, start: LoRA | None = None, *, keep_old: bool,
+    config: Config, backbone: PipelineBackbone, start: LoRA | None = None, *, keep_old: bool,
     teachers: Sequence[LoRA | None] = (),
 ) -> Policy:  # fmt: skip
     """Return the adapters, at zero change or as `start` has them, see `starting_lora`."""

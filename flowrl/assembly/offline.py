@@ -4,8 +4,8 @@ import warnings
 
 from flowrl.assembly.backbone import rounding_key
 from flowrl.assembly.rollout import RolloutParts
-from flowrl.backbones.base import Backbone
 from flowrl.backbones.lora_formats import lora_file
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config
 from flowrl.config.validate import check_noising
@@ -25,7 +25,9 @@ CHECKED = {"allow_overlap"}  # the same, under `prompts`
 DECISIVE = {"max_sequence_length", "precision", "min_dim"}
 
 
-def build_stored(parts: RolloutParts, backbone: Backbone, text_cache: TextCache) -> StoredGroups:
+def build_stored(
+    parts: RolloutParts, backbone: PipelineBackbone, text_cache: TextCache
+) -> StoredGroups:
     """Return the source that reads `rollout.store`, checked against the recipe.
 
     backbone: with the guidance of training.

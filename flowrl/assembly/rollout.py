@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowrl.assembly.backbone import network_dtype
-from flowrl.backbones.base import Backbone, VelocityField
+from flowrl.backbones.base import VelocityField
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.quantized_base import is_quantised
 from flowrl.backbones.text_cache import TextCache
@@ -51,7 +52,7 @@ class RolloutParts:
     runtime: Runtime
     specs: Sequence[RewardSpec]
     policy: Policy
-    backbone: Backbone  # with the guidance of rollouts
+    backbone: PipelineBackbone  # with the guidance of rollouts
     needs: Needs  # the objective's
     text_cache: TextCache
     pool: WorkerPool | None = None  # of processes that sample for this one
@@ -76,7 +77,7 @@ class RolloutParts:
 
     def copied_network(
         self, layers: Sequence[LayerChoice], backend: Backend
-    ) -> tuple[Backbone, Callable[[], AbstractContextManager[VelocityField]]]:
+    ) -> tuple[PipelineBackbone, Callable[[], AbstractContextManager[VelocityField]]]:
         """Return a backbone around a copy of the network, and what prepares it for sampling."""
         model = RolloutModel(self.policy, layers, backend, compile=self.config.pipeline.compile)
         backbone = with_network(self.backbone, model.network)
@@ -209,7 +210,7 @@ def preview_layers(
     return resolved, layers, backend
 
 
-def check_rollout_memory(config: Config, backbone: Backbone, runtime: Runtime) -> None:
+def check_rollout_memory(config: Config, backbone: PipelineBackbone, runtime: Runtime) -> None:
     """Check that every iteration's trees fit beside the weights, which are loaded by now."""
     prompts = -(-config.rollout.prompts_per_iteration // runtime.world_size)
     latent, itemsize = math.prod(backbone.latent_shape()), backbone.dtype.itemsize

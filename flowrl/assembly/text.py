@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from flowrl.assembly.backbone import encoding_backbone, load_without_transformer
-from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import pipeline_path
 from flowrl.backbones.offload import (
     encoders_of,
@@ -108,7 +107,7 @@ class TextCaches:
         self._identity: dict[str, Any] | None = None
         self._first: GuidedPrompts = ()  # what is encoded before the transformer is placed
 
-    def get(self, backbone: Backbone, guidance: float) -> TextCache:
+    def get(self, backbone: PipelineBackbone, guidance: float) -> TextCache:
         guided = guidance > 1
         if guided not in self._caches:
             disk = self._disk(guided)
@@ -120,7 +119,7 @@ class TextCaches:
             self._caches[guided] = TextCache(backbone, negative, rows, disk=disk, capacity=capacity)
         cache = self._caches[guided]
         cache.backbone = backbone  # the one of now, whose transformer is there
-        if isinstance(backbone, PipelineBackbone) and backbone.example is None:
+        if backbone.example is None:
             backbone.example = self._example(guided)
         return cache
 

@@ -47,7 +47,9 @@ ROUNDING = {
 
 
 class PipelineBackbone:
-    """A diffusers pipeline behind the `Backbone` protocol.
+    """A diffusers pipeline with its text encoders, transformer and autoencoder.
+
+    Latents are (B, *latent): only the backbone knows what their axes mean.
 
     Args:
         guidance: The pipeline's own guidance; no guidance, and half the work, up to 1.
@@ -104,6 +106,7 @@ class PipelineBackbone:
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
+        """Return name endings of the layers that are adapted by default."""
         return lora_targets(self.family, self.transformer)
 
     @property
@@ -112,9 +115,11 @@ class PipelineBackbone:
         return self._latents()[1]
 
     def image_size(self) -> tuple[int, int]:
+        """Return height and width of the images, in pixels."""
         return self.height, self.width
 
     def latent_shape(self) -> tuple[int, ...]:
+        """Return the shape of one latent, without the batch axis."""
         return self._latents()[0]
 
     # --- Calls of the pipeline ---------------------------------------------------------------
@@ -213,7 +218,7 @@ class PipelineBackbone:
     # --- Schedule ----------------------------------------------------------------------------
 
     def sigmas(self, steps: int) -> Tensor:
-        """Return the pipeline's own noise levels.
+        """Return the pipeline's own noise levels: (steps + 1,) fp32 from 1, or just below, to 0.
 
         Raises:
             UserError: They are no straight line from noise to image, or the pipeline samples in
@@ -274,6 +279,7 @@ class PipelineBackbone:
     # --- Velocity ----------------------------------------------------------------------------
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        """Return the velocity of the transformer, guidance included; like x."""
         if self.example is None:
             self.example = cond.take(torch.tensor([0]))
         groups = same_shapes(cond)
@@ -345,6 +351,7 @@ class PipelineBackbone:
     # --- Images ------------------------------------------------------------------------------
 
     def decode(self, x0: Tensor) -> Tensor:
+        """Decode latents (B, *latent) to images (B, 3, H, W) fp32 in [0, 1], differentiably."""
         return images_of(self._decode(x0, "pt")).float()
 
     def _decode(self, x0: Tensor, output: str) -> Any:
@@ -359,7 +366,10 @@ class PipelineBackbone:
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
-        """Return latents of images, by the measured way from latents to the autoencoder's input.
+        """Return the latents (B, *latent) fp32 of images (B, 3, H, W) in [0, 1].
+
+        By the measured way from latents to the autoencoder's input; the mode of its posterior,
+        computed in fp32.
 
         Raises:
             UserError: That way cannot be gone back.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.backbones.base import Backbone
 from flowrl.backbones.lora_formats import LoRA
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.quantized_base import check_mergeable
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
@@ -39,7 +39,7 @@ class Policy:
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: PipelineBackbone,
         *,
         rank: int,
         alpha: float,

@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
-from flowrl.backbones.base import Backbone
 from flowrl.backbones.offload import (
     ENCODER,
     are_freed,
@@ -21,6 +20,7 @@ from flowrl.backbones.offload import (
     encoders_on_device,
     place_to_encode,
 )
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.errors import DamagedFile, UserError, phase
 from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning
@@ -99,7 +99,7 @@ class TextCache:
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: PipelineBackbone,
         negative: str = "",
         batch_size: int = 64,
         *,

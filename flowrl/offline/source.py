@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import Backbone
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.functional.noise import keyed_uniform, noise_seed
@@ -30,7 +30,7 @@ class StoredGroups:
         self,
         sampler: "GroupSampler",
         *,
-        backbone: Backbone,
+        backbone: PipelineBackbone,
         text_cache: TextCache,
         specs: Sequence[RewardSpec],
         runtime: Runtime,
@@ -201,7 +201,7 @@ def single_node_trees(x0: Tensor, prompt: Tensor, sigmas: Tensor) -> Tree:
 
 def check_dataset(
     dataset: OfflineDataset,
-    backbone: Backbone,
+    backbone: PipelineBackbone,
     *,
     pipeline: str,
     family: str,

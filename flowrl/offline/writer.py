@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from flowrl.backbones.base import Backbone
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.errors import DamagedFile, UserError
 from flowrl.offline.format import (
     DatasetMetadata,
@@ -101,7 +101,7 @@ def _load_pair(pair: Pair, size: tuple[int, int]) -> Tensor:
 
 
 def write_pairs(
-    folder: Path, pairs: Sequence[Pair], backbone: Backbone, *, batch_size: int
+    folder: Path, pairs: Sequence[Pair], backbone: PipelineBackbone, *, batch_size: int
 ) -> Iterator[list[str]]:
     """Encode and write the incomplete shards; yield why pairs of each shard were left out.
 
@@ -121,7 +121,7 @@ def write_pairs(
 
 
 def _write_shard(
-    folder: Path, pairs: Sequence[Pair], part: range, backbone: Backbone, per_batch: int
+    folder: Path, pairs: Sequence[Pair], part: range, backbone: PipelineBackbone, per_batch: int
 ) -> list[str]:
     """Encode and write one shard, unless no pair of it is usable; return why pairs were not."""
     reasons: list[str] = []

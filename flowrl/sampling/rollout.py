@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from flowrl.backbones.base import Backbone, VelocityField
+from flowrl.backbones.base import VelocityField
 from flowrl.backbones.offload import autoencoder_on_device
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import phase
@@ -153,7 +154,7 @@ class Scores:
 class RolloutGenerator:
     """Samples, decodes and scores the images of a request, with one network and one schedule."""
 
-    backbone: Backbone
+    backbone: PipelineBackbone
     network: Callable[[], AbstractContextManager[VelocityField]]  # prepares the sampling network
     text_cache: TextCache
     specs: Sequence[RewardSpec]
@@ -338,7 +339,7 @@ def learning_seed(seed: int, iteration: int) -> int:
 
 
 def sample_request(
-    backbone: Backbone,
+    backbone: PipelineBackbone,
     velocity: VelocityField,
     cond: Conditioning,
     request: RolloutRequest,
@@ -375,7 +376,7 @@ def sample_request(
 
 
 @torch.no_grad()
-def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Iterator[Tensor]:
+def decode(backbone: PipelineBackbone, x0: Tensor, batch_size: int) -> Iterator[Tensor]:
     """Yield the images (n, 3, H, W) fp32 in [0, 1] on the CPU of clean latents x0 (L, *latent).
 
     Raises SamplerFailure when the autoencoder makes no numbers of latents that are.
@@ -424,7 +425,7 @@ def gather_results(result: RewardResult, runtime: Runtime) -> RewardResult:
 
 @contextmanager
 def policy_velocity(
-    policy: Policy, backbone: Backbone, adapter: str, *, merged: bool, runtime: Runtime
+    policy: Policy, backbone: PipelineBackbone, adapter: str, *, merged: bool, runtime: Runtime
 ) -> Iterator[VelocityField]:
     """Sample with the policy's network and one adapter, merged into the weights or beside them."""
     # Merged before autocast begins, which would compute the change of the weights in 16 bits.
@@ -435,7 +436,7 @@ def policy_velocity(
 
 @contextmanager
 def rollout_model_velocity(
-    model: RolloutModel, backbone: Backbone, adapter: str, *, runtime: Runtime
+    model: RolloutModel, backbone: PipelineBackbone, adapter: str, *, runtime: Runtime
 ) -> Iterator[VelocityField]:
     """Sample with a copy of the network, after it took the adapter's weights as they are now.
 
@@ -446,7 +447,7 @@ def rollout_model_velocity(
         yield backbone.velocity
 
 
-def with_network(backbone: Backbone, network: nn.Module) -> Backbone:
+def with_network(backbone: PipelineBackbone, network: nn.Module) -> PipelineBackbone:
     """Return the same backbone around another network of the same shape."""
     other = copy.copy(backbone)
     other.transformer = network

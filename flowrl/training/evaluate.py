@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import Backbone, VelocityField
+from flowrl.backbones.base import VelocityField
 from flowrl.backbones.gate import Visit, call_through
 from flowrl.backbones.offload import encoders_of, moved_to
-from flowrl.backbones.pipeline import images_of
+from flowrl.backbones.pipeline import PipelineBackbone, images_of
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import DamagedFile
 from flowrl.functional.batches import Batches, even_rows
@@ -117,7 +117,7 @@ class PipelineCall:
     negative: str = ""
 
     def __call__(
-        self, backbone: Backbone, prompts: Sequence[PromptRecord], noise: Tensor, steps: int
+        self, backbone: PipelineBackbone, prompts: Sequence[PromptRecord], noise: Tensor, steps: int
     ) -> Tensor:
         """Return the images (B, 3, H, W) fp32 on the CPU from initial noise (B, *latent)."""
         call: dict[str, Any] = {**self.arguments, "num_inference_steps": steps}
@@ -154,7 +154,7 @@ class Evaluator:
     the images lack a score of a trained reward.
     """
 
-    backbone: Backbone
+    backbone: PipelineBackbone
     text_cache: TextCache
     prompts: Sequence[PromptRecord]
     specs: Sequence[RewardSpec]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import Backbone
+from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.errors import UserError
 from flowrl.objectives.base import RewardField
 from flowrl.scoring.combine import combine
@@ -34,7 +34,7 @@ class RewardGradient:
     decoder's and the rewards' weights get none.
     """
 
-    def __init__(self, backbone: Backbone, specs: Sequence[RewardSpec], batch_size: int):
+    def __init__(self, backbone: PipelineBackbone, specs: Sequence[RewardSpec], batch_size: int):
         self.backbone, self.specs, self.batch_size = backbone, trained(specs), batch_size
 
     def __call__(self, rollout: Rollout) -> RewardField:
