@@ -12,7 +12,6 @@ from torch import Tensor
 from flowrl.assembly.rollout import RolloutParts, build_preview_generator, preview_layers
 from flowrl.config import Config, load_config
 from flowrl.config.rollout import ExploreOptions
-from flowrl.quantization.backends import precision_name
 from flowrl.quantization.layer_rules import quantised_share
 from flowrl.sampling.rank_audit import audit_ranks
 from flowrl.sampling.rollout import Ahead, RolloutGenerator, RolloutRequest, Sampler, Timer
@@ -78,7 +77,7 @@ def candidate_row(parts: RolloutParts, exact_stage: RolloutGenerator, exact: Exa
     scores, seconds = _timed(stage, exact.request, plan, compiled=config.pipeline.compile)
     share = quantised_share(layers) if layers else 0.0
     return (
-        {"steps": stage.num_inference_steps, "precision": precision_name(resolved)}
+        {"steps": stage.num_inference_steps, "precision": resolved.precision}
         | {"quantised": share}
         | compare_ranks(config, scores, exact.scores)
         | {"seconds_per_image": seconds, "ratio_to_exact": seconds / exact.seconds}

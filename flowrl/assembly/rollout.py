@@ -17,13 +17,7 @@ from flowrl.config import Config
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
 from flowrl.prompts.records import PromptRecord, PromptSampler
-from flowrl.quantization.backends import (
-    Backend,
-    Resolved,
-    capability_of,
-    precision_name,
-    resolve,
-)
+from flowrl.quantization.backends import Backend, Resolved, capability_of, resolve
 from flowrl.quantization.layer_rules import LayerChoice
 from flowrl.quantization.rollout_model import RolloutModel, prepare, write_precision
 from flowrl.sampling.rank_audit import RankAuditor
@@ -76,7 +70,7 @@ class RolloutParts:
         return whole and not is_quantised(self.policy.network)
 
     def copied_network(
-        self, layers: Sequence[LayerChoice], backend: Backend
+        self, layers: Sequence[LayerChoice], backend: Backend | None
     ) -> tuple[PipelineBackbone, Callable[[], AbstractContextManager[VelocityField]]]:
         """Return a backbone around a copy of the network, and what prepares it for sampling."""
         model = RolloutModel(self.policy, layers, backend, compile=self.config.pipeline.compile)
@@ -147,7 +141,7 @@ def build_explorer(parts: RolloutParts, exact: RolloutGenerator) -> Explorer | N
     rollout, folder = parts.config.rollout, Path(parts.config.run.output_dir)
     auditor = RankAuditor(
         preview=functools.cache(functools.partial(build_preview_generator, parts, exact, folder)),
-        precision=precision_name(resolved),
+        precision=resolved.precision,
         exact=exact,
         rollout=rollout,
         explore=e,
@@ -191,7 +185,7 @@ def build_preview_generator(
 
 def preview_layers(
     parts: RolloutParts,
-) -> tuple[Resolved, tuple[LayerChoice, ...], Backend]:
+) -> tuple[Resolved, tuple[LayerChoice, ...], Backend | None]:
     """Return the precision of previews, the layers that they quantise, and their backend.
 
     Raises UserError for a precision that the device lacks, and see `prepare`.

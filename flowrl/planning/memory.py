@@ -36,7 +36,7 @@ from flowrl.planning.rewards import (
 )
 from flowrl.planning.work import IterationKind, doubles, training_doubles
 from flowrl.prompts.sources import HUB, read_rows
-from flowrl.quantization.backends import Backend, FP8Rowwise, NVFP4Emulated, NVFP4Native
+from flowrl.quantization.backends import BACKENDS
 from flowrl.quantization.layer_rules import choose_layers, matrices, matrix_shape
 from flowrl.trees.memory import rollout_bytes
 from flowrl.trees.plan import TreePlan, count, ode_plan
@@ -57,11 +57,6 @@ OVERHEAD = "CUDA overhead"
 NF4_GROUP, NF4_SCALE = 64, 4  # an fp32 maximum for 64 weights (2305.14314), not quantised itself
 INT8_SCALE = {"bitsandbytes": 4, "torchao": 2}  # for an output, fp32 or in the weights' dtype
 
-BACKENDS: dict[str, Backend] = {
-    "nvfp4": NVFP4Native(),
-    "nvfp4-emulated": NVFP4Emulated(),
-    "fp8": FP8Rowwise(),
-}
 AUTO: tuple[Literal["fp8", "bf16"], ...] = ("fp8", "bf16")  # what precision auto may become
 
 

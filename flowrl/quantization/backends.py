@@ -1,4 +1,4 @@
-"""Matmuls with packed weights: native NVFP4 and FP8, emulated NVFP4, and plain.
+"""Matmuls with packed weights: native NVFP4 and FP8, and emulated NVFP4.
 
 `resolve` turns a requested precision into a kernel that the device supports, and never falls back
 silently. A `Backend` holds no weights: `pack` turns a weight into named tensors, which the layer
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,23 +25,15 @@ from flowrl.errors import UserError
 from flowrl.quantization.formats import e2m1, fp8, nvfp4
 
 PRECISIONS = ("auto", "nvfp4", "fp8", "bf16", "nvfp4-emulated")
-Format = Literal["nvfp4", "fp8", "bf16"]
 
 # First NVIDIA generation whose tensor cores multiply the format: Blackwell, and Ada with Hopper.
-FIRST: dict[Format, tuple[int, int]] = {"nvfp4": (10, 0), "fp8": (8, 9)}
-KERNELS: dict[Format, str] = {
-    "nvfp4": "scaled_mm-nvfp4",
-    "fp8": "scaled_mm-fp8-rowwise",
-    "bf16": "plain",
-}
-EMULATION = "emulated-nvfp4"
+FIRST: dict[str, tuple[int, int]] = {"nvfp4": (10, 0), "fp8": (8, 9)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
     """What a device and the torch on it can multiply."""
 
-    device: str  # cuda, cpu, mps, ...
     name: str  # the product's name, or the kind of device where torch knows none
     compute: tuple[int, int] | None  # NVIDIA's compute capability; None for everything else
     scaled_mm: bool  # whether torch.nn.functional.scaled_mm exists
@@ -52,22 +44,19 @@ class Resolved:
     """The precision that a run computes in."""
 
     requested: str
-    format: Format  # bf16: not quantised, in the network's own dtype
-    backend: str  # name of the kernel, see `backend_of`
-    native: bool  # computed by the device's own units for this format
+    precision: str  # one of PRECISIONS but auto; bf16: not quantised, in the network's own dtype
     reason: str  # one sentence for the log
 
 
 def capability_of(device: torch.device) -> Capability:
     """Return what torch says about a device, which has to exist."""
-
-    public = hasattr(torch.nn.functional, "scaled_mm")
+    scaled_mm = hasattr(F, "scaled_mm")
     if device.type != "cuda":
-        return Capability(device=device.type, name=device.type, compute=None, scaled_mm=public)
+        return Capability(name=device.type, compute=None, scaled_mm=scaled_mm)
     # ROCm builds call their devices cuda too, and number other generations in the same way.
     compute = None if torch.version.hip else torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
-    return Capability(device="cuda", name=name, compute=compute, scaled_mm=public)
+    return Capability(name=name, compute=compute, scaled_mm=scaled_mm)
 
 
 def resolve(requested: str, capability: Capability, *, where: str = "") -> Resolved:
@@ -88,14 +77,12 @@ def resolve(requested: str, capability: Capability, *, where: str = "") -> Resol
         reason = "the numbers of nvfp4 from ordinary products: not faster than bf16"
         if "nvfp4" in native:
             reason += f"; {device} has nvfp4 itself: ask for nvfp4"
-        return Resolved(
-            requested=requested, format="nvfp4", backend=EMULATION, native=False, reason=reason
-        )
-    format: Format = native[0] if requested == "auto" else requested  # type: ignore[assignment]
-    if format not in native:
+        return Resolved(requested=requested, precision=requested, reason=reason)
+    precision = native[0] if requested == "auto" else requested
+    if precision not in native:
         possible = " or ".join([*native, "auto"])
         raise UserError(
-            f"{option_name(where, 'precision')} {requested} {_lack(format, capability)}: use "
+            f"{option_name(where, 'precision')} {requested} {_lack(precision, capability)}: use "
             f"{possible}, or nvfp4-emulated, which has nvfp4's numbers but is not faster than bf16"
         )
     reason = f"native on {device}"
@@ -104,29 +91,20 @@ def resolve(requested: str, capability: Capability, *, where: str = "") -> Resol
     elif requested == "auto":
         lacks = [f"{f}: {lack}" for f in FIRST if (lack := _lack(f, capability))]
         reason = "; ".join([f"the lowest precision that {device} multiplies natively", *lacks])
-    return Resolved(
-        requested=requested, format=format, backend=KERNELS[format], native=True, reason=reason
-    )
+    return Resolved(requested=requested, precision=precision, reason=reason)
 
 
 def option_name(where: str, name: str) -> str:
-    """Return an option's full name; the section "--" stands for a command's options."""
-    if where == "--":
-        return f"--{name.replace('_', '-')}"
+    """Return an option's full name."""
     return f"{where}.{name}" if where else name
 
 
-def native_formats(capability: Capability) -> tuple[Format, ...]:
+def native_formats(capability: Capability) -> tuple[str, ...]:
     """Return the formats that a device multiplies natively, lowest first; bf16 always is one."""
     return (*(format for format in FIRST if not _lack(format, capability)), "bf16")
 
 
-def precision_name(resolved: Resolved) -> str:
-    """Return the name that options use: nvfp4, nvfp4-emulated, fp8 or bf16."""
-    return resolved.format if resolved.native else f"{resolved.format}-emulated"
-
-
-def _lack(format: Format, capability: Capability) -> str:
+def _lack(format: str, capability: Capability) -> str:
     """Return why a device cannot multiply a format, as the end of a sentence; "" if it can."""
     major, minor = FIRST[format]
     if capability.compute is None or capability.compute < (major, minor):
@@ -165,22 +143,6 @@ class Backend(Protocol):
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         """Return x weight^T + bias, (M, out) in x's dtype; x: (M, in), bias: (out,)."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Plain(Backend):
-    """Not quantised: a linear layer in `dtype`. The weight is only cast, so it can be shared."""
-
-    dtype: torch.dtype
-
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        return {"weight": weight.to(self.dtype)}
-
-    def unpack(self, state: State) -> Tensor:
-        return state["weight"].float()
-
-    def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x.to(self.dtype), state["weight"], bias).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,15 +262,11 @@ class PerRow(Backend):
         return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
-def backend_of(resolved: Resolved, *, dtype: torch.dtype) -> Backend:
-    """Return the backend of a resolved precision. dtype: the network's own, for bf16."""
-    backends: dict[str, Backend] = {
-        KERNELS["nvfp4"]: NVFP4Native(),
-        KERNELS["fp8"]: FP8Rowwise(),
-        KERNELS["bf16"]: Plain(dtype),
-        EMULATION: NVFP4Emulated(),
-    }
-    return backends[resolved.backend]
+BACKENDS: dict[str, Backend] = {  # by precision
+    "nvfp4": NVFP4Native(),
+    "nvfp4-emulated": NVFP4Emulated(),
+    "fp8": FP8Rowwise(),
+}
 
 
 def _exact_product(left: Tensor, right: Tensor) -> Tensor:

@@ -156,19 +156,11 @@ def quantise_base(network: nn.Module, choices: Sequence[LayerChoice], backend: B
 @contextmanager
 def exact_weights(network: nn.Module) -> Iterator[None]:
     """Compute with the network's exact weights inside the block."""
-    layers = [layer for _, layer in same_precision_layers(network)]
-    before = [layer.exact for layer in layers]
+    layers = [module for module in network.modules() if isinstance(module, SamePrecisionLinear)]
     for layer in layers:
         layer.exact = True
     try:
         yield
     finally:
-        for layer, was in zip(layers, before, strict=True):
-            layer.exact = was
-
-
-def same_precision_layers(network: nn.Module) -> Iterator[tuple[str, SamePrecisionLinear]]:
-    """Yield packed layers by name, which includes PEFT's parts."""
-    for name, module in network.named_modules():
-        if isinstance(module, SamePrecisionLinear):
-            yield name, module
+        for layer in layers:
+            layer.exact = False

@@ -21,11 +21,10 @@ from flowrl.backbones.policy import POLICY, Policy, merged_weight
 from flowrl.backbones.quantized_base import check_mergeable
 from flowrl.errors import UserError
 from flowrl.quantization.backends import (
+    BACKENDS,
     Backend,
     Resolved,
-    backend_of,
     check_kernels,
-    precision_name,
 )
 from flowrl.quantization.layer_rules import (
     LayerChoice,
@@ -49,7 +48,7 @@ class RolloutModel:
     Args:
         choices: layers with a format are packed by `backend`, once where no adapter changes them.
             Adapted layers without a format hold a merged copy in their own dtype; without choices
-            the copy is exact. Everything else is the policy's own tensors.
+            the copy is exact and needs no backend. Everything else is the policy's own tensors.
         compile: the repeated blocks, see `compile_blocks`.
 
     Raises:
@@ -60,8 +59,8 @@ class RolloutModel:
     def __init__(
         self,
         policy: Policy,
-        choices: Sequence[LayerChoice],
-        backend: Backend,
+        choices: Sequence[LayerChoice] = (),
+        backend: Backend | None = None,
         *,
         compile: bool = False,
     ):
@@ -160,8 +159,8 @@ def prepare(
     min_dim: int | None,
     convolutions: bool = True,
     where: str = "",
-) -> tuple[tuple[LayerChoice, ...], Backend]:
-    """Choose the layers that a precision quantises, none for bf16, and their backend.
+) -> tuple[tuple[LayerChoice, ...], Backend | None]:
+    """Choose the layers that a precision quantises, and their backend; none for bf16.
 
     Args:
         dtype: the network's own.
@@ -172,12 +171,12 @@ def prepare(
         UserError: no layer can be quantised, nothing says which, or a kernel disagrees with its
             emulation.
     """
-    backend = backend_of(resolved, dtype=dtype)
-    if resolved.format == "bf16":
-        return (), backend
+    if resolved.precision == "bf16":
+        return (), None
+    backend = BACKENDS[resolved.precision]
     rules = layer_rules_of(network)
     rules = rules if convolutions else replace(rules, pointwise=False)
-    choices = choose_layers(network, rules, resolved.format, min_dim=min_dim, where=where)
+    choices = choose_layers(network, rules, resolved.precision, min_dim=min_dim, where=where)
     shapes = {choice.shape for choice in choices if choice.format}
     check_kernels(backend, shapes, device, dtype)
     return choices, backend
@@ -202,17 +201,16 @@ def write_precision(
         choices: empty where nothing is quantised.
         dtype: the network's own.
     """
-    number, quantised = str(dtype).removeprefix("torch."), resolved.format != "bf16"
-    name = precision_name(resolved) if quantised else f"not quantised ({number})"
+    number, quantised = str(dtype).removeprefix("torch."), resolved.precision != "bf16"
+    name = resolved.precision if quantised else f"not quantised ({number})"
     share = quantised_share(choices) if choices else 0.0
     part = f"; {share:.0%} of the weights of its layers" if choices else ""
     LOG.info("precision of %s: %s, %s%s", what, name, resolved.reason, part)
     content = {
         "what": what,
+        **asdict(resolved),
         "precision": name,
         "dtype": number,
-        **asdict(resolved),
-        "format": resolved.format if quantised else None,
         "lora": lora,
         "quantised_share": share,
         "layers": [asdict(choice) for choice in choices],

@@ -29,7 +29,7 @@ from flowrl import __version__
 from flowrl.backbones.loading import NATIVE, set_attention
 from flowrl.config import load_config
 from flowrl.errors import UserError
-from flowrl.quantization.backends import capability_of, precision_name, resolve
+from flowrl.quantization.backends import capability_of, resolve
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
 from scripts.bench.iteration import bench_compile, bench_iteration, work_of
@@ -213,7 +213,11 @@ def _kernels(name: str) -> Result:
     steps = load_config("quickstart").rollout.num_inference_steps
     changes = ["rollout.tree={kind: ode}", f"rollout.explore.min_dim={TINY_MIN_DIM}"]
     rows = audit("quickstart", changes, prompts=2, candidates=16, steps=[steps], precisions=[asked])
-    return {"precision": precision_name(resolved), "native": resolved.native, "rows": rows}
+    return {
+        "precision": resolved.precision,
+        "native": resolved.precision != "nvfp4-emulated",
+        "rows": rows,
+    }
 
 
 def _compile() -> Result:

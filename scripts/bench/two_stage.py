@@ -21,7 +21,7 @@ from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import PromptRecord, PromptSampler
-from flowrl.quantization.backends import Plain, Resolved, capability_of, precision_name, resolve
+from flowrl.quantization.backends import Resolved, capability_of, resolve
 from flowrl.quantization.layer_rules import LayerChoice, quantised_share
 from flowrl.quantization.rollout_model import RolloutModel, prepare
 from flowrl.sampling.rollout import (
@@ -468,7 +468,11 @@ def bench_solrl(
 
         peft = _beside_weights(source.generator, policy, OLD)
         found = summary(measure(source, peft, learn, repeats=repeats))
-    what = {"model": model, "precision": precision_name(resolved), "native": resolved.native}
+    what = {
+        "model": model,
+        "precision": resolved.precision,
+        "native": resolved.precision != "nvfp4-emulated",
+    }
     return what | {"compiled": compile} | found
 
 
@@ -526,8 +530,8 @@ def bench_sizes(
     what = {
         "layers": "all" if layers is None else f"{layers} of each kind: says nothing of speed",
         "pixels": backbone.pixels,
-        "precision": precision_name(resolved),
-        "native": resolved.native,
+        "precision": resolved.precision,
+        "native": resolved.precision != "nvfp4-emulated",
         "compiled": compile,
         "quantised_layers": quantised,
         "quantised_share": quantised_share(networks.choices) if quantised else 0.0,
@@ -573,7 +577,7 @@ def build_networks(
         policy=policy,
         runtime=runtime,
         choices=choices,
-        exact=RolloutModel(policy, (), Plain(backbone.dtype), compile=compile),
+        exact=RolloutModel(policy, compile=compile),
         low=RolloutModel(policy, choices, backend, compile=compile),
     )
 

@@ -14,7 +14,7 @@ import torch
 
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
-from flowrl.quantization.linear import same_precision_layers
+from flowrl.quantization.linear import SamePrecisionLinear
 from flowrl.trees.presets import PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -163,7 +163,8 @@ def test_candidates_may_be_in_few_bits(learner, tmp_path, family):
 @pytest.mark.parametrize("family", slow_but("sana"))
 def test_learning_may_be_in_few_bits_except_for_convolutions(learner, tmp_path, family):
     made = learner(family, pipeline=LOW, rollout=CHAINS, run={"output_dir": str(tmp_path / "run")})
-    packed = [name for name, _ in same_precision_layers(made.policy.network)]
+    layers = made.policy.network.named_modules()
+    packed = [name for name, layer in layers if isinstance(layer, SamePrecisionLinear)]
     assert packed and not any("conv" in name for name in packed)  # as in SANA's feed-forward
     assert_learns(made)
 

@@ -21,7 +21,6 @@ from flowrl.backbones.text_cache import TextCache
 from flowrl.config.sections import MemoryOptions
 from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
-from flowrl.quantization.backends import Plain
 from flowrl.quantization.rollout_model import RolloutModel
 from flowrl.utils.distributed import Runtime
 
@@ -95,7 +94,7 @@ def test_nothing_is_folded_into_rounded_weights(learner):
         with learner.policy.merged():
             pass
     with pytest.raises(UserError, match="cannot be folded"):
-        RolloutModel(learner.policy, (), Plain(torch.float32))
+        RolloutModel(learner.policy)
     after = [layer.base_layer.weight.data.qdata for layer in layers]
     assert before and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -22,7 +22,7 @@ from flowrl.backbones.policy import EMA, OLD, POLICY, Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
-from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
+from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated
 from flowrl.quantization.layer_rules import choose_layers
 from flowrl.quantization.linear import (
     SamePrecisionLinear,
@@ -33,7 +33,6 @@ from flowrl.quantization.rollout_model import RolloutModel
 from flowrl.trajectory import Conditioning
 
 EMULATED = NVFP4Emulated()
-EXACT = Plain(torch.float32)
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def test_an_exact_twin_is_the_merged_policy_bit_for_bit_for_every_adapter(make, 
         disturb(policy, seed=1)
         policy.update_ema_and_count()
         args = inputs(policy)
-        model = RolloutModel(policy, (), Plain(policy.backbone.dtype))
+        model = RolloutModel(policy)
         found = []
         for name in (POLICY, OLD, EMA, POLICY):
             with policy.merged(name), torch.no_grad():
@@ -112,9 +111,9 @@ def test_what_is_packed_is_the_fp32_merge_not_one_rounded_to_the_networks_dtype(
 
 
 def test_following_the_policy_moves_nothing(make, inputs):
-    for backend in (EMULATED, EXACT):
+    for backend in (EMULATED, None):
         policy = make()
-        model = RolloutModel(policy, choices_of(policy) if backend != EXACT else (), backend)
+        model = RolloutModel(policy, choices_of(policy) if backend else (), backend)
         before = {name: t.data_ptr() for name, t in tensors(model.network).items()}
         seen = [velocity(model, *inputs(policy))]
         for n in (1, 2):
@@ -180,7 +179,7 @@ def test_a_twin_with_convolutions_is_exact_or_quantised_and_follows_in_place(sma
     policy, choices, inputs = small("sana")
     with torch.no_grad():
         expected = policy.velocity(*inputs)
-    exact = velocity(RolloutModel(policy, choices, EXACT), *inputs)
+    exact = velocity(RolloutModel(policy), *inputs)
     torch.testing.assert_close(exact, expected, rtol=1e-4, atol=1e-5)
     model = RolloutModel(policy, choices, EMULATED)
     before = {name: t.data_ptr() for name, t in tensors(model.network).items()}
@@ -208,7 +207,7 @@ def trained(load_tiny):
 
 def test_nothing_is_merged_into_weights_packed_for_training(trained):
     with pytest.raises(UserError, match="trained in low precision"):
-        RolloutModel(trained[0], (), EXACT)
+        RolloutModel(trained[0])
 
 
 def test_candidates_may_have_another_precision_than_training(trained):
