@@ -227,7 +227,7 @@ def trained_pixels(kind: type) -> None:
             loader=loader_of(pipeline),
             output=family.output,
             call=drawing_call(pipeline) | {"output_type": "np"},
-            license=None,
+            license={},
             method="NFT",
             weights="policy",
             step=2,

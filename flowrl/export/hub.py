@@ -11,7 +11,6 @@ import shlex
 import tempfile
 from ast import literal_eval
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -186,25 +185,12 @@ def publish(run: Run, repository: str | None) -> None:
 # --- the licence of the base model, which its LoRA inherits --------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Licence:
-    """As in a model card's header: name and link only where `id` is "other"."""
-
-    id: str  # the Hub's identifier
-    name: str = ""
-    link: str = ""
-
-    def header(self) -> dict[str, str]:
-        entries = {"license": self.id, "license_name": self.name, "license_link": self.link}
-        return {key: value for key, value in entries.items() if value}
-
-
-def licence_of(base_model: str) -> Licence | None:
-    """Return the licence of a pipeline by its name on the Hub, None for an unknown one."""
+def licence_of(base_model: str) -> dict[str, str]:
+    """Return a licence's entries in a card's header by a pipeline's name; {} for an unknown one."""
     for start, name, file in LICENCES:
         if base_model.startswith(start):
             if not file:
-                return Licence(id=name)
+                return {"license": name}
             link = f"https://huggingface.co/{base_model}/blob/main/{file}"
-            return Licence(id="other", name=name, link=link)
-    return None
+            return {"license": "other", "license_name": name, "license_link": link}
+    return {}

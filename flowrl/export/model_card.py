@@ -9,7 +9,6 @@ import yaml
 
 from flowrl.backbones.lora_files import FILE, file_prefix, network_of
 from flowrl.export.gallery import GalleryRow, gallery_grid
-from flowrl.export.hub import Licence
 from flowrl.training.evaluate import EvaluationComparison
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.images import fit, png
@@ -45,7 +44,7 @@ class Card:
     output: str = "images"  # where the images are in the call's result
     dtype: str = "fp32"  # torch's in short: fp32, bf16, fp16
     call: Mapping[str, int | float | str] = field(default_factory=dict)  # pipe(prompt, **call)
-    license: Licence | None  # as the base model has it
+    license: Mapping[str, str]  # the entries in the header, as the base model has them
     method: str  # for example "Flow-GRPO"
     weights: str  # which weights the root holds: "EMA" or "policy"
     step: int  # after how many iterations
@@ -87,8 +86,7 @@ def front_matter(card: Card) -> dict[str, Any]:
     header["pipeline_tag"] = "text-to-image"
     if card.on_hub:
         header |= {"base_model": card.base_model, "base_model_relation": "adapter"}
-    if card.license:
-        header |= card.license.header()
+    header |= card.license
     if card.rows:
         header["widget"] = [
             {"text": row.prompt, "output": {"url": f"{FOLDER}/aligned-{i}.png"}}

@@ -15,7 +15,7 @@ from flowrl.config import Config, config_yaml
 from flowrl.config.methods import method_name
 from flowrl.errors import DamagedFile, phase
 from flowrl.export.gallery import GalleryRow, write_gallery
-from flowrl.export.hub import Licence, is_hub_name, licence_of, public, public_config
+from flowrl.export.hub import is_hub_name, licence_of, public, public_config
 from flowrl.export.model_card import Card, loader_of, write_card
 from flowrl.tiny.world import planted
 from flowrl.training.evaluate import Evaluation, EvaluationComparison, compare
@@ -158,7 +158,7 @@ def card(
         loader=loader_of(learner.policy.backbone.pipeline),
         output=family.output,
         call=call_settings(config, learner.policy.backbone.pipeline),
-        license=Licence(id="apache-2.0") if built_in else licence_of(p.path) if on_hub else None,
+        license={"license": "apache-2.0"} if built_in else licence_of(p.path) if on_hub else {},
         method=method_name(config),
         weights="EMA" if learner.policy.export_adapter == EMA else "policy",
         step=run.done,

@@ -11,7 +11,7 @@ from PIL import Image
 from flowrl.backbones.lora_files import save_lora
 from flowrl.backbones.small import small_folder
 from flowrl.export.gallery import GalleryRow
-from flowrl.export.hub import Licence, licence_of, public_card
+from flowrl.export.hub import licence_of, public_card
 from flowrl.export.model_card import Card, loader_of, write_card
 from flowrl.functional.contrasts import Contrast
 from flowrl.training.evaluate import EvaluationComparison
@@ -33,7 +33,7 @@ def card(**changes: Any) -> Card:
         "on_hub": True,
         "load_from": "'stabilityai/stable-diffusion-3.5-medium'",
         "call": {"num_inference_steps": 8, "guidance_scale": 1.0},
-        "license": Licence(id="apache-2.0"),
+        "license": {"license": "apache-2.0"},
         "method": "Flow-GRPO",
         "weights": "EMA",
         "step": 240,
@@ -136,9 +136,9 @@ def test_the_licence_is_that_of_the_base(tmp_path):
         assert (header["license"], header["license_name"]) == ("other", name)
         assert header["license_link"].startswith(f"https://huggingface.co/{base}/blob/main/LICENSE")
         assert f"]({header['license_link']}), as the base model." in body
-    assert licence_of("me/mine") is None and licence_of("tiny-sd3") is None
-    assert licence_of("black-forest-labs/FLUX.1-schnell") == Licence(id="apache-2.0")
-    unknown = card(on_hub=False, base_model="tiny-sd3", license=None, **PLAIN)
+    assert licence_of("me/mine") == licence_of("tiny-sd3") == {}
+    assert licence_of("black-forest-labs/FLUX.1-schnell") == {"license": "apache-2.0"}
+    unknown = card(on_hub=False, base_model="tiny-sd3", license={}, **PLAIN)
     header, body = parts(tmp_path, unknown)
     assert not {"base_model", "base_model_relation", "license"} & set(header)
     assert "tiny-sd3" in body and "The base model's licence holds for this LoRA too." in body
