@@ -22,7 +22,7 @@ from flowrl.backbones.loading import (
 from flowrl.backbones.offload import AUTOENCODER, ENCODER, place_pipeline
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.quantized_base import check_base_bits, is_quantised, loading_config
-from flowrl.backbones.sharding import NETWORK, check_shardable, shard_network
+from flowrl.backbones.sharding import NETWORK, shard_network
 from flowrl.config import Config
 from flowrl.config.sections import LoRAOptions, MemoryOptions, PipelineOptions
 from flowrl.errors import UserError
@@ -184,7 +184,6 @@ def _sharded(
     revision: str | None,
 ) -> Any:
     """Return the pipeline with its transformer in parts, which the main process alone has read."""
-    check_shardable()
     pipeline = provided
     if provided is None:
         empty = {} if runtime.is_main else {NETWORK: outline(options.path, revision)[1]}

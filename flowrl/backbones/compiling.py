@@ -46,8 +46,6 @@ def _limit_graphs() -> None:
     """
     from torch._dynamo import config
 
-    if hasattr(config, "inline_inbuilt_nn_modules"):
-        config.inline_inbuilt_nn_modules = True  # older versions compile each block by itself
     limit = next(name for name in LIMIT_NAMES if hasattr(config, name))
     setattr(config, limit, max(GRAPHS, getattr(config, limit)))
     fail = next((name for name in FAIL_NAMES if hasattr(config, name)), None)

@@ -18,17 +18,6 @@ from flowrl.utils.distributed import Runtime
 NETWORK = "transformer"  # diffusers' name of the component
 
 
-def check_shardable() -> None:
-    """Raise UserError for a torch without FSDP2."""
-    try:
-        from torch.distributed.fsdp import fully_shard  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"runtime.shard needs torch.distributed.fsdp.fully_shard, which torch "
-            f"{torch.__version__} lacks: install torch 2.6 or later, or set it to null"
-        ) from error
-
-
 def shard_network(network: nn.Module, runtime: Runtime, over: Literal["node", "all"]) -> None:
     """Replace a network's weights by this process's shard of the main process's weights.
 
