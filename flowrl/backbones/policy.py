@@ -72,7 +72,7 @@ class Policy:
         self._layers: list[Any] = [layer for layer in modules if isinstance(layer, LoraLayer)]
         self._by_name = {name: _parameters_of(self.network, name) for name in names}
         for name in self.copies:
-            self._copy(POLICY, name)
+            self.set_weights(name, self.parameters())
         self.use(POLICY)
 
     def _add(self, name: str, rank: int, alpha: float, targets: tuple[str, ...]) -> None:
@@ -218,12 +218,7 @@ class Policy:
 
     def move_reference(self) -> None:
         """Let the reference be the policy of now; needs `keep_reference`."""
-        self._copy(POLICY, REFERENCE)
-
-    @torch.no_grad()
-    def _copy(self, source: str, target: str) -> None:
-        for to, of in zip(self._by_name[target], self._by_name[source], strict=True):
-            to.copy_(of)
+        self.set_weights(REFERENCE, self.parameters())
 
     @property
     def export_adapter(self) -> str:
@@ -250,7 +245,6 @@ class Policy:
                 "lora.rank and lora.targets as it was trained"
             )
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         """Raises UserError for the state of a policy with other adapters."""
         self.check_state(state)
@@ -261,12 +255,10 @@ class Policy:
             for iteration, tensors in state.get("ahead", {}).items()
         }
 
-    @torch.no_grad()
     def load_adapters(self, state: dict) -> None:
         """Load adapters and their count of updates; what was sampled ahead stays as it is."""
         for name, tensors in state["adapters"].items():
-            for parameter, tensor in zip(self._by_name[name], tensors, strict=True):
-                parameter.copy_(tensor)
+            self.set_weights(name, tensors)
         self.updates = state["updates"]
 
     def keep_weights(self, iteration: int, adapter: str) -> None:
@@ -325,7 +317,7 @@ class Policy:
         for name, parameter in parameters.items():
             parameter.copy_(state[name])
         for name in self.copies:
-            self._copy(POLICY, name)
+            self.set_weights(name, self.parameters())
 
 
 def merged_weight(layer: Any, weight: Tensor, adapter: str) -> Tensor:
