@@ -20,6 +20,7 @@ from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
 SHAPE = "#"
+LeafPath = tuple[tuple[int, int], ...]  # a length and an index at each level
 
 
 def kinds_of(one: Any, two: Any) -> dict[str, str]:
@@ -118,7 +119,7 @@ def same_shapes(cond: Conditioning) -> list[list[int]]:
 
 def record_of(cond: Conditioning) -> Any:
     """Return the record for rows of equal shapes."""
-    record = _Levels()
+    leaves = {}
     for name, tensor in cond.tensors.items():
         if name.endswith(SHAPE):
             continue
@@ -126,15 +127,19 @@ def record_of(cond: Conditioning) -> Any:
         if shape is not None:
             tensor = tensor[(slice(None), *(slice(n) for n in shape[0].tolist()))]
         path, kind = name.split("@")
-        levels = list(map(int, path.split("/")))
-        place = record
-        for length, index in zip(levels[0:-2:2], levels[1:-2:2], strict=True):
-            place.extend([None] * (length - len(place)))
-            place[index] = place[index] or _Levels()
-            place = place[index]
-        place.extend([None] * (levels[-2] - len(place)))
-        place[levels[-1]] = _restored(tensor, kind)
-    return _as_tuples(record)
+        numbers = list(map(int, path.split("/")))
+        leaves[tuple(zip(numbers[::2], numbers[1::2], strict=True))] = _restored(tensor, kind)
+    return _nested(leaves)
+
+
+def _nested(leaves: Mapping[LeafPath, Any]) -> Any:
+    """Return nested tuples of leaves by path; None where no path leads."""
+    if () in leaves:
+        return leaves[()]
+    length, parts = next(iter(leaves))[0][0], {}
+    for ((_, index), *path), leaf in leaves.items():
+        parts.setdefault(index, {})[tuple(path)] = leaf
+    return tuple(_nested(parts[i]) if i in parts else None for i in range(length))
 
 
 def _restored(rows: Tensor, kind: str) -> Any:
@@ -146,14 +151,6 @@ def _restored(rows: Tensor, kind: str) -> Any:
         return torch.nn.functional.pad(rows.flatten().cumsum(0), (1, 0)).to(rows.dtype)
     axis = int(kind.rstrip("i"))
     return rows.movedim(0, axis + kind.endswith("i")).flatten(axis, axis + 1)
-
-
-class _Levels(list):
-    """A tuple that is being filled."""
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, _Levels) else value
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
