@@ -107,9 +107,8 @@ def state_of(layers: Mapping[str, Factors]) -> dict[str, Tensor]:
 
 
 def weight_change(down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Return scale * up @ down: (out, in) fp32, or float64 where a factor is."""
-    kind = torch.promote_types(torch.promote_types(down.dtype, up.dtype), torch.float32)
-    return scale * (up.to(kind) @ down.to(kind))
+    """Return scale * up @ down: (out, in) fp32."""
+    return scale * (up.float() @ down.float())
 
 
 def stack_outputs(parts: Sequence[Factors | None], rows: Sequence[int]) -> Factors:
