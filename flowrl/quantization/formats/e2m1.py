@@ -12,33 +12,28 @@ from flowrl.quantization.formats.rounding import round_mantissa_
 MAX = 6.0
 
 
-def round_e2m1(x: Tensor) -> Tensor:
-    """Round x to the nearest E2M1 value, ties to the even code, saturating at 6. -> fp32
+def round_e2m1_(x: Tensor) -> Tensor:
+    """Round x (fp32) in place to the nearest E2M1 value, ties to the even code, saturating at 6.
 
     The sign is kept, that of zero too. NaN, which E2M1 lacks, is left as it is.
     """
-    return round_e2m1_(x.to(torch.float32, copy=True))
-
-
-def round_e2m1_(x: Tensor) -> Tensor:
-    """Do the same in place, for fp32."""
     return round_mantissa_(x.clamp_(-MAX, MAX), bits=1, smallest_normal=1.0)
 
 
 def encode(x: Tensor) -> Tensor:
-    """Return the codes of `round_e2m1(x)`: uint8 in 0..15.
+    """Return the codes of the nearest E2M1 values, see `round_e2m1_`: uint8 in 0..15.
 
     NaN becomes +6 (code 7), as in the hardware's saturating conversion.
     """
-    size = round_e2m1(x).abs().nan_to_num(nan=MAX)
+    size = round_e2m1_(x.to(torch.float32, copy=True)).abs().nan_to_num(nan=MAX)
     magnitude = size.clamp(max=2) * 2 + (size.clamp(2, 4) - 2) + (size.clamp(min=4) - 4) / 2
     negative = torch.signbit(x) & ~x.isnan()
     return magnitude.to(torch.uint8) | (negative.to(torch.uint8) << 3)
 
 
-def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values of codes, exact in every float type of 8 bits and more."""
-    magnitude = (codes & 7).to(dtype)
+def decode(codes: Tensor) -> Tensor:
+    """Return the values of codes, fp32."""
+    magnitude = (codes & 7).float()
     size = magnitude.clamp(max=4) / 2 + (magnitude.clamp(4, 6) - 4)
     size = size + (magnitude.clamp(min=6) - 6) * 2
     return torch.where(codes > 7, -size, size)

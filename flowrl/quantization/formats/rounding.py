@@ -27,11 +27,9 @@ def amax(x: Tensor) -> Tensor:
     return torch.bitwise_and(x.view(torch.int32), ALL_BUT_SIGN).amax(-1).view(torch.float32)
 
 
-def ratio(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """Return a / b, one of them a number and the other fp32 of any shape, rounded once.
+def ratio(a: Tensor, b: float) -> Tensor:
+    """Return a / b of fp32 and a number, rounded once.
 
-    torch multiplies by an inverse, which rounds twice, where a is a number, or b is one on CUDA.
+    On CUDA torch multiplies by the inverse of a number, which rounds twice.
     """
-    device = a.device if isinstance(a, Tensor) else b.device if isinstance(b, Tensor) else None
-    one, other = (v if isinstance(v, Tensor) else torch.full((), v, device=device) for v in (a, b))
-    return one / other
+    return a / torch.full((), b, device=a.device)
