@@ -89,15 +89,10 @@ def ragged(parts: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> dict[
         parts: One row each.
         names: Entries whose shape depends on the text.
     """
-    joined = {}
-    for name in parts[0]:
-        tensors = [part[name] for part in parts]
-        if name in names:
-            shapes = [t.shape[1:] for t in tensors]
-            joined[name + SHAPE] = torch.tensor([list(s) for s in shapes], device=tensors[0].device)
-        joined[name] = Conditioning.cat([Conditioning(tensors={name: t}) for t in tensors]).tensors[
-            name
-        ]
+    joined = dict(Conditioning.cat([Conditioning(tensors=part) for part in parts]).tensors)
+    for name in names:
+        shapes = [list(part[name].shape[1:]) for part in parts]
+        joined[name + SHAPE] = torch.tensor(shapes, device=joined[name].device)
     return joined
 
 
