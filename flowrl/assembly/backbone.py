@@ -30,7 +30,6 @@ from flowrl.quantization.backends import (
     NVFP4Emulated,
     NVFP4Native,
     PerRow,
-    capability_of,
     resolve,
 )
 from flowrl.quantization.linear import quantise_base
@@ -212,7 +211,7 @@ def set_precision(config: Config, backbone: PipelineBackbone, runtime: Runtime) 
     p = config.pipeline
     if p.precision is None:
         return
-    resolved = resolve(p.precision, capability_of(runtime.device), where="pipeline")
+    resolved = resolve(p.precision, runtime.device, where="pipeline")
     layers, backend = prepare(
         backbone.transformer,
         resolved,

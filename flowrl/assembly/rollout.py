@@ -17,7 +17,7 @@ from flowrl.config import Config
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
 from flowrl.prompts.records import PromptRecord, PromptSampler
-from flowrl.quantization.backends import Backend, Resolved, capability_of, resolve
+from flowrl.quantization.backends import Backend, Resolved, resolve
 from flowrl.quantization.layer_rules import LayerChoice
 from flowrl.quantization.rollout_model import RolloutModel, prepare, write_precision
 from flowrl.sampling.rank_audit import RankAuditor
@@ -192,7 +192,7 @@ def preview_layers(
     """
     e = parts.config.rollout.explore
     assert e is not None
-    resolved = resolve(e.precision, capability_of(parts.runtime.device), where=WHERE)
+    resolved = resolve(e.precision, parts.runtime.device, where=WHERE)
     layers, backend = prepare(
         parts.policy.network,
         resolved,

@@ -112,7 +112,7 @@ def _device() -> Iterator[CheckResult]:
         return
     import torch
 
-    from flowrl.quantization.backends import capability_of, native_formats
+    from flowrl.quantization.backends import native_formats
 
     threads = torch.get_num_threads()
     remedy = "" if threads == 1 else "Set run.threads=1 if other jobs share this machine."
@@ -126,7 +126,7 @@ def _device() -> Iterator[CheckResult]:
         detail = f"torch {torch.__version__} sees no CUDA device"
         yield _check("cuda", detail, "missing", "The tiny presets need none; the others do.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    formats = ", ".join(native_formats(capability_of(device)))
+    formats = ", ".join(native_formats(device))
     emulated = "nvfp4-emulated has nvfp4's numbers anywhere, not its speed"
     yield _check("precisions", f"{formats}; {emulated}")
     if torch.backends.mps.is_available():

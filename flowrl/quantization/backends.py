@@ -31,15 +31,6 @@ FIRST: dict[str, tuple[int, int]] = {"nvfp4": (10, 0), "fp8": (8, 9)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capability:
-    """What a device and the torch on it can multiply."""
-
-    name: str  # the product's name, or the kind of device where torch knows none
-    compute: tuple[int, int] | None  # NVIDIA's compute capability; None for everything else
-    scaled_mm: bool  # whether torch.nn.functional.scaled_mm exists
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
     """The precision that a run computes in."""
 
@@ -48,19 +39,8 @@ class Resolved:
     reason: str  # one sentence for the log
 
 
-def capability_of(device: torch.device) -> Capability:
-    """Return what torch says about a device, which has to exist."""
-    scaled_mm = hasattr(F, "scaled_mm")
-    if device.type != "cuda":
-        return Capability(name=device.type, compute=None, scaled_mm=scaled_mm)
-    # ROCm builds call their devices cuda too, and number other generations in the same way.
-    compute = None if torch.version.hip else torch.cuda.get_device_capability(device)
-    name = torch.cuda.get_device_name(device)
-    return Capability(name=name, compute=compute, scaled_mm=scaled_mm)
-
-
-def resolve(requested: str, capability: Capability, *, where: str = "") -> Resolved:
-    """Resolve one of PRECISIONS to a kernel of this device.
+def resolve(requested: str, device: torch.device, *, where: str = "") -> Resolved:
+    """Resolve one of PRECISIONS to a kernel of a device, which has to exist.
 
     Args:
         requested: auto is the lowest precision that is native.
@@ -70,27 +50,27 @@ def resolve(requested: str, capability: Capability, *, where: str = "") -> Resol
         UserError: an unknown precision, or one that the device lacks, with those that it has.
     """
     if requested not in PRECISIONS:
-        name = option_name(where, "precision")
-        raise UserError(f"unknown {name} {requested!r}: one of {', '.join(PRECISIONS)}")
-    native, device = native_formats(capability), _named(capability)
+        option = option_name(where, "precision")
+        raise UserError(f"unknown {option} {requested!r}: one of {', '.join(PRECISIONS)}")
+    native, name = native_formats(device), _named(device)
     if requested == "nvfp4-emulated":
         reason = "the numbers of nvfp4 from ordinary products: not faster than bf16"
         if "nvfp4" in native:
-            reason += f"; {device} has nvfp4 itself: ask for nvfp4"
+            reason += f"; {name} has nvfp4 itself: ask for nvfp4"
         return Resolved(requested=requested, precision=requested, reason=reason)
     precision = native[0] if requested == "auto" else requested
     if precision not in native:
         possible = " or ".join([*native, "auto"])
         raise UserError(
-            f"{option_name(where, 'precision')} {requested} {_lack(precision, capability)}: use "
+            f"{option_name(where, 'precision')} {requested} {_lack(precision, device)}: use "
             f"{possible}, or nvfp4-emulated, which has nvfp4's numbers but is not faster than bf16"
         )
-    reason = f"native on {device}"
+    reason = f"native on {name}"
     if requested == "bf16":
         reason = "not quantised: in the network's own dtype"
     elif requested == "auto":
-        lacks = [f"{f}: {lack}" for f in FIRST if (lack := _lack(f, capability))]
-        reason = "; ".join([f"the lowest precision that {device} multiplies natively", *lacks])
+        lacks = [f"{f}: {lack}" for f in FIRST if (lack := _lack(f, device))]
+        reason = "; ".join([f"the lowest precision that {name} multiplies natively", *lacks])
     return Resolved(requested=requested, precision=precision, reason=reason)
 
 
@@ -99,29 +79,38 @@ def option_name(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
 
-def native_formats(capability: Capability) -> tuple[str, ...]:
+def native_formats(device: torch.device) -> tuple[str, ...]:
     """Return the formats that a device multiplies natively, lowest first; bf16 always is one."""
-    return (*(format for format in FIRST if not _lack(format, capability)), "bf16")
+    return (*(format for format in FIRST if not _lack(format, device)), "bf16")
 
 
-def _lack(format: str, capability: Capability) -> str:
+def _lack(format: str, device: torch.device) -> str:
     """Return why a device cannot multiply a format, as the end of a sentence; "" if it can."""
-    major, minor = FIRST[format]
-    if capability.compute is None or capability.compute < (major, minor):
+    (major, minor), compute = FIRST[format], _compute(device)
+    if compute is None or compute < (major, minor):
         return (
             f"needs an NVIDIA GPU of compute capability {major}.{minor} or higher, "
-            f"this is {_named(capability)}"
+            f"this is {_named(device)}"
         )
-    if not capability.scaled_mm:
+    if not hasattr(F, "scaled_mm"):
         return "needs torch.nn.functional.scaled_mm, which only newer versions of torch have"
     return ""
 
 
-def _named(capability: Capability) -> str:
-    if capability.compute is None:
-        return capability.name
-    major, minor = capability.compute
-    return f"{capability.name} of compute capability {major}.{minor}"
+def _compute(device: torch.device) -> tuple[int, int] | None:
+    """Return NVIDIA's compute capability of a device; None for everything else."""
+    # ROCm builds call their devices cuda too, and number other generations in the same way.
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def _named(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if (compute := _compute(device)) is None:
+        return name
+    major, minor = compute
+    return f"{name} of compute capability {major}.{minor}"
 
 
 # --- backends -----------------------------------------------------------------------------------

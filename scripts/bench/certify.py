@@ -29,7 +29,7 @@ from flowrl import __version__
 from flowrl.backbones.loading import NATIVE, set_attention
 from flowrl.config import load_config
 from flowrl.errors import UserError
-from flowrl.quantization.backends import capability_of, resolve
+from flowrl.quantization.backends import resolve
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
 from scripts.bench.iteration import bench_compile, bench_iteration, work_of
@@ -203,12 +203,12 @@ def _kernels(name: str) -> Result:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     asked = name
     try:
-        resolved = resolve(name, capability_of(device))  # type: ignore[arg-type]
+        resolved = resolve(name, device)  # type: ignore[arg-type]
     except UserError as error:
         if name != "nvfp4":
             return {"skipped": str(error)}
         asked = "nvfp4-emulated"
-        resolved = resolve("nvfp4-emulated", capability_of(device))
+        resolved = resolve("nvfp4-emulated", device)
     # As many steps and as little noise as exact images have, so that bits alone differ.
     steps = load_config("quickstart").rollout.num_inference_steps
     changes = ["rollout.tree={kind: ode}", f"rollout.explore.min_dim={TINY_MIN_DIM}"]

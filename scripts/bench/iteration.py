@@ -23,7 +23,7 @@ from flowrl.functional.batches import ALONE
 from flowrl.planning.memory import MemoryPlan
 from flowrl.planning.model_specs import ModelSpec
 from flowrl.planning.work import count_work, doubles
-from flowrl.quantization.backends import capability_of, resolve
+from flowrl.quantization.backends import resolve
 from flowrl.sampling.rollout import Sampler, Timer
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Rollout
@@ -324,7 +324,7 @@ def _measured(learner: Learner, number: int) -> tuple[Phases, int]:
 def memory_plan(spec: ModelSpec, config: Config, device: torch.device) -> MemoryPlan:
     """Return what `flowrl plan` would plan for this device."""
     if config.pipeline.precision is not None:  # "auto" as this GPU has it
-        format = resolve(config.pipeline.precision, capability_of(device)).precision
+        format = resolve(config.pipeline.precision, device).precision
         section = config.pipeline.model_copy(update={"precision": format})
         config = config.model_copy(update={"pipeline": section})
     work = count_work(config)

@@ -21,7 +21,7 @@ from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import PromptRecord, PromptSampler
-from flowrl.quantization.backends import Resolved, capability_of, resolve
+from flowrl.quantization.backends import Resolved, resolve
 from flowrl.quantization.layer_rules import LayerChoice, quantised_share
 from flowrl.quantization.rollout_model import RolloutModel, prepare
 from flowrl.sampling.rollout import (
@@ -439,7 +439,7 @@ def bench_solrl(
             "2 or more"
         )
     torch.set_num_threads(threads)
-    resolved = resolve(precision, capability_of(Runtime(device=device).device))
+    resolved = resolve(precision, Runtime(device=device).device)
     size = full_batch(batch, prompts * counts.candidates, prompts * counts.keep)
     rollout = {
         "prompts_per_iteration": prompts,
@@ -521,7 +521,7 @@ def bench_sizes(
             "see that everything runs, which says nothing of speed"
         )
     compile = on_gpu(device) if compile is None else compile
-    resolved = resolve(precision, capability_of(runtime.device))
+    resolved = resolve(precision, runtime.device)
     backbone = RandomBackbone(
         name, device=runtime.device, dtype=torch.bfloat16, pixels=pixels, layers=layers
     )
