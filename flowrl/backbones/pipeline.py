@@ -81,7 +81,7 @@ class PipelineBackbone:
         self.device: torch.device = self.transformer.device
         self.family = family_of(type(pipeline).__name__)
         self.guidance = guidance
-        self.max_sequence_length, self.in_step = max_sequence_length, in_step
+        self.in_step = in_step
         self.arguments = call_arguments(
             pipeline,
             guidance=guidance,
@@ -93,7 +93,6 @@ class PipelineBackbone:
         self.guided = self.arguments.get(self.family.guidance) == guidance and is_guided(
             type(pipeline).__name__, guidance
         )
-        self.height, self.width = self.arguments["height"], self.arguments["width"]
         self.inverted = bool(pipeline.scheduler.config.get("invert_sigmas"))
         self.rows = Rows()
         self.example: Conditioning | None = None  # a row for calls that need a text, but not which
@@ -116,7 +115,7 @@ class PipelineBackbone:
 
     def image_size(self) -> tuple[int, int]:
         """Return height and width of the images, in pixels."""
-        return self.height, self.width
+        return self.arguments["height"], self.arguments["width"]
 
     def latent_shape(self) -> tuple[int, ...]:
         """Return the shape of one latent, without the batch axis."""
