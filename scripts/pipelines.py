@@ -24,7 +24,7 @@ from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.backbones.call import call_arguments
 from flowrl.backbones.families import REFUSED, check_trainable, family_of
 from flowrl.backbones.gate import Visit, call_through
-from flowrl.backbones.latent_map import LatentMap
+from flowrl.backbones.latent_map import inverse_of
 from flowrl.backbones.lora_files import save_lora
 from flowrl.backbones.pipeline import PipelineBackbone, images_of
 from flowrl.backbones.policy import POLICY
@@ -184,10 +184,10 @@ def gradients(kind: type) -> None:
 def encodes_images(kind: type) -> None:
     """Images become latents of the pipeline's shape, by a way that can be gone back."""
     case = Case(kind, torch.float32, 1.0)
-    way = LatentMap.measure(
+    _, back = inverse_of(
         case.backbone.decoder_input, case.backbone.latent_shape(), case.backbone.device
     )
-    difference = (way.back(case.backbone.decoder_input(case.x)) - case.x).abs().max().item()
+    difference = (back(case.backbone.decoder_input(case.x)) - case.x).abs().max().item()
     assert difference <= 1e-4, f"latents come back {difference:.2g} apart"
     images = case.backbone.decode(case.x)
     assert images.shape == (len(TEXTS), 3, SIDE, SIDE), f"images are {tuple(images.shape)}"

@@ -16,7 +16,7 @@ from flowrl.backbones.base import Rows, in_fp32
 from flowrl.backbones.call import call_arguments, is_guided
 from flowrl.backbones.families import check_trainable, family_of, lora_targets
 from flowrl.backbones.gate import NETWORKS, RowTimes, Stop, Visit, call_through
-from flowrl.backbones.latent_map import LatentMap
+from flowrl.backbones.latent_map import inverse_of
 from flowrl.backbones.texts import (
     entries_of,
     has_shapes,
@@ -374,15 +374,15 @@ class PipelineBackbone:
             UserError: That way cannot be gone back.
         """
         with in_fp32(self.pipeline.vae) as vae:
-            way = LatentMap.measure(self.decoder_input, self.latent_shape(), self.device)
+            shape, back = inverse_of(self.decoder_input, self.latent_shape(), self.device)
             pixels = images.to(self.device, torch.float32) * 2 - 1
             if vae.config.get("in_channels") == RGBA:  # opaque
                 pixels = torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1)
-            if len(way.shape) == 4:  # of videos: one frame
+            if len(shape) == 4:  # of videos: one frame
                 pixels = pixels.unsqueeze(2)
             code = vae.encode(pixels)
             z = code.latent_dist.mode() if hasattr(code, "latent_dist") else code.latent
-            return way.back(z)
+            return back(z)
 
     def decoder_input(self, x: Tensor) -> Tensor:
         """Return what the autoencoder would decode for latents."""
