@@ -148,7 +148,7 @@ def export_hub(source: str, *, repository: str | None, private: bool) -> str:
             f"{folder / FILE} is not as flowrl writes it, with its alpha: export it with "
             "--to diffusers first"
         )
-    recipe = load_config(folder / CONFIG) if (folder / CONFIG).is_file() else None
+    recipe = recipe_of(folder)
     name = repository or (recipe and recipe.run.hub_model_id) or folder.resolve().name
     return push(folder, open_repository(name, private=private))
 
