@@ -325,9 +325,7 @@ def merged_weight(layer: Any, weight: Tensor, adapter: str) -> Tensor:
 
     Raises UserError for a weight in 8 or 4 bits.
     """
-    base = layer.get_base_layer().weight
-    if type(base.data) is not Tensor or not base.is_floating_point():
-        check_mergeable(base)
+    check_mergeable(layer.get_base_layer().weight)
     with torch.autocast(weight.device.type, enabled=False):
         return weight.float() + layer.get_delta_weight(adapter)
 

@@ -152,8 +152,7 @@ class TextCache:
 
     def nbytes(self) -> int:
         """Return the size of the conditioning in memory."""
-        rows = (t for cond in self.encoded.values() for t in cond.tensors.values())
-        return sum(t.numel() * t.element_size() for t in rows)
+        return sum(t.nbytes for cond in self.encoded.values() for t in cond.tensors.values())
 
     def _recall(self, keys: Sequence[Key]) -> None:
         missing = []
