@@ -11,7 +11,7 @@ import torch
 from flowrl.backbones.families import FAMILIES, check_trainable, family_of
 from flowrl.backbones.offload import place_pipeline
 from flowrl.backbones.text_cache import index_file
-from flowrl.errors import UserError
+from flowrl.errors import UserError, first_line
 from flowrl.utils.untrusted import check_regular, read_json
 
 MAX_JSON = 2**28  # bytes; tokenizers have tens of megabytes
@@ -84,7 +84,7 @@ def load_pipeline(
         if not isinstance(error, (OSError, ValueError)):
             raise
         raise UserError(
-            f"cannot load the pipeline {path!r}: {str(error).splitlines()[0]}; give a folder, a "
+            f"cannot load the pipeline {path!r}: {first_line(error)}; give a folder, a "
             f"Hub name that this machine can reach, or {', '.join(TINY)}"
         ) from error
     for name in family_of(type(pipeline).__name__).without:
@@ -148,7 +148,7 @@ def outline(path: str, revision: str | None = None) -> tuple[type, torch.nn.Modu
         with torch.device("meta"):
             return kind, network.from_config(config)
     except Exception as error:  # of the Hub, of files, of classes
-        message = hub_error_message(error, path, revision) or str(error).partition("\n")[0]
+        message = hub_error_message(error, path, revision) or first_line(error)
         raise UserError(f"cannot read the pipeline {path!r}: {message}") from error
 
 
@@ -255,7 +255,7 @@ def set_attention(network: Any, name: str) -> None:
     except (RuntimeError, ImportError, ValueError) as error:  # in words that name the package
         raise UserError(
             f"pipeline.attention is {name!r}, which cannot be used here: "
-            f"{str(error).splitlines()[0].rstrip('.')}; or set it to {NATIVE} or null"
+            f"{first_line(error)}; or set it to {NATIVE} or null"
         ) from error
 
 
