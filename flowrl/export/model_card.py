@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.lora_files import FILE, file_prefix, network_of
 from flowrl.export.gallery import GalleryRow, gallery_grid
 from flowrl.training.evaluate import EvaluationComparison
@@ -17,7 +18,6 @@ from flowrl.utils.templates import render
 
 TAGS = ["text-to-image", "diffusers", "lora", "template:sd-lora", "reinforcement-learning"]
 FOLDER = "card"  # the card's images, beside README.md
-DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 # Python lines that load a LoRA from a folder, by what loads it, see `loader_of`. Without the file's
 # name diffusers asks the Hub for it, and offline refuses.
 LOADERS = {
