@@ -61,7 +61,10 @@ class RewardBackprop:
         return Needs(states="path", reference=self.options.kl_coef > 0, reward_grad=True)
 
     def prepare(self, rollout: Rollout) -> Trajectories:
-        return Trajectories.from_rollout(rollout)
+        """Return the chains that have a reward, for a loss that takes all forwards in one call."""
+        batch = Trajectories.from_rollout(rollout)
+        count = self.options.forwards(batch.steps)
+        return batch.with_forwards(count, at_once=count)
 
     def velocities(
         self, models: Models, batch: Trajectories, *, recompute: bool = False

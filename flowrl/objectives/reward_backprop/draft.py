@@ -21,20 +21,9 @@ class LastSteps(RewardBackprop):
     Values stay those of the rollout, to the last bit: each state is straight-through.
     """
 
-    def truncate(self, u: Tensor, steps: int) -> Tensor:
-        """Return how many of its last steps each chain is followed back. (N,) long
-
-        u: (N,) uniform in [0, 1).
-        """
-        raise NotImplementedError
-
     def depths(self, batch: Trajectories) -> Tensor:
-        """(N,) long."""
-        return self.truncate(chances(batch, "depth", 1)[:, 0], batch.steps)
-
-    def deepest(self, batch: Trajectories) -> int:
-        """Return the most steps that any chain is followed back."""
-        return batch.steps
+        """Return how many of its last steps each chain is followed back. (N,) long"""
+        raise NotImplementedError
 
     def prepare(self, rollout: Rollout) -> Trajectories:
         batch = Trajectories.from_rollout(rollout)
@@ -45,9 +34,9 @@ class LastSteps(RewardBackprop):
         velocities = self.velocities(models, batch)
         first = batch.steps - self.depths(batch)
         moved = torch.zeros_like(batch.x0)
-        # Every step, since processes in lockstep call the network equally often: a call without
-        # rows costs the others nothing.
-        for i in range(batch.steps - self.deepest(batch), batch.steps):
+        # From the first step of any chain on, since processes in lockstep call the network equally
+        # often: a call without rows costs the others nothing.
+        for i in range(batch.steps - self.options.forwards(batch.steps), batch.steps):
             row = (first <= i).nonzero().squeeze(1)
             step = torch.full_like(row, i)
             v = velocities(batch.at(row, step) + moved[row], batch.sigma(step), row)
@@ -61,15 +50,15 @@ class DRaFT(LastSteps):
 
     options: DRaFTOptions
 
-    def truncate(self, u: Tensor, steps: int) -> Tensor:
-        return torch.full_like(u, min(self.options.steps, steps)).long()
-
-    def deepest(self, batch: Trajectories) -> int:
-        return min(self.options.steps, batch.steps)
+    def depths(self, batch: Trajectories) -> Tensor:
+        return torch.full_like(batch.forwards, self.options.forwards(batch.steps))
 
 
 def gaussian_truncation(u: Tensor, steps: int) -> Tensor:
-    """Return a normal share of the steps, rounded, as AlignProp's code does. (N,) long"""
+    """Return a normal share of the steps, rounded, as AlignProp's code does. (N,) long
+
+    u: (N,) uniform in [0, 1).
+    """
     normal = torch.special.ndtri(u.double().clamp(min=1e-12))
     return ((MEAN + STD * normal) * steps).round().clamp(1, steps).long()
 
@@ -80,5 +69,5 @@ class AlignProp(LastSteps):
 
     options: AlignPropOptions
 
-    def truncate(self, u: Tensor, steps: int) -> Tensor:
-        return gaussian_truncation(u, steps)
+    def depths(self, batch: Trajectories) -> Tensor:
+        return gaussian_truncation(chances(batch, "depth", 1)[:, 0], batch.steps)

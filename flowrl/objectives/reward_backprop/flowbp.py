@@ -32,14 +32,9 @@ class FlowBPSparse(RewardBackprop):
 
     options: FlowBPSparseOptions
 
-    def prepare(self, rollout: Rollout) -> Trajectories:
-        batch = Trajectories.from_rollout(rollout)
-        count = min(self.options.steps, batch.steps)
-        return batch.with_forwards(count, at_once=count)
-
     def active(self, batch: Trajectories) -> Tensor:
         """Return the steps that the gradient reaches, ascending. (N, K) long"""
-        total, count = batch.steps, min(self.options.steps, batch.steps)
+        total, count = batch.steps, self.options.forwards(batch.steps)
         return late_steps(chances(batch, "steps", total), count, SPARSE_BIAS)
 
     def loss(self, models: Models, batch: Trajectories) -> tuple[Tensor, Metrics]:
@@ -67,7 +62,7 @@ class FlowBPBridge(RewardBackprop):
 
     def prepare(self, rollout: Rollout) -> Trajectories:
         batch = Trajectories.from_rollout(rollout)
-        return batch.with_forwards(min(self.options.steps, batch.steps))
+        return batch.with_forwards(self.options.forwards(batch.steps))
 
     def active(self, batch: Trajectories) -> tuple[Tensor, Tensor]:
         """Return j (N,) long, and the steps of both sides (N, K) long, ascending, with j."""
@@ -82,7 +77,7 @@ class FlowBPBridge(RewardBackprop):
                 ]
             )
             for n, at in enumerate(j.tolist())
-            for count, later in [shared_out(min(self.options.steps, batch.steps), at, batch.steps)]
+            for count, later in [shared_out(self.options.forwards(batch.steps), at, batch.steps)]
         ]
         return j, torch.stack(rows) if rows else j.new_zeros(0, 1)
 

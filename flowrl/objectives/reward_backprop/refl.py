@@ -11,7 +11,7 @@ from flowrl.objectives.base import Models
 from flowrl.objectives.batches import Trajectories
 from flowrl.objectives.noising import noised
 from flowrl.objectives.reward_backprop.base import RewardBackprop, chances, fresh_noise, tangent
-from flowrl.trajectory import Metrics, Rollout
+from flowrl.trajectory import Metrics
 
 WINDOW = 0.25  # share of the steps from which ReFL takes one: the last 10 of 40
 COPIES = 2  # noises for each image in DRaFT-LV, a forward and a reward each
@@ -61,9 +61,6 @@ class DRaFTLV(OnePrediction):
     """
 
     options: DRaFTLVOptions
-
-    def prepare(self, rollout: Rollout) -> Trajectories:
-        return Trajectories.from_rollout(rollout).with_forwards(COPIES, at_once=COPIES)
 
     def points(self, batch: Trajectories) -> tuple[Tensor, Tensor, Tensor]:
         row = batch.chains.repeat_interleave(COPIES)

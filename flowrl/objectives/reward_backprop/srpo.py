@@ -12,7 +12,7 @@ from flowrl.objectives.base import Models, RewardField
 from flowrl.objectives.batches import Trajectories, at_least_fp32
 from flowrl.objectives.noising import noised
 from flowrl.objectives.reward_backprop.base import RewardBackprop, chances, tangent
-from flowrl.trajectory import Metrics, Rollout
+from flowrl.trajectory import Metrics
 
 GAP = 0.1  # length of a step in sigma, about that of the published code
 LOWEST, HIGHEST = 0.1, 0.99  # of a step's noisier sigma; towards 1 the step up has no bound
@@ -49,9 +49,6 @@ class SRPO(RewardBackprop):
             raise UserError(
                 "objective.positive_words and objective.negative_words: set both, or neither"
             )
-
-    def prepare(self, rollout: Rollout) -> Trajectories:
-        return Trajectories.from_rollout(rollout).with_forwards(2, at_once=2)
 
     def loss(self, models: Models, batch: Trajectories) -> tuple[Tensor, Metrics]:
         row, sigma, to = self.points(batch)
