@@ -38,17 +38,7 @@ def ratio_norm(x: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor
 
 
 def latent_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
-    """KL divergence averaged over the latent. Raises ValueError where std = 0."""
-    if not bool((std > 0).all()):
-        raise ValueError(
-            "a latent KL needs std > 0 at every trained step, got std = 0: "
-            "train stochastic steps only, or use the velocity KL"
-        )
-    return step_kl(mean, mean_ref, std)
-
-
-def step_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
-    """`latent_kl` without the check, which waits for a GPU; not finite where std = 0."""
+    """KL divergence averaged over the latent; not finite where std = 0, which no plan trains."""
     return _average((mean - mean_ref).square()) / (2 * std**2)
 
 

@@ -133,15 +133,8 @@ def flow_sde_noise(sigmas: Tensor, level: float) -> Tensor:
 
 
 def constant_noise(sigmas: Tensor, level: float) -> Tensor:
-    """The same level at every step: DanceGRPO's g (2505.07818). (T+1,) -> (T,)"""
+    """The same g at every step: DanceGRPO (2505.07818), and CPS in [0, 1]. (T+1,) -> (T,)"""
     return _until_clean(torch.full_like(sigmas[:-1], level), sigmas)
-
-
-def cps_noise(sigmas: Tensor, level: float) -> Tensor:
-    """`constant_noise` of a level in [0, 1]. (T+1,) -> (T,)"""
-    if not 0 <= level <= 1:
-        raise ValueError(f"CPS noise level is {level}; it must lie in [0, 1]")
-    return constant_noise(sigmas, level)
 
 
 def _until_clean(g: Tensor, sigmas: Tensor) -> Tensor:
@@ -161,6 +154,6 @@ class StepKernel:
 KERNELS: dict[str, StepKernel] = {
     "flow_sde": StepKernel(name="flow_sde", step=sde_step, noise=flow_sde_noise),
     "dance_sde": StepKernel(name="dance_sde", step=sde_step, noise=constant_noise),
-    "cps": StepKernel(name="cps", step=cps_step, noise=cps_noise),
+    "cps": StepKernel(name="cps", step=cps_step, noise=constant_noise),
     "overshoot": StepKernel(name="overshoot", step=overshoot_step, noise=constant_noise),
 }

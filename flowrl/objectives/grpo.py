@@ -11,7 +11,6 @@ from flowrl.functional.gaussian import (
     latent_kl_no_dt,
     log_ratio,
     ratio_norm,
-    step_kl,
     velocity_kl,
 )
 from flowrl.functional.sde import Step, StepKernel
@@ -127,7 +126,7 @@ class GRPO:
             clip = self.clip(size, std)
             surrogate, clipped = clipped_surrogate(ratio, batch.advantage, clip, clip)
         else:
-            moved, bound = step_kl(mean.detach(), batch.mean_old, std), self.options.trust_nats
+            moved, bound = latent_kl(mean.detach(), batch.mean_old, std), self.options.trust_nats
             surrogate, clipped = trusted_surrogate(ratio, moved, batch.advantage, bound / size)
         loss = (batch.weight * surrogate).mean()
         metrics = _by_step(batch.step, log_ratio=ratio.detach(), clipped=clipped.float())
