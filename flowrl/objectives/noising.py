@@ -35,17 +35,13 @@ class NoisedImages:
 
     def error(self, v: Tensor) -> Tensor:
         """Return the mean squared distance of velocities and target. (N, D)"""
-        return self.by_image(velocity_error(v, self.target))
+        return velocity_error(v, self.target).view(-1, self.count)
 
     def distance(self, v: Tensor, field: VelocityField) -> Tensor:
         """Return the mean squared distance of velocities from those of another field. ()"""
         with torch.no_grad():
             other = self.velocity(field)
         return velocity_kl(v, other).mean()
-
-    def by_image(self, rows: Tensor) -> Tensor:
-        """(N * D,) -> (N, D)."""
-        return rows.view(-1, self.count)
 
 
 def noise_images(batch: Endpoints, options: NoisingOptions) -> NoisedImages:

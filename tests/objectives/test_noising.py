@@ -63,7 +63,7 @@ def test_an_image_has_the_same_points_in_any_batch(share, rows):
 
 def test_images_of_a_group_share_time_and_noise_and_seeds_change_them():
     points = noise_images(batch(), NoisingOptions(count=3))
-    sigma, noise = points.by_image(points.sigma), points.target + points.x0
+    sigma, noise = points.sigma.view(-1, points.count), points.target + points.x0
     assert torch.equal(sigma[:4], sigma[:1].expand(4, -1)) and not torch.equal(sigma[0], sigma[4])
     assert_close(noise[:3], noise[3:6])
     assert (noise[0] - noise[1]).abs().min() > 1e-3  # another for each point of an image
@@ -77,7 +77,7 @@ def test_images_of_a_group_share_time_and_noise_and_seeds_change_them():
 def test_the_schedules_own_levels_are_taken_without_repeating():
     points = noise_images(batch(), NoisingOptions(times=ScheduleTimesOptions(), count=8))
     expected = ROLLOUT[:-1].sort().values.expand(8, -1)
-    assert torch.equal(points.by_image(points.sigma).sort(1).values, expected)
+    assert torch.equal(points.sigma.view(-1, points.count).sort(1).values, expected)
 
 
 def test_levels_have_the_law_of_their_name_and_stay_inside():
