@@ -100,9 +100,6 @@ def prompts(
     count: Annotated[int, typer.Option(min=0, help="Number of training prompts.")] = 1000,
     held_out: Annotated[int, typer.Option(min=0, help="Number of held-out prompts.")] = 200,
     seed: Annotated[int, typer.Option(help="Seed: the same gives the same lists.")] = 0,
-    ratio: Annotated[
-        str | None, typer.Option(metavar="N:N:...", help="Shares of the kinds, see above.")
-    ] = None,
     exclude: Annotated[
         list[Path] | None,
         typer.Option(
@@ -112,15 +109,14 @@ def prompts(
 ) -> None:
     """Write a list of training prompts and a held-out one, with the metadata that rewards need.
 
-    geneval: objects, their number, colours and places, for the reward geneval. --ratio is
-    position:counting:color_attr:colors:two_object:single_object, 7:5:3:1:1:0 by default;
+    geneval: objects, their number, colours and places, for the reward geneval. Training prompts
+    have position:counting:color_attr:colors:two_object:single_object in 7:5:3:1:1:0, as Flow-GRPO;
     test.jsonl has equally many of each kind. The classes are COCO's. A kind with fewer
     requests than prompts repeats requests in other words, then texts; counting has the fewest, 240
     requests. --exclude evaluation_metadata.jsonl leaves out the 553 requests of GenEval's published
     test, in any wording.
 
-    ocr: a text of one to four words to render, for the reward ocr. --ratio is the shares of texts
-    with 1:2:3:4 words, 1:3:3:3 by default.
+    ocr: a text of one to four words to render, for the reward ocr, 1:2:3:4 words in 1:3:3:3.
 
     No combination of objects, and no text, is in both lists, in any wording.
 
@@ -143,19 +139,11 @@ def prompts(
         raise UserError("--count and --held-out are both 0: nothing to write.")
     if exclude and kind == "ocr":
         raise UserError("--exclude is not for ocr: leave it out, see flowrl prompts --help.")
-    sizes, parts = (count, held_out, seed), _parts(ratio)
+    sizes = (count, held_out, seed)
     if kind == "geneval":
         excluded = requests_in(exclude or [])
-        parts = parts or geneval.RATIO
-        sets = geneval.geneval_sets(*sizes, ratio=parts, excluded=excluded)
+        sets = geneval.geneval_sets(*sizes, excluded=excluded)
     else:
-        sets = ocr.ocr_sets(*sizes, ratio=parts or ocr.RATIO)
+        sets = ocr.ocr_sets(*sizes)
     for path, rows in zip(write_sets(output_dir, sets), filter(None, sets), strict=True):
         say(f"{path}  {len(rows)} prompts")
-
-
-def _parts(text: str | None) -> list[int] | None:
-    try:
-        return [int(part) for part in text.split(":")] if text is not None else None
-    except ValueError as error:
-        raise UserError(f"--ratio is {text!r}, expected whole numbers as 7:5:3:1:1:0.") from error

@@ -1,6 +1,5 @@
 """Prompts that ask for a written text, as in Flow-GRPO's OCR task, in our own wordings."""
 
-from collections.abc import Sequence
 from math import perm
 
 from flowrl.prompts.generate.templates import (
@@ -32,20 +31,13 @@ TEMPLATES = (
 )
 
 
-def ocr_sets(
-    count: int,
-    held_out: int,
-    seed: int = 0,
-    *,
-    ratio: Sequence[int] = RATIO,
-) -> Sets:
+def ocr_sets(count: int, held_out: int, seed: int = 0) -> Sets:
     """Return `count` and `held_out` prompts for one to four different words, in "ocr_text", too.
 
-    No text is in both sets, in any case or spacing. ratio: parts of texts of 1, 2, 3 and 4 words.
-    Raises UserError when there are not enough.
+    No text is in both sets, in any case or spacing. Raises UserError when there are not enough.
     """
     kinds = [_kind(name, n) for n, name in enumerate(LENGTHS, start=1)]
-    return sample_sets(kinds, count, held_out, seed, ratio=ratio, test_ratio=ratio)
+    return sample_sets(kinds, count, held_out, seed, ratio=RATIO, test_ratio=RATIO)
 
 
 def _kind(name: str, length: int) -> TemplateKind:

@@ -117,12 +117,7 @@ def sample_sets(
 
 
 def apportion(count: int, names: Sequence[str], ratio: Sequence[int]) -> Mapping[str, int]:
-    """Split `count` in this ratio by largest remainders. Raises UserError for a wrong ratio."""
-    if len(ratio) != len(names) or min(ratio) < 0 or not sum(ratio):
-        raise UserError(
-            f"got the ratio {':'.join(map(str, ratio))}, expected {len(names)} numbers from 0 up, "
-            f"of {':'.join(names)}, not all 0"
-        )
+    """Split `count` in this ratio by largest remainders."""
     parts = [count * share // sum(ratio) for share in ratio]
     order = sorted(range(len(ratio)), key=lambda i: (-(count * ratio[i] % sum(ratio)), i))
     for i in order[: count - sum(parts)]:
