@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -38,7 +39,7 @@ RUN_PARTS = {  # folders of a run, in which no other run is looked for
     "card",
 }  # fmt: skip
 DEPTH = 3  # folders below RUNS
-MOST_RUNS = 500
+MOST_RUNS, MOST_FOLDERS = 500, 5000  # that are shown, and looked at
 MOST_TEXT = 2000  # characters of a prompt or of an option's value
 MOST_ROWS = 200  # events, images, evaluations with intervals
 MOST_SCORES = 100_000  # images of an evaluation
@@ -344,7 +345,7 @@ class RunFolders:
             if time.monotonic() - self._scanned > SCAN_S:
                 self._runs = {
                     name: self._runs.get(name) or RunFiles(name, path)
-                    for name, path in self._find()
+                    for name, path in islice(self._find(), MOST_RUNS)
                 }
                 self._scanned = time.monotonic()
             runs = list(self._runs.values())
@@ -356,39 +357,23 @@ class RunFolders:
         return run if run is not None else {run.name: run for run in self.runs()}[name]
 
     def _find(self) -> Iterator[tuple[str, Path]]:
-        if is_run(self.root):
-            yield self.root.name, self.root
-        count, level = 0, [self.root]
-        for _ in range(DEPTH):
-            below = [path for folder in level for path in _folders(folder)]
-            for path in below:
-                if is_run(path) and count < MOST_RUNS:
-                    count += 1
-                    yield path.relative_to(self.root).as_posix(), path
-            level = below[: 10 * MOST_RUNS]
+        for folder, below, _ in islice(os.walk(self.root), MOST_FOLDERS):  # follows no links
+            path = Path(folder)
+            name = path.relative_to(self.root)
+            if is_run(path):
+                yield name.as_posix() if name.parts else self.root.name, path
+            inner = sorted(n for n in below if n not in RUN_PARTS and n[0] != ".")
+            below[:] = inner if len(name.parts) < DEPTH else []
 
 
 def is_run(path: Path) -> bool:
     return (path / CONFIG).is_file() or (path / METRICS).is_file()
 
 
-def _folders(folder: Path) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            names = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
-    return [folder / name for name in sorted(names) if name not in RUN_PARTS and name[0] != "."]
-
-
 def _steps(folder: Path, ending: str) -> list[int]:
     """Return the numbers of the entries `step-NNNNNN<ending>` of a folder, ascending."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return []
-    matches = (STEP.fullmatch(n.removesuffix(ending)) for n in names if n.endswith(ending))
-    return sorted(int(match[1]) for match in matches if match)
+    names = (path.name.removesuffix(ending) for path in folder.glob(f"step-*{ending}"))
+    return sorted(int(match[1]) for name in names if (match := STEP.fullmatch(name)))
 
 
 # --- values of strangers -------------------------------------------------------------------------
