@@ -1,7 +1,7 @@
 """`flowrl runs`: list run folders."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,26 +36,21 @@ def runs(
     listed = RunFolders(folder).runs()
     if not listed:
         raise UserError(f"There is no run in {folder}: flowrl train RECIPE makes one.")
-    rows = [_json_row(run) if as_json else _row(run) for run in listed]
+    rows = [_summary(run) if as_json else _row(run) for run in listed]
     print_table(rows, as_json=as_json, whole="run")
     for run in [] if as_json else listed:
         if (state := run.state()).name in ("stopped", "failed", "killed"):
             say(f"{run.name}: {state.detail}")
 
 
-def _json_row(run: "RunFiles") -> dict[str, object]:
-    summary = run.summary()
-    names: dict[str, str] = {
-        "run": "run", "state": "state", "iteration": "step", "of": "iterations", "base": "base",
-        "held out": "held_out",
-    }  # fmt: skip
-    row: dict[str, object] = {name: summary[key] for name, key in names.items()}
-    return row | {"MB": _megabytes(run.path)}
+
+def _summary(run: "RunFiles") -> dict[str, Any]:
+    return run.summary() | {"MB": _megabytes(run.path)}
 
 
 def _row(run: "RunFiles") -> dict[str, object]:
     """Return a row for people: held-out scores before training and now, one reward on a line."""
-    summary = run.summary()
+    summary = _summary(run)
     total = f" of {summary['iterations']}" if summary["iterations"] else ""
     base, now = summary["base"], summary["held_out"]
     scores = []
@@ -67,7 +62,7 @@ def _row(run: "RunFiles") -> dict[str, object]:
         "state": summary["state"],
         "iteration": f"{summary['step']}{total}",
         "held-out": "\n".join(scores),
-        "MB": _megabytes(run.path),
+        "MB": summary["MB"],
     }
 
 

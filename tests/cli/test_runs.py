@@ -30,5 +30,5 @@ def test_runs_are_listed_with_their_state_and_size(tmp_path, flowrl):
     code, out, _ = flowrl("runs", str(tmp_path), "--json")
     rows = {row["run"]: row for row in map(json.loads, out.splitlines())}
     assert code == 0 and rows["done"]["state"] == "finished" and rows["half"]["state"] == "killed"
-    assert rows["done"]["MB"] == 3.5 and rows["done"]["iteration"] == rows["done"]["of"] == 3
+    assert rows["done"]["MB"] == 3.5 and rows["done"]["step"] == rows["done"]["iterations"] == 3
     assert flowrl("runs", str(tmp_path / "none"))[0] == 1
