@@ -5,7 +5,7 @@ from typing import Any
 
 from flowrl.config import Config
 from flowrl.config.arguments import ALIASES
-from flowrl.config.messages import Option, walk
+from flowrl.config.messages import Option, plain_path, walk
 from flowrl.config.yaml12 import flow_yaml
 from flowrl.errors import UserError
 from flowrl.utils.fields import Options
@@ -21,19 +21,14 @@ def explain(key: str = "") -> str:
         top = [option for option in options if "." not in option.path]
         return "\n".join(f"{option.path:<12}{option.meaning}" for option in top)
     name = key.removeprefix("--").replace("-", "_")
-    path = _plain(name if name in Config.model_fields else ALIASES.get(name, name))
+    path = plain_path(name if name in Config.model_fields else ALIASES.get(name, name))
     # Several kinds may have an option of this name, such as the windows of several trees.
-    chosen = [option for option in options if _plain(option.path) == path]
+    chosen = [option for option in options if plain_path(option.path) == path]
     if not chosen:
         raise UserError(_unknown(key, path, options))
-    inside = [option for option in options if _plain(option.path).rpartition(".")[0] == path]
+    inside = [option for option in options if plain_path(option.path).rpartition(".")[0] == path]
     texts = [*map(_option, chosen), *map(_line, inside)]
     return "\n\n".join(dict.fromkeys(texts))
-
-
-def _plain(path: str) -> str:
-    # `rewards.0.weight` and `rewards.weight` are one.
-    return ".".join(part for part in path.split(".") if not part.isdecimal())
 
 
 def _option(option: Option) -> str:
@@ -73,8 +68,8 @@ def _written(value: Any) -> Any:
 
 
 def _unknown(key: str, path: str, options: list[Option]) -> str:
-    last_parts = {option.path.rpartition(".")[2]: _plain(option.path) for option in options}
-    names = {_plain(option.path): _plain(option.path) for option in options} | last_parts
+    last_parts = {option.path.rpartition(".")[2]: plain_path(option.path) for option in options}
+    names = {plain_path(option.path): plain_path(option.path) for option in options} | last_parts
     near = difflib.get_close_matches(path, [*names, *ALIASES], 1, 0.6)
     hint = f" Did you mean {names.get(near[0], near[0])}?" if near else ""
     return f"There is no option {key!r}.{hint or ' `flowrl explain` lists the sections.'}"

@@ -153,7 +153,7 @@ def _sentence(model: type[Options], path: str, details: list[Any], candidates: l
 
 def _unknown(model: type[Options], path: str, candidates: list[str]) -> str:
     name, parent = name_of(path), path.rpartition(".")[0]
-    same = (o for o in walk(model) if o.variant and _general(o.path) == _general(path))
+    same = (o for o in walk(model) if o.variant and plain_path(o.path) == plain_path(path))
     if kinds := list(dict.fromkeys(option.variant for option in same)):
         return (
             f"Option {name} is of the kind {', '.join(kinds)}, and {parent} has another: leave it "
@@ -164,9 +164,9 @@ def _unknown(model: type[Options], path: str, candidates: list[str]) -> str:
     return f"Unknown option {name}: {f'did you mean {near}?' if near else names}"
 
 
-def _general(path: str) -> str:
-    """Return the path with 0 for the number of each item, as `walk` has it."""
-    return ".".join("0" if part.isdecimal() else part for part in path.split("."))
+def plain_path(path: str) -> str:
+    """Return the path without the numbers of items: rewards.0.weight and rewards.weight are one."""
+    return ".".join(part for part in path.split(".") if not part.isdecimal())
 
 
 def _tag_sentence(name: str, detail: Any) -> str:
