@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.errors import UserError
-from flowrl.training.ledger import Ledger
 from flowrl.training.owner import owner_of
 from flowrl.web.form import RunForm, checked_folder
 from flowrl.web.runs import RunFiles, is_run
@@ -138,8 +137,7 @@ class Jobs:
         if any(job.process.poll() is None for job in busy):
             raise UserError(f"{run.name} is being resumed")
         words = ("train", "--resume", str(run.path))
-        last = Ledger(run.path).last("stop")
-        if last is not None and last["reason"] == "time":
+        if run.last("stop").get("reason") == "time":
             words += ("run.max_minutes=null",)  # or it would end at once
         return self._begin("resume", run.name, words, run.path)
 
