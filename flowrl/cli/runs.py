@@ -43,7 +43,6 @@ def runs(
             say(f"{run.name}: {state.detail}")
 
 
-
 def _summary(run: "RunFiles") -> dict[str, Any]:
     return run.summary() | {"MB": _megabytes(run.path)}
 

@@ -1,12 +1,10 @@
 """The server of `flowrl ui`: runs as JSON and PNG. The page polls; unchanged is 304."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from flowrl.errors import UserError
-from flowrl.utils.serving import json_body
 from flowrl.web.form import RunForm, choices
 from flowrl.web.jobs import Jobs
 from flowrl.web.metrics_log import chosen_first, held_out_first
@@ -136,31 +134,21 @@ class Order(RunForm):
 
 
 def _add_actions(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
-    from pydantic import TypeAdapter
-    from starlette.concurrency import run_in_threadpool
-    from starlette.requests import Request
     from starlette.responses import Response
 
-    orders = TypeAdapter(Order)
-
-    def stop(order: Order) -> dict[str, Any]:
+    @app.post("/api/stop")
+    def stop(order: Order) -> Response:
         if order.job:
             jobs.end(order.job)
         else:
             jobs.stop(folders.run(order.run))
-        return {}
+        return json_answer({})
 
-    actions: dict[str, Callable[[Order], dict[str, Any]]] = {
-        "stop": stop,
-        "resume": lambda order: jobs.resume(folders.run(order.run)).row(),
-        "plan": lambda order: jobs.order("plan", order).row(),
-        "rehearse": lambda order: jobs.order("dry run", order).row(),
-        "start": lambda order: jobs.order("start", order).row(),
-    }
-    for name, act in actions.items():
+    @app.post("/api/resume")
+    def resume(order: Order) -> Response:
+        return json_answer(jobs.resume(folders.run(order.run)).row())
 
-        async def action(request: Request, act: Any = act) -> Response:
-            order = orders.validate_python(await json_body(request))
-            return json_answer(await run_in_threadpool(act, order))
-
-        app.add_route(f"/api/{name}", action, methods=["POST"])
+    @app.post("/api/{action}")
+    def begin(action: Literal["plan", "rehearse", "start"], order: Order) -> Response:
+        kind = "dry run" if action == "rehearse" else action
+        return json_answer(jobs.order(kind, order).row())

@@ -78,7 +78,6 @@ def json_answer(content: Any, status: int = 200, request: "Request | None" = Non
 def _add_errors(app: "FastAPI") -> None:
     """Answer every error with one sentence in JSON."""
     from fastapi.exceptions import RequestValidationError
-    from pydantic import ValidationError
     from starlette.exceptions import HTTPException
 
     kinds: Mapping[type[Exception], tuple[int, Callable[[Any], str]]] = {
@@ -86,7 +85,6 @@ def _add_errors(app: "FastAPI") -> None:
         KeyError: (404, lambda _: "no such run"),
         FileNotFoundError: (404, lambda _: "the file is missing or cannot be read"),
         RequestValidationError: (422, lambda _: "not a request of the page"),
-        ValidationError: (422, lambda _: "not a request of the page"),
         Exception: (500, lambda error: f"{type(error).__name__} in the server"),
     }
     for kind, (status, sentence) in kinds.items():
