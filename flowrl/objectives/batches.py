@@ -6,9 +6,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from flowrl.errors import UserError
 from flowrl.functional.groups import lone, undecided
-from flowrl.trajectory import Conditioning, Metrics, Rollout, Tree
+from flowrl.trajectory import Conditioning, Metrics, Rollout
 from flowrl.utils.devices import send
 
 Compared = Literal["image", "group", "update"]
@@ -170,11 +169,10 @@ class Trajectories:
     def from_rollout(rollout: Rollout) -> "Trajectories":
         """Gather this process's chains that have a reward, with one forward each.
 
-        Raises UserError when trees branch, skip states or hold noise: the gradient goes back along
-        one chain, and each step must be the network's own.
+        The plans of objectives on paths have no noise and no branch (`config.validate`): the
+        gradient goes back along one chain, and each step must be the network's own.
         """
         tree = rollout.tree
-        _check_chains(tree)
         valid = rollout.valid.cpu()
         local = rollout.trees.cpu()
         rows = valid[local].nonzero().squeeze(1)
@@ -264,16 +262,3 @@ class Trajectories:
 def at_least_fp32(values: Tensor) -> Tensor:
     """Widen 16-bit values, which are for storage, not for arithmetic."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def _check_chains(tree: Tree) -> None:
-    steps = len(tree.sigmas) - 1
-    whole = torch.arange(steps + 1)
-    straight = tree.step.tolist() == whole.tolist()
-    if straight and tree.parent.tolist() == (whole - 1).tolist() and not len(tree.noisy):
-        return
-    raise UserError(
-        f"this objective goes back along chains of {steps} steps without noise, but the rollout's "
-        f"trees have {len(tree.leaf)} images, {len(tree.step)} states and {len(tree.noisy)} "
-        "steps with noise each: set rollout.tree to {kind: ode}"
-    )

@@ -5,7 +5,6 @@ import pytest
 import torch
 from toy_rollout import rollout_of
 
-from flowrl.errors import UserError
 from flowrl.functional.batches import ALONE
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.batches import Trajectories
@@ -87,12 +86,3 @@ def test_chunks_hold_whole_chains_and_updates_whole_groups():
     parts = Trajectories.from_rollout(rollout()).updates(2)
     assert [p.group.tolist() for p in parts] == [[0, 0, 2, 2], [1, 1]]
     assert all(isinstance(p, Trajectories) and p.seed == 5 for p in parts)
-
-
-def test_noise_and_branches_are_refused():
-    for plan in [
-        TreePlan(GROUP, (Step(noise=True, train=True), *[Step()] * (STEPS - 1))),
-        TreePlan(1, (Step(branch=2, noise=True), *[Step()] * (STEPS - 1))),
-    ]:
-        with pytest.raises(UserError, match="set rollout.tree to {kind: ode}"):
-            Trajectories.from_rollout(rollout(plan))
