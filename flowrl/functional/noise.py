@@ -74,12 +74,11 @@ def shared_noise(z: Tensor, shared: Tensor | None, strength: float) -> Tensor:
     """xi_b = (xi_0 + s eta_b) / sqrt(1 + s^2), equation 2 of BranchGRPO (2509.06040).
 
     xi_0 is `shared`, eta_b the rows of z and s the strength: 0 makes siblings identical, a large
-    one independent. Raises ValueError without `shared`.
+    one independent.
     """
     if z.shape[1] == 1:
         return z
-    if shared is None:
-        raise ValueError("shared noise needs the parent's draw, got None: see NEEDS_SHARED")
+    assert shared is not None  # the sampler draws it for NEEDS_SHARED
     return (shared.unsqueeze(1) + strength * z) / math.hypot(1.0, strength)
 
 

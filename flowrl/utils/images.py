@@ -146,8 +146,6 @@ def image_grid(
     Images get boxes of the largest one's side within [192, 320] pixels. rows: names of the rows of
     images, shown in the left margin.
     """
-    if not stacks:
-        raise ValueError("a grid needs at least one image, got none")
     side = min(320, max(192, *(max(p.size) for s in stacks for p in s.images)))
     margin = PAD + max((round(font(TEXT).getlength(row)) + PAD for row in rows), default=0)
     width = margin + min(across, len(stacks)) * (side + PAD)
