@@ -428,8 +428,6 @@ def _forest(
     branch: dict[int, int],
     coupling: NoiseCoupling = INDEPENDENT,
 ) -> tuple[Step, ...]:
-    if steps < 2:
-        raise PlanError(f"a plan needs at least 2 steps, got {steps}: the last has no noise")
     noisy, trained = set(noisy), set(trained)
     return tuple(
         Step(

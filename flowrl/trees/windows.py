@@ -29,11 +29,6 @@ class _Window(Options):
     def steps(self, iteration: int, num_steps: int, seed: int) -> range:
         """Return the steps in one iteration. Raises PlanError for a window that does not fit."""
         last = num_steps - 1
-        if last < 1:
-            raise PlanError(
-                f"rollout.num_inference_steps is {num_steps}, expected at least 2: the last step "
-                "has no noise"
-            )
         size, start = getattr(self, "size", last), getattr(self, "start", 0)
         stop = getattr(self, "stop", None) or last
         where = "rollout.tree.window"
