@@ -50,7 +50,6 @@ def paired_contrast(
     after: Tensor,
     prompt: Tensor,
     *,
-    seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Contrast:
     """Compare scores of the same prompts and noise; images of one prompt are not independent.
@@ -62,18 +61,13 @@ def paired_contrast(
         before, after: (N,); a pair counts where both are finite.
         prompt: (N,) long, the prompt of each image.
         resamples: a multiple of CHUNK, see `resamples_for`; p is at least 1 / (1 + resamples).
-
-    Raises:
-        ValueError: no pair has both scores.
     """
     both = (before.isfinite() & after.isfinite()).cpu()
     change = (after.cpu().double() - before.cpu().double())[both].numpy()
-    if not len(change):
-        raise ValueError("no image has both scores")
     # Whole prompts are resampled: sums and sizes (C,) are of the images of each.
     _, cluster = np.unique(prompt.cpu()[both].numpy(), return_inverse=True)
     sums, sizes = np.bincount(cluster, change), np.bincount(cluster).astype(float)
-    count, generator = len(sums), np.random.default_rng(seed)
+    count, generator = len(sums), np.random.default_rng(0)
     means, flipped = [], []
     for _ in range(resamples // CHUNK):
         weights = generator.multinomial(count, np.full(count, 1 / count), CHUNK)
