@@ -66,16 +66,14 @@ class RewardBackprop:
         count = self.options.forwards(batch.steps)
         return batch.with_forwards(count, at_once=count)
 
-    def velocities(
-        self, models: Models, batch: Trajectories, *, recompute: bool = False
-    ) -> Velocities:
+    def velocities(self, models: Models, batch: Trajectories) -> Velocities:
         """Return the policy's velocities along the chains.
 
-        recompute: compute activations again in the backward pass, for losses that score the
-        current prediction: those of the network and of the reward are never held together.
+        With `options.recomputes` the backward pass computes activations again, for losses that
+        score the current prediction: those of network and reward are never held together.
         """
         policy = models.policy
-        if recompute:
+        if self.options.recomputes:
             policy = functools.partial(recomputed, policy)
         return Velocities(policy, batch, models.reference if self.options.kl_coef > 0 else None)
 

@@ -27,7 +27,7 @@ class OnePrediction(RewardBackprop):
 
     def loss(self, models: Models, batch: Trajectories) -> tuple[Tensor, Metrics]:
         x, sigma, row = self.points(batch)
-        velocities = self.velocities(models, batch, recompute=True)
+        velocities = self.velocities(models, batch)
         v = velocities(x, sigma, row)
         x0 = x0_from_velocity(x, v.detach(), sigma)
         reward, gradient = models.reward_gradient(x0, batch.prompt[row])

@@ -55,7 +55,7 @@ class SRPO(RewardBackprop):
         down = to < sigma
         noise = at_least_fp32(batch.x[:, 0])
         x = noised(batch.x0[row], noise[row], sigma)
-        velocities = self.velocities(models, batch, recompute=True)
+        velocities = self.velocities(models, batch)
         v = velocities(x, sigma, row)
         stepped = x + lift(to - sigma, x) * v.detach()
         x0 = clean_given_noise(stepped, noise[row], to)
