@@ -113,7 +113,7 @@ def make_app(
 
     access = Access(
         server="flowrl reward-serve", hosts=None if hosts is None else frozenset(hosts),
-        token=token, private="/v1", max_body=max_body, json_only=True,
+        token=token, private="/v1", max_body=max_body,
     )  # fmt: skip
     return Starlette(
         routes=[

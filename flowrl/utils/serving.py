@@ -141,8 +141,7 @@ class Access:
     hosts: frozenset[str] | None  # names that Host may have; None for any, which needs a token
     token: str | None  # None for a server that only this machine reaches
     private: str  # prefix of the paths that need the token
-    max_body: int | None = None  # bytes; the Content-Length is then required
-    json_only: bool = False  # bodies must be application/json, which no form of a page can send
+    max_body: int  # bytes, for bodies in JSON (which no form of a page can send) with their length
     headers: Mapping[str, str] = field(default_factory=dict)  # added to every answer
 
     def refusal(self, scope: "Scope") -> tuple[int, str] | None:
@@ -167,10 +166,10 @@ class Access:
         if scope["method"] in ("GET", "HEAD"):
             return None
         kind = header.get("content-type", b"").partition(b";")[0].strip().lower()
-        if self.json_only and kind != b"application/json":
+        if kind != b"application/json":
             return 415, "expected application/json"
         size = header.get("content-length", b"")
-        if self.max_body is not None and not (size.isdigit() and int(size) <= self.max_body):
+        if not (size.isdigit() and int(size) <= self.max_body):
             return 413, f"expected a body of at most {self.max_body} bytes, with its length"
         return None
 

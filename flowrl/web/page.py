@@ -57,7 +57,7 @@ def make_page(
     _add_errors(app)
     access = Access(
         server=server, hosts=local_names(host), token=token, private="/api", max_body=MAX_BODY,
-        json_only=True, headers=HEADERS,
+        headers=HEADERS,
     )  # fmt: skip
     app.add_middleware(Guard, access=access)
     return app

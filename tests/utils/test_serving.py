@@ -42,7 +42,7 @@ def make_app(**changed) -> Starlette:
     )
     settings = {
         "server": "flowrl ui", "hosts": frozenset({"127.0.0.1"}), "token": "a-token",
-        "private": "/v1", "max_body": 10**6, "json_only": True, "headers": {"X-Added": "yes"},
+        "private": "/v1", "max_body": 10**6, "headers": {"X-Added": "yes"},
     }  # fmt: skip
     app.add_middleware(Guard, access=Access(**settings | changed))
     return app
