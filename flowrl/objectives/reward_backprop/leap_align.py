@@ -76,44 +76,36 @@ class LeapAlign(RewardBackprop):
         start, end: (N,) long. moved: the tangent at step `start`, which goes on whole, and
         NESTED of it into the first velocity.
         """
-        s = self._supports(batch, start, end)
-        live = s.coef != 0
-        row, step = s.row[live], s.step[live]
+        chain, support, weight, share = self._supports(batch, start, end)
+        live = share != 0
+        row, step = chain[live], support[live]
         first = lift(self.NESTED * (step == start[row]).to(moved), moved)
         x = batch.at(row, step) + first * moved[row]
         v = velocities(x, batch.sigma(step), row)
-        all_v = batch.velocity(s.row, s.step)
+        all_v = batch.velocity(chain, support)
         all_v[live] = v.detach()
-        landed = batch.at(batch.chains, start).index_add(0, s.row, lift(s.weight, all_v) * all_v)
+        landed = batch.at(batch.chains, start).index_add(0, chain, lift(weight, all_v) * all_v)
         distance = (batch.at(batch.chains, end) - landed).abs().flatten(1).mean(1)
-        return moved.index_add(0, row, lift((s.weight * s.coef)[live], v) * tangent(v)), distance
+        return moved.index_add(0, row, lift((weight * share)[live], v) * tangent(v)), distance
 
-    def _supports(self, batch: Trajectories, start: Tensor, end: Tensor) -> "_Supports":
+    def _supports(
+        self, batch: Trajectories, start: Tensor, end: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the n velocities that make the leaps: chain, step, weight, share of the gradient.
+
+        Chain and step are (n,) long; where the share is 0, the rollout's velocity is taken.
+        """
         sigmas = batch.sigmas.cpu()
         rows: list[tuple[int, int, float, float]] = []
         for row, (a, b) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
             steps = even_supports(a, b, self.SUPPORTS)
             weights = lagrange_weights(sigmas[steps], sigmas[a], sigmas[b]).tolist()
-            coefs = [1.0, *[self.SUPPORT_COEF] * (self.ACTIVE - 1), *[0.0] * self.SUPPORTS]
-            rows += [(row, *one) for one in zip(steps, weights, coefs, strict=False)]
-        row, step, weight, coef = zip(*rows, strict=True)
-        like = batch.dt
-        return _Supports(
-            row=torch.tensor(row, device=like.device),
-            step=torch.tensor(step, device=like.device),
-            weight=torch.tensor(weight, dtype=torch.float64, device=like.device).to(like),
-            coef=torch.tensor(coef, dtype=torch.float64, device=like.device).to(like),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Supports:
-    """The n velocities that make the leaps."""
-
-    row: Tensor  # (n,) long, the chain
-    step: Tensor  # (n,) long
-    weight: Tensor  # (n,)
-    coef: Tensor  # (n,), how much of the gradient is kept; at 0 the rollout's velocity is taken
+            shares = [1.0, *[self.SUPPORT_COEF] * (self.ACTIVE - 1), *[0.0] * self.SUPPORTS]
+            rows += [(row, *one) for one in zip(steps, weights, shares, strict=False)]
+        table = torch.tensor(rows, dtype=torch.float64).view(-1, 4)
+        row, step = table[:, :2].long().to(batch.dt.device).unbind(1)
+        weight, share = table[:, 2:].to(batch.dt).unbind(1)
+        return row, step, weight, share
 
 
 @dataclass(frozen=True)
