@@ -2,7 +2,7 @@
 
 import { TOKEN, Refusal, forget } from "/ask.js";
 import { compareView, listView } from "/lists.js";
-import { tell } from "/parts.js";
+import { el, setText, tell } from "/parts.js";
 import { runView } from "/run.js";
 import { startView } from "/start.js";
 
@@ -13,7 +13,7 @@ const views = { "": listView, run: runView, compare: compareView, start: startVi
 let shown = null; // {view, stop: AbortController}
 function trouble(text) {
   const place = document.getElementById("trouble");
-  if (place.textContent !== text) place.textContent = text;
+  setText(place, text);
   place.hidden = !text;
 }
 
@@ -99,26 +99,17 @@ function leave() {
 function askForToken() {
   leave();
   sessionStorage.removeItem(TOKEN);
-  const form = document.createElement("form");
-  form.className = "token";
-  const label = document.createElement("label");
-  const input = Object.assign(document.createElement("input"), {
-    type: "password", name: "token", required: true, autocomplete: "off",
-  });
-  label.append("Token", input);
-  const heading = document.createElement("h1");
-  heading.textContent = "Open the address that flowrl ui printed";
-  const text = document.createElement("p");
-  text.textContent = "It ends with a token, without which nothing is shown. Or enter the token here:";
-  const button = document.createElement("button");
-  button.textContent = "Show the runs";
-  form.append(heading, text, label, button);
-  form.addEventListener("submit", (event) => {
+  const input = el("input", { type: "password", name: "token", required: true, autocomplete: "off" });
+  const enter = (event) => {
     event.preventDefault();
     sessionStorage.setItem(TOKEN, input.value.trim());
     show(true);
-  });
-  main.replaceChildren(form);
+  };
+  main.replaceChildren(el("form", { class: "token", onsubmit: enter },
+    el("h1", {}, "Open the address that flowrl ui printed"),
+    el("p", {}, "It ends with a token, without which nothing is shown. Or enter the token here:"),
+    el("label", {}, "Token", input),
+    el("button", {}, "Show the runs")));
 }
 
 function takeToken() {
