@@ -37,18 +37,17 @@ def keyed_noise(
     shape: Sequence[int],
     *,
     device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Standard normal rows, each a function of its own seed alone. (len(seeds), *shape)
 
-    Sampled in fp32 on the CPU, so that the values depend on neither `device` nor `dtype`. torch's
+    Sampled in fp32 on the CPU, so that the values do not depend on `device`. torch's
     CPU generator uses 32 bits of the seed: of n rows about n^2 / 2^33 pairs are equal.
     """
     noise = torch.empty(len(seeds), *shape)
     generator = torch.Generator()
     for row, seed in zip(noise, seeds, strict=True):
         row.normal_(generator=generator.manual_seed(seed))
-    return send(noise, device).to(dtype)
+    return send(noise, device)
 
 
 def keyed_uniform(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -10,8 +10,8 @@ KEY = dict(zip(FIELDS, (0, 3, "a1b2", 1, (2, 0), 4, "step"), strict=True))
 OTHER = dict(zip(FIELDS, (1, 4, "a1b3", 2, (2, 1), 5, "init"), strict=True))
 
 
-def noise(seeds, shape=(16, 8, 8), **kwargs):
-    return keyed_noise(seeds, shape, device="cpu", **kwargs)
+def noise(seeds, shape=(16, 8, 8)):
+    return keyed_noise(seeds, shape, device="cpu")
 
 
 def seeds_of(count, role="step"):
@@ -56,10 +56,6 @@ def test_noise_depends_on_seeds_alone():
     torch.manual_seed(0)
     noise(seeds_of(4))
     assert torch.equal(torch.rand(3), expected)
-    # Other types hold the same noise rounded.
-    for dtype in [torch.float16, torch.bfloat16, torch.float64]:
-        seeds = seeds_of(2)
-        assert torch.equal(noise(seeds, dtype=dtype), noise(seeds).to(dtype))
     # No rows is an empty batch.
     assert noise([]).shape == (0, 16, 8, 8)
 
