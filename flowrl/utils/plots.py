@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Points = Sequence[tuple[float, float]]  # (x, y), x ascending, all finite
-Band = Sequence[tuple[float, float]]  # (low, high) at each of a line's points
 
 DPI = 144
 PANEL = (6.0, 2.75)  # inches
@@ -64,7 +63,7 @@ def draw_curves(curves: Mapping[str, Points], theme: Theme = LIGHT) -> bytes:
 
     Args:
         curves: scores over iterations, by the panel's title. Long curves are drawn thin below their
-            running mean, with a band of one standard deviation in its window.
+            running mean.
     """
     across = min(2, len(curves))
     down = math.ceil(len(curves) / across)
@@ -83,11 +82,10 @@ def draw_curves(curves: Mapping[str, Points], theme: Theme = LIGHT) -> bytes:
     return png_bytes(figure)
 
 
-def running_mean(values: Sequence[float], window: int) -> list[tuple[float, float]]:
-    """Return mean and standard deviation of `window` centred neighbours, of fewer at the ends."""
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Return the mean of `window` centred neighbours, of fewer at the ends."""
     half = window // 2
-    near = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [(fmean(part), pstdev(part)) for part in near]
+    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def _smoothed(axes: "Axes", points: Points, theme: Theme) -> None:
@@ -95,27 +93,20 @@ def _smoothed(axes: "Axes", points: Points, theme: Theme) -> None:
     if window == 1:
         return plot_line(axes, points, theme.lines[0], marker=".")
     (xs, ys), color = zip(*points, strict=True), theme.lines[0]
-    smooth = running_mean(ys, window)
     axes.plot(xs, ys, color=color, alpha=0.35, linewidth=0.8, label="each")
-    means = [(x, mean) for x, (mean, _) in zip(xs, smooth, strict=True)]
-    band = [(mean - deviation, mean + deviation) for mean, deviation in smooth]
-    plot_line(axes, means, color, band, label=f"mean of {window}, ± 1 std")
+    means = list(zip(xs, running_mean(ys, window), strict=True))
+    plot_line(axes, means, color, label=f"mean of {window}")
     axes.legend(loc="best", frameon=False, labelcolor=theme.soft, fontsize=8)
 
 
-def plot_line(
-    axes: "Axes", points: Points, color: str, band: Band | None = None, **style: Any
-) -> None:
-    """Plot a line with its interval; ticks are whole numbers where all its x are."""
+def plot_line(axes: "Axes", points: Points, color: str, **style: Any) -> None:
+    """Plot a line; ticks are whole numbers where all its x are."""
     from matplotlib.ticker import MaxNLocator
 
     xs, ys = zip(*points, strict=True)
     axes.plot(xs, ys, color=color, linewidth=1.8, markersize=4, **style)
     if all(float(x).is_integer() for x in xs):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if band is not None:
-        low, high = zip(*band, strict=True)
-        axes.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
 
 
 def style_axes(axes: "Axes", theme: Theme, *, title: str, x_label: str, y_label: str) -> None:
