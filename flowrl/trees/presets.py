@@ -6,7 +6,6 @@ last step never has noise.
 """
 
 import functools
-import inspect
 import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -363,16 +362,12 @@ class CustomTreeOptions(TreeOptions):
             raise PlanError(f"cannot load the plan {name}: {error.args[0]}") from error
         named = {"iteration": iteration, "steps": steps, "leaves": leaves, "seed": seed} | self.args
         try:
-            inspect.signature(make).bind(**named)
-        except TypeError as error:
-            raise PlanError(
-                f"the plan {name} cannot be made with args {self.args}: {error}"
-            ) from error
-        try:
             plan = make(**named)
         except Exception as error:  # whatever people's own code raises, it is one sentence to them
             reason = f"{type(error).__name__}: {error}"
-            raise PlanError(f"the plan {name} failed in iteration {iteration}: {reason}") from error
+            raise PlanError(
+                f"the plan {name} failed in iteration {iteration} with args {self.args}: {reason}"
+            ) from error
         if not isinstance(plan, TreePlan):
             raise PlanError(f"{name} returned {plan!r}, expected a flowrl.trees.plan.TreePlan")
         made = len(plan.steps), count(plan).leaves
