@@ -152,13 +152,7 @@ def parent_of(kind: str, memory: int, model: str) -> str:
     if (spec := spec_name(model)) is not None:
         same = [n for n in same if spec_name(presets[n]) == spec] or same
     else:
-        try:
-            size = spec_for(model).parameters
-        except UserError as error:
-            raise UserError(
-                f"the size of {model} is not known here: download it and give its folder, or "
-                "extend a recipe of a similar size (flowrl recipes)"
-            ) from error
+        size = spec_for(model).parameters
         parameters = {path: spec_for(path).parameters for path in {presets[name] for name in same}}
         nearest = min(parameters, key=lambda path: (abs(math.log(parameters[path] / size)), path))
         same = [name for name in same if presets[name] == nearest]
