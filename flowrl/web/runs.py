@@ -24,6 +24,7 @@ from flowrl.errors import UserError
 from flowrl.training.ledger import FILE as LEDGER
 from flowrl.training.ledger import Event, Ledger
 from flowrl.training.owner import owner_of
+from flowrl.utils.templates import finite_or_none
 from flowrl.utils.untrusted import (
     RefusedFile,
     is_readable,
@@ -263,7 +264,7 @@ class RunFiles:
             return {
                 "prompts": [_text(prompt) for prompt in content["prompts"][:count]],
                 "names": [_text(name, 80) for name in content["names"]],
-                "scores": [[_finite(score) for score in row] for row in scores],
+                "scores": [[finite_or_none(score) for score in row] for row in scores],
             }
 
     def held_out_image(self, step: int, row: int) -> bytes:
@@ -399,10 +400,6 @@ def _at(data: Any, *keys: str) -> Any:
 
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and abs(value) < 2**53 else None
-
-
-def _finite(value: Any) -> float | None:
-    return value if isinstance(value, float) and abs(value) < float("inf") else None
 
 
 def _text(value: Any, most: int = MOST_TEXT) -> str:
