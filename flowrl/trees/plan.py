@@ -275,9 +275,9 @@ def levels(plan: TreePlan) -> list[tuple[int, list[Move]]]:
 
 def level_widths(plan: TreePlan) -> list[int]:
     """Return for each step how many velocities of a tree are computed together."""
-    shape = shape_of(plan)
+    width = widths(plan)
     sources = [{move.source for move in moves} for _, moves in levels(plan)]
-    return [sum(len(shape.names(cohort)) for cohort in cohorts) for cohorts in sources]
+    return [sum(width[cohort] for cohort in cohorts) for cohorts in sources]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,19 +303,16 @@ def count(plan: TreePlan) -> PlanCounts:
     width, moves = widths(plan), plan.moves
     sources = {m.source for m in moves}
     trained = {m.source for m in moves if m.train}
-    frontier: dict[int, int] = {}
-    for source in sources:
-        at = 0 if source == 0 else moves[source - 1].to
-        frontier[at] = frontier.get(at, 0) + width[source]
+    frontier = level_widths(plan)
     leaves = sum(w for cohort, w in enumerate(width) if cohort not in sources)
     one_tree = PlanCounts(
         leaves=leaves,
-        forwards=sum(width[source] for source in sources),
+        forwards=sum(frontier),
         edges=sum(width) - 1,
         nodes=sum(width),
         trained_edges=sum(width[n + 1] for n, m in enumerate(moves) if m.train),
         train_forwards=sum(width[source] for source in trained),
-        peak_frontier=max(*frontier.values(), leaves),
+        peak_frontier=max(*frontier, leaves),
         sequential_forwards=leaves * len(plan.steps),
     )
     return one_tree.times(plan.roots)
