@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from pydantic import ValidationError
 
 import flowrl
@@ -56,8 +55,7 @@ def test_components_get_their_options_and_the_rollouts_kernel():
     assert grpo.options.kl_coef == 0.1 and grpo.kernel is KERNELS["cps"]
     nft = options.NFTOptions(old_decay=options.OldDecayOptions(start=2, rate=0.1)).build()
     assert nft.needs.old.samples and nft.needs.old.decay(3) == 0.1
-    u = torch.rand(500, generator=torch.Generator().manual_seed(0))
-    assert options.DRaFTOptions(steps=3).build().truncate(u, 50).unique().tolist() == [3]
+    assert options.DRaFTOptions(steps=3).build().options.forwards(50) == 3
 
 
 def test_options_that_cannot_work_are_refused():
