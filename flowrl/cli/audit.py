@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from flowrl.cli._console import AsJson, Lora, print_table, say, starting
+from flowrl.cli._console import Lora, print_table, say, starting
 from flowrl.cli.train import Words, recipe_request
 
 COLUMNS = {  # titles and names of what is shown
@@ -30,7 +30,6 @@ def audit(
         int | None, typer.Option(min=2, help="Candidates of a prompt; the recipe's, or 96.")
     ] = None,
     lora: Lora = None,
-    as_json: AsJson = False,
 ) -> None:
     """Compare cheap candidates with exact images of the same noise, before training.
 
@@ -60,9 +59,8 @@ def audit(
         request.recipe, request.overrides, prompts=prompts, candidates=candidates,
         steps=steps or (), precisions=precision or (), lora=lora,
     )  # fmt: skip
-    fitting = [{title: row[key] for title, key in COLUMNS.items()} for row in rows]
-    print_table(rows if as_json else fitting, as_json=as_json)
-    for row in () if as_json else rows:
+    print_table([{title: row[key] for title, key in COLUMNS.items()} for row in rows])
+    for row in rows:
         if row["missing"]:
             count = f"{row['missing']} candidates have no score"
             say(f"{row['steps']} steps, {row['precision']}: {count}", err=True)

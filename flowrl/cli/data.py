@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowrl.cli._console import AsJson, Lora, print_table, say, starting
+from flowrl.cli._console import Lora, print_table, say, starting
 from flowrl.cli.train import Words
 from flowrl.errors import UserError
 
@@ -33,7 +33,6 @@ def collect(
         ),
     ] = None,
     lora: Lora = None,
-    as_json: AsJson = False,
 ) -> None:
     """Sample and score groups once, to train on many times with rollout.store.
 
@@ -87,7 +86,7 @@ def collect(
     more = len(left_out) - SHOWN
     for reason in [*left_out[:SHOWN], *([f"{more} more pairs"] if more > 0 else [])]:
         say(f"left out: {reason}", err=True)
-    print_table(rows, as_json=as_json)
+    print_table(rows)
 
 
 def prompts(
