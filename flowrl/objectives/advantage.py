@@ -120,7 +120,6 @@ def tie_break_noise(rollout: Rollout) -> Tensor:
 class GroupStats:
     """How much the groups of one rollout can teach."""
 
-    groups: int  # prompts, those without a valid reward included
     no_signal: float  # share of groups whose advantages are all 0
     invalid: float  # share of rows without a reward
     spread: float  # population std inside a group, averaged over groups with a valid row
@@ -135,7 +134,6 @@ def group_stats(reward: Tensor, valid: Tensor, group: Tensor) -> GroupStats:
     silent = groups - sum(bool(m.min() < m.max()) for m in members)
     spread = sum(m.std(correction=0).item() for m in members)
     return GroupStats(
-        groups=groups,
         no_signal=silent / max(groups, 1),
         invalid=(~valid).double().mean().item() if len(valid) else 0.0,
         spread=spread / max(len(members), 1),

@@ -75,7 +75,7 @@ def test_stats_count_groups_without_signal():
     reward = torch.tensor([1.0, 3.0, 0.1, 0.1, 2.0, nan, nan, nan])
     group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
     stats = group_stats(reward, ~reward.isnan(), group)
-    assert (stats.groups, stats.no_signal, stats.invalid) == (4, 0.75, 3 / 8)
+    assert (stats.no_signal, stats.invalid) == (0.75, 3 / 8)
     assert stats.spread == pytest.approx(1 / 3)  # 1, 0 and 0
 
 
