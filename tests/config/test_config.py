@@ -119,7 +119,7 @@ def test_wrong_options_of_rewards_are_named():
 def test_a_gate_is_of_a_trained_reward_beside_one_that_has_none():
     pair = "rewards=[{name: ocr}, {name: brightness, gate: {reward: ocr, above: 0.5}}]"
     gate = parse(pair).rewards[1].gate
-    assert gate is not None and (gate.reward, gate.above) == ("ocr", 0.5)
+    assert gate is not None and (gate.reward, gate.above, gate.softness) == ("ocr", 0.5, 0.0)
     wrong = "gate: {reward: ocr, above: 0.5}"
     for overrides, sentence in [
         ([f"rewards=[{{name: ocr}}, {{name: brightness, weight: -1, {wrong}}}]"], "weight above 0"),
