@@ -70,8 +70,18 @@ def lone(valid: Tensor, group: Tensor) -> Tensor:
     return valid & (number.bincount(valid.double())[number] < 2)
 
 
+def require_finite(reward: Tensor) -> None:
+    """Raises ValueError where a reward is NaN or infinite, which no ranking can place."""
+    if not bool(reward.isfinite().all()):
+        raise ValueError(
+            f"{int((~reward.isfinite()).sum())} of {len(reward)} rewards are not finite: "
+            "drop these rows before comparing groups"
+        )
+
+
 def _extremes(reward: Tensor, rows: GroupRows) -> tuple[Tensor, Tensor]:
     """Which rows equal the maximum and which the minimum of their group. (N,) bool each"""
+    require_finite(reward)
     table = reward[rows.index]
     highest = table.masked_fill(~rows.mask, -torch.inf).amax(1)
     lowest = table.masked_fill(~rows.mask, torch.inf).amin(1)

@@ -116,6 +116,14 @@ def tie_break_noise(rollout: Rollout) -> Tensor:
     return keyed_uniform(seeds, (1,)).squeeze(1)
 
 
+def exact_rewards(reward: Tensor, valid: Tensor) -> Tensor:
+    """Return float64 on the CPU. Raises ValueError when a valid reward is not finite."""
+    exact = reward.detach().cpu().double()
+    if not bool(exact[valid.cpu()].isfinite().all()):
+        raise ValueError("a valid reward is not finite: mark its leaf invalid instead")
+    return exact
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
     """How much the groups of one rollout can teach."""
@@ -127,7 +135,7 @@ class GroupStats:
 
 def group_stats(reward: Tensor, valid: Tensor, group: Tensor) -> GroupStats:
     """Return the share of groups without signal, of missing rewards, and the spread; never NaN."""
-    exact, valid, group = reward.detach().cpu().double(), valid.cpu(), group.cpu()
+    exact, valid, group = exact_rewards(reward, valid), valid.cpu(), group.cpu()
     members = [exact[valid & (group == name)] for name in group[valid].unique()]
     groups = len(group.unique())
     # Compared, not subtracted from a mean: the mean of three times 0.1 is not 0.1.

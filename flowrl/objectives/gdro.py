@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config.objectives import GDROOptions, LAIROptions
-from flowrl.functional.groups import GroupRows, best_of_group, group_rows, undecided
+from flowrl.functional.groups import GroupRows, best_of_group, group_rows, require_finite, undecided
 from flowrl.objectives.advantage import image_advantages, tie_break_noise
 from flowrl.objectives.base import Models
 from flowrl.objectives.batches import Compared, Endpoints, without_siblings
@@ -43,6 +43,7 @@ def top1_loss(s: Tensor, reward: Tensor, group: Tensor, tau: float) -> Tensor:
     The order of ties does not matter. tau = 0 shares the target equally among all best.
     Coefficient of s_j: p(j) - q(j).
     """
+    require_finite(reward)
     rows = group_rows(group)
     table = reward[rows.index]
     if tau > 0:
@@ -66,6 +67,7 @@ def best_error(err: Tensor, reward: Tensor, group: Tensor) -> Tensor:
 
 def _ranked(reward: Tensor, group: Tensor, order_key: Tensor) -> GroupRows:
     """Sort each group by falling reward, then `order_key`; padding may end up anywhere."""
+    require_finite(reward)
     rows = group_rows(group)
     order = order_key[rows.index].argsort(1, descending=True)
     by_key = reward[rows.index].gather(1, order)

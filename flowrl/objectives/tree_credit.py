@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config.objectives import CreditOptions
-from flowrl.objectives.advantage import clip_advantage, image_reward, z_scores
+from flowrl.objectives.advantage import clip_advantage, exact_rewards, image_reward, z_scores
 from flowrl.trajectory import Rollout, leaves_below
 
 EXTREMES = 2  # best and as many worst images of a prompt, with keep: extreme
@@ -130,7 +130,7 @@ def node_values(rollout: Rollout, reward: Tensor, valid: Tensor, fusion: str) ->
 def fuse_uniform(below: Tensor, reward: Tensor, valid: Tensor) -> Tensor:
     """Return v(n) = mean reward of the valid leaves below n. (R, n) float64
 
-    NaN where no leaf below is valid.
+    NaN where no leaf below is valid. Raises ValueError when a valid reward is not finite.
     """
     return _fuse(below, reward, valid, torch.zeros(reward.shape, dtype=torch.float64))
 
@@ -139,7 +139,7 @@ def fuse_path(below: Tensor, reward: Tensor, valid: Tensor, log_prob: Tensor) ->
     """Return v(n) = sum_l softmax_l(log p(l | n)) r_l. (R, n) float64
 
     Equation 3 of BranchGRPO (2509.06040). log p(l | n) is summed over the edges from n to l, and
-    the softmax runs over the valid leaves below n. NaN as in `fuse_uniform`.
+    the softmax runs over the valid leaves below n. NaN and ValueError as in `fuse_uniform`.
     """
     # The path from the root will do: what lies above n is the same for all leaves below it.
     path = log_prob.detach().cpu().double() @ below.double()
@@ -156,11 +156,11 @@ def fuse_local(
     """Return v(n) = sum_c softmax_c(log_prob_c) v(c) over the children c with a value.
 
     TreeGRPO (2512.08153) and an option of the released BranchGRPO code: not `fuse_path`, whose
-    weight of a child also holds what lies below it. NaN as there.
+    weight of a child also holds what lies below it. NaN and ValueError as there.
     """
     weight = log_prob.detach().cpu().double()
     value = torch.full_like(weight, torch.nan)
-    value[:, leaf] = torch.where(valid.cpu(), reward.cpu().double(), torch.nan)
+    value[:, leaf] = torch.where(valid.cpu(), exact_rewards(reward, valid), torch.nan)
     for node in reversed(parent[parent >= 0].unique().tolist()):
         children = torch.nonzero(parent == node).squeeze(1)
         value[:, node] = _softmax_mean(value[:, children], weight[:, children])
@@ -169,7 +169,7 @@ def fuse_local(
 
 def _fuse(below: Tensor, reward: Tensor, valid: Tensor, log_weight: Tensor) -> Tensor:
     """Return the softmax mean over the valid leaves below each node. log_weight: (R, l)"""
-    exact = torch.where(valid.cpu(), reward.cpu().double(), torch.nan)
+    exact = torch.where(valid.cpu(), exact_rewards(reward, valid), torch.nan)
     return _softmax_mean(torch.where(below, exact.unsqueeze(1), torch.nan), log_weight[:, None])
 
 

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,6 +6,8 @@ from hypothesis import strategies as st
 from flowrl.functional.groups import best_and_worst, best_of_group, group_rows, lone, undecided
 
 RAGGED = torch.tensor([7, 2, 7, 5, 2, 7])
+REWARD = torch.tensor([1.0, 3.0, 4.0, 0.0, 3.0, 4.0])
+KEYS = torch.tensor([0.5, 0.1, 0.2, 0.3, 0.9, 0.8])
 
 
 @st.composite
@@ -50,6 +53,15 @@ def test_a_lone_row_is_the_only_valid_one_of_its_group(case, seed):
         bool(v and (valid & (group == g)).sum() == 1) for v, g in zip(valid, group, strict=True)
     ]
     assert lone(valid, group).tolist() == expected
+
+
+def test_a_missing_reward_is_no_rank():
+    for bad in [torch.nan, torch.inf, -torch.inf]:
+        reward = REWARD.clone()
+        reward[3] = bad
+        for call in (best_of_group, undecided, lambda r, g: best_and_worst(r, g, KEYS)):
+            with pytest.raises(ValueError, match="1 of 6 rewards"):
+                call(reward, RAGGED)
 
 
 @given(case=grouped())

@@ -77,6 +77,8 @@ def test_stats_count_groups_without_signal():
     stats = group_stats(reward, ~reward.isnan(), group)
     assert (stats.no_signal, stats.invalid) == (0.75, 3 / 8)
     assert stats.spread == pytest.approx(1 / 3)  # 1, 0 and 0
+    with pytest.raises(ValueError, match="not finite"):
+        group_stats(torch.tensor([1.0, math.inf]), torch.ones(2).bool(), torch.zeros(2).long())
 
 
 def test_gdpo_divides_the_sum_of_z_scores_by_their_std_over_all_images():

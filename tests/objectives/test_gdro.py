@@ -1,3 +1,4 @@
+import pytest
 import torch
 from gaussian_flow import f64
 from hypothesis import given
@@ -62,6 +63,8 @@ def test_the_regulariser_is_the_error_of_the_best_image():
     assert_close(best_error(err, reward, group), f64(0.35, 0.2, 0.35, 0.35, 0.2, 0.35))
     slope = gradient(lambda e: best_error(e, reward, group) / torch.tensor([4, 2, 4, 4, 2, 4]), err)
     assert_close(slope, f64(0.0, 1.0, 0.5, 0.5, 0.0, 0.0))
+    with pytest.raises(ValueError, match="rewards"):
+        top1_loss(err, reward * torch.nan, group, 0.3)
 
 
 def test_lair_has_its_least_at_the_advantage():
