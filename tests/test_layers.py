@@ -158,7 +158,7 @@ TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".cff", ".j2", ".jsonl",
 PUBLIC = {
     "arxiv.org", "doi.org", "example.com", "example.org", "github.com", "huggingface.co",
     "www.apache.org", "www.w3.org", "colab.research.google.com", "127.0.0.1",
-    "localhost", "host",
+    "localhost", "host", "download.pytorch.org",
 }  # fmt: skip
 PRIVATE = [
     re.compile(r"(?<![\w.~$}])/(?:home|mnt|root|tmp|work|Users)/\w"),
@@ -166,7 +166,7 @@ PRIVATE = [
     re.compile(
         r"\b(?!(?:127\.0\.0\.1|0\.0\.0\.0|192\.0\.2\.\d+)\b)\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b"
     ),
-    re.compile(r"index[-_]url|\bpypi[.]org|\+cu\d"),
+    re.compile(r"index[-_]url(?! \S+download[.]pytorch[.]org/)|\bpypi[.]org|\+cu\d"),
 ]
 PICTURE = re.compile(r"data:image/\w+;base64,[\w+/=]+")  # says nothing, whatever its letters
 URL = re.compile(r"[a-z]+://(?:[^/@\s]*@)?([a-zA-Z0-9][a-zA-Z0-9.-]*)")

@@ -55,7 +55,7 @@ def test_a_server_is_reward_and_executor_and_gets_the_token_of_the_environment(m
 
 def test_two_rewards_of_one_name_are_refused():
     strict = {"name": "geneval", "args": {"mode": "strict"}}
-    same = {"name": "geneval", "args": {"mode": "strict", "colors": "pixels"}}
+    same = {"name": "geneval", "args": {"mode": "strict", "colors": None}}
     with pytest.raises(UserError, match="two rewards are called 'geneval_strict'"):
         build_rewards(config(strict, same))
     own = build_rewards(config(strict, same | {"label": "published"}))

@@ -43,7 +43,6 @@ def test_what_cannot_work_is_refused_in_one_sentence():
     for make, words in [
         (lambda: plan(NOISY, Step(), roots=0), "root"),
         (lambda: plan(), "1 step"),
-        (lambda: chains(1, 4, ()), "2 steps"),
         (lambda: plan(Step(), NOISY), "step 1 .* 0"),
         (lambda: plan(Step(branch=2), Step()), "branches .* noise"),
         (lambda: plan(replace(NOISY, branch=0), Step()), "0 branches"),
