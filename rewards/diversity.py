@@ -58,7 +58,8 @@ class SetDiversity:
     def fixtures(self) -> list[dict]:
         odd, twin = square("blue", SIDE), square("red", SIDE)
         says = "an image unlike all others scores above one that has a twin"
-        return [fixture(says, odd, twin, "a square", more=[twin.clone()])]
+        twins = [twin.clone() for _ in range(ENOUGH * self.sets - 2)]
+        return [fixture(says, odd, twin, "a square", more=twins)]
 
 
 def leave_one_out_credit(difference: Tensor) -> Tensor:
