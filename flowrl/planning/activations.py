@@ -25,7 +25,7 @@ from flowrl.backbones.call import call_arguments
 from flowrl.backbones.gate import Stop
 from flowrl.backbones.loading import enable_gradient_checkpointing, enable_vae_tiling
 from flowrl.backbones.small import small_pipeline
-from flowrl.errors import UserError
+from flowrl.errors import UserError, first_line
 from flowrl.planning.model_specs import ModelSpec, build_network, spatial_factor
 
 # sample: a forward without gradients. train: a forward and a backward. train_with_reference: the
@@ -105,7 +105,7 @@ def count_forward(forward: Forward, *, gradients: bool, checkpointing: bool = Fa
     except Exception as error:
         raise Uncountable(
             f"the activations of {spec.transformer} cannot be counted without values "
-            f"({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+            f"({type(error).__name__}: {first_line(error)[:200]})"
         ) from error
 
 

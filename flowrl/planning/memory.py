@@ -328,15 +328,19 @@ class MemoryPlan:
     def merged(self) -> bool:
         """Return whether the LoRA is merged into the policy's own network for rollouts."""
         p, merge = self.config.pipeline, self.config.rollout.merge_lora
-        mergeable = p.precision is None and self.config.memory.base_bits is None
-        return p.dtype == "fp32" and mergeable if merge == "auto" else merge
+        return p.dtype == "fp32" and self.mergeable if merge == "auto" else merge
+
+    @property
+    def mergeable(self) -> bool:
+        """Return whether a LoRA can be merged into the frozen weights: whole and unquantised."""
+        whole = self.config.pipeline.precision is None and self.config.runtime.shard is None
+        return whole and self.config.memory.base_bits is None
 
     @property
     def copies(self) -> tuple[NetworkCopy, ...]:
         """Return the networks of rollouts beside the policy's."""
-        p, e = self.config.pipeline, self.config.rollout.explore
-        mergeable = p.precision is None and self.config.memory.base_bits is None
-        if e is not None and (e.precision != "bf16" or mergeable != self.merged):
+        e = self.config.rollout.explore
+        if e is not None and (e.precision != "bf16" or self.mergeable != self.merged):
             return (NetworkCopy(format=e.precision, min_dim=e.min_dim),)
         return ()
 

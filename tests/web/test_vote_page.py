@@ -49,7 +49,7 @@ def open_page(browser):
 def wait_for_count(page, start):
     """Wait until the page counts so many votes."""
     page.wait_for_function(
-        "start => document.querySelector('#told').textContent.startsWith(start) && "
+        "start => document.querySelector('#progress').textContent.startsWith(start) && "
         "document.querySelector('#main').ariaBusy === 'false'", arg=start,
     )  # fmt: skip
 
@@ -71,7 +71,7 @@ def test_keys_vote_and_every_vote_is_on_disk_when_the_page_counts_it(
             wanted.append(choice)
             wait_for_count(page, f"{len(wanted)} of 4 votes")
             assert choices(folder) == wanted
-        assert "enough to train" in page.locator("#told").inner_text()
+        assert "enough to train" in page.locator("#progress").inner_text()
         page.keyboard.press("u")
         wait_for_count(page, "3 of 4 votes")
         assert choices(folder) == wanted[:-1]

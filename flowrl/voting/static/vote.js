@@ -17,7 +17,7 @@ async function show(answer) {
   by("trouble").hidden = true;
   by("done").max = answer.goal;
   by("done").value = Math.min(answer.votes, answer.goal);
-  by("told").textContent = `${answer.votes} of ${answer.goal} votes` +
+  by("progress").textContent = `${answer.votes} of ${answer.goal} votes` +
     (answer.votes >= answer.goal ? ": enough to train, or continue" : "");
   shown = answer.pair;
   by("prompt").textContent = shown ? shown.prompt : "No pairs are left";
