@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees.plan import Fan, PlanCounts, PlanError, Step, TreePlan, count, shape_of
-from flowrl.trees.presets import chains
 
 NOISY = Step(noise=True, train=True)
 
