@@ -218,10 +218,7 @@ def render(data: Path) -> Path:
         "## How it was made", "",
         "Values were tried on world 1's validation requests ([tuning.csv](tuning.csv)), and frozen "
         f"with the recipes ([{FROZEN}]({FROZEN})) before any other world was ranked:", "",
-        *[f"- `{name}`: `{' '.join(v)}`" for name, v in chosen(arms, data).items() if v], "",
-        "What was cut from the design: half of the budget of 120 core seconds; a second seed of "
-        "each trial; groups of 2, MC-GRPO's median and learning from drafts, which have no option "
-        "any more; the methods of `scripts/arena/methods.yaml` with `ranked: false`.",
+        *[f"- `{name}`: `{' '.join(v)}`" for name, v in chosen(arms, data).items() if v],
     ]  # fmt: skip
     write_bytes(data / "gains.png", _chart(scores, order))
     write_bytes(data / "profiles.png", _profiles(scores, order))

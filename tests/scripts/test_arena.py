@@ -199,7 +199,7 @@ def test_the_page_and_the_chooser_are_what_their_data_say(tmp_path):
     assert write_chooser(data, gallery / "gamed", page).read_text() == chooser.read_text()
     frozen = {row["arm"]: row for row in read_rows(data / FROZEN)}
     arms = {name: load_arms()[name] for name in frozen}
-    assert frozen_methods(arms, data, 60) == frozen
+    assert frozen_methods(arms, data, 20) == frozen
 
 
 def test_at_least_twenty_methods_ran_on_every_world_with_three_seeds():
@@ -209,7 +209,7 @@ def test_at_least_twenty_methods_ran_on_every_world_with_three_seeds():
     places = {row["arm"]: [] for row in runs}
     for row in runs:
         places[row["arm"]].append((row["world"], row["seed"]))
-    assert len(places) >= 20 and len(worlds) >= 2
+    assert len(places) >= 20 and len(worlds) >= 3
     assert all(sorted(one) == wanted for one in places.values())
 
 
