@@ -49,6 +49,9 @@ class AuditOptions(Options):
     )
 
 
+SelectRule = Literal["best_worst", "max_variance", "mean_deviation", "extremes_random", "random"]
+
+
 class ExploreOptions(Options):
     """The first of two stages of a rollout."""
 
@@ -64,10 +67,18 @@ class ExploreOptions(Options):
         "because candidates without noise do not predict its images.",
         "6 of 10 in Sol-RL; 4 of 10 gave most of the gain",
     )
-    select: Literal["best_worst", "mean_deviation", "extremes_random", "random"] = option(
+    stop_at: Count | None = option(
+        None,
+        "Step of the rollout's own schedule at which a candidate stops, without noise; its clean "
+        "image is estimated there and scored. null goes on to the end. Needs num_inference_steps: "
+        "null.",
+        "ARRoL, arXiv 2603.24840, prunes texts so; for flows the estimate is x - sigma v",
+    )
+    select: SelectRule = option(
         "best_worst",
-        "Which candidates are selected: the best and the worst half; those furthest from the mean; "
-        "the best, the worst and random ones; or random ones alone.",
+        "Which candidates are selected: the best and the worst half; as many of the best and of "
+        "the worst as differ most; those furthest from the mean; the best, the worst and random "
+        "ones; or random ones alone.",
         SOL_RL,
     )
     precision: Precision = option(
@@ -203,6 +214,9 @@ class RolloutOptions(Options):
         """Return the plan of an iteration's candidates; needs `explore`."""
         e = self.explore
         assert e is not None
+        if e.stop_at is not None:
+            whole = chains(self.num_inference_steps, e.candidates, noisy=())
+            return replace(whole, stop_at=e.stop_at)
         if e.num_inference_steps is not None:
             return chains(e.num_inference_steps, e.candidates, noisy=())
         return replace(self.plan(iteration, seed), roots=e.candidates)

@@ -119,6 +119,12 @@ def check_explore(plans: Plans, rollout: RolloutOptions) -> None:
             f"rollout.explore.num_inference_steps is {steps}, expected 2 to the {whole} of "
             f"rollout.num_inference_steps: the nearest valid value is {min(max(steps, 2), whole)}"
         )
+    if explore.stop_at is not None and (steps is not None or explore.stop_at >= whole):
+        raise ValueError(
+            f"rollout.explore.stop_at is {explore.stop_at}, a step below the {whole} of "
+            "rollout.num_inference_steps, with rollout.explore.num_inference_steps null: set "
+            "these, or stop_at to null"
+        )
     prompts = rollout.prompts_per_iteration
     if explore.audit.every and explore.audit.prompts > prompts:
         raise ValueError(

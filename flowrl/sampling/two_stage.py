@@ -6,17 +6,15 @@ very same noise, and only their images and scores are learned from.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from flowrl.config.rollout import SelectRule
 from flowrl.functional.noise import noise_seed
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
 from flowrl.trajectory import Explored
 from flowrl.trees.plan import TreePlan, count
-
-SelectRule = Literal["best_worst", "mean_deviation", "extremes_random", "random"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +81,7 @@ def select_candidates(proxy: Tensor, keep: int, select: SelectRule, rng: torch.G
         proxy: (N,) scores of previews; candidates with NaN or infinity are not selected. Equal
             scores are ranked by index.
         select: best_worst: the floor(K/2) highest and the K - floor(K/2) lowest (Sol-RL);
+            max_variance: the highest and the lowest, as many of each as differ most;
             mean_deviation: those furthest from the mean; extremes_random: the highest, the lowest
             and others at random; random: any.
     """
@@ -93,6 +92,8 @@ def select_candidates(proxy: Tensor, keep: int, select: SelectRule, rng: torch.G
     if select == "best_worst":
         best, worst = best_and_worst(len(ranked), keep)
         chosen = torch.cat([ranked[best], ranked[worst]])
+    elif select == "max_variance":
+        chosen = most_varied(ranked, proxy, keep)
     elif select == "mean_deviation":
         score = proxy[finite].double()
         order = (score - score.mean()).abs().argsort(descending=True, stable=True)
@@ -110,3 +111,16 @@ def best_and_worst(count: int, keep: int) -> tuple[slice, slice]:
     """Return the places of both ends among `count` ranked candidates, best first; no overlap."""
     best = keep // 2
     return slice(0, best), slice(count - (keep - best), count)
+
+
+def most_varied(ranked: Tensor, proxy: Tensor, keep: int) -> Tensor:
+    """Return `keep` candidates whose scores have the largest variance. (keep,) long
+
+    The variance is convex in each score, so that the largest has candidates from both ends alone:
+    h highest and keep - h lowest, for the best h.
+
+    ranked: (N,) long, candidates by falling score.
+    """
+    ends = [torch.cat([ranked[:h], ranked[len(ranked) - keep + h :]]) for h in range(keep + 1)]
+    spread = torch.stack([proxy[rows].double().var(correction=0) for rows in ends])
+    return ends[int(spread.argmax())]

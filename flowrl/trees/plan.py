@@ -108,13 +108,15 @@ class Move:
 class TreePlan:
     """One rollout of a prompt: `roots` trees alike. Raises PlanError for what cannot work.
 
-    With fans the trunk ends where the last fan begins, and the fans' ends are the leaves.
+    With fans the trunk ends where the last fan begins, and the fans' ends are the leaves. Without
+    them it may stop at a step, from which one move leads to the estimated clean image.
     """
 
     roots: int
     steps: tuple[Step, ...]
     fans: tuple[Fan, ...] = ()
     same_noise: bool = False  # all roots of a prompt start from one noise
+    stop_at: int | None = None  # step from which one move leads to the end; needs no fans
 
     def __post_init__(self) -> None:
         if self.roots < 1:
@@ -139,6 +141,9 @@ class TreePlan:
         last = max((fan.step for fan in self.fans), default=len(self.steps))
         for i, step in enumerate(self.steps[:last]):
             options = {f.name: getattr(step, f.name) for f in fields(step)}
+            if i == self.stop_at:
+                yield Move(source=i, step=i, to=last)
+                return
             yield Move(source=i, step=i, to=i + 1, **options)
 
     def _fans(self) -> Iterator[Move]:

@@ -64,6 +64,19 @@ def test_both_stages_start_from_the_same_noise_bit_for_bit(make_learner, drawn):
     assert counts == [(7, 2), (7, 2), (6, 2), (4, 4), (4, 4)]
 
 
+def test_a_candidate_that_stops_is_scored_by_its_estimated_clean_image(make_learner, drawn):
+    explore = FEW | {"candidates": 5, "num_inference_steps": None, "stop_at": 2}
+    rollout = rollout_of(make_learner, explore, rollout=ODE | {"batch_size": 10})
+    early, whole = drawn[0], drawn[1]
+    # A step of Euler from x at sigma to 0 is x - sigma v, whose v the whole chain shows.
+    sigmas = whole.sigmas
+    rows = rollout.explored.chosen + torch.arange(2)[:, None] * 5
+    at, after = whole.x[:, 2].float(), whole.x[:, 3].float()
+    v = (after - at) / (sigmas[3] - sigmas[2])
+    torch.testing.assert_close(early.leaves()[rows.flatten()].float(), at - sigmas[2] * v)
+    assert rollout.explored.forwards == 2 * 5 * 3 and early.step.tolist() == [0, 1, 2, 4]
+
+
 class Twofold:
     def __init__(self, proxy, calls: int = 1):
         self.proxy, self.calls = proxy, calls
@@ -154,6 +167,8 @@ def test_what_cannot_be_explored_is_refused(tiny_config):
         ({"num_inference_steps": 5}, {}, "steps is 5.* is 4"),
         ({"num_inference_steps": 2, "audit": {"prompts": 3}}, {}, "prompts is 3.* is 2"),
         ({"num_inference_steps": 1}, {}, "steps is 1.* is 2"),
+        ({"num_inference_steps": 2, "stop_at": 1}, {}, "stop_at is 1.* null"),
+        ({"num_inference_steps": None, "stop_at": 4}, {}, "stop_at is 4.* the 4"),
         ({"num_inference_steps": 2}, {"tree": {"kind": "dance_grpo"}}, "dance_grpo .*one noise"),
         ({"num_inference_steps": 2}, {"tree": one_noise}, "tree_grpo .*one noise"),
         ({"num_inference_steps": 2}, {"store": "groups"}, "rollout.store"),

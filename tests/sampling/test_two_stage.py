@@ -1,4 +1,5 @@
 import math
+from itertools import combinations
 from typing import get_args
 
 import torch
@@ -35,6 +36,16 @@ def test_of_equal_proxies_the_first_count_as_the_better_ones():
 def test_those_furthest_from_the_mean_are_kept():
     assert chosen([0.0, 0.4, 0.5, 0.6, 3.0], 2, "mean_deviation") == [0, 4]
     assert chosen([0.0, 0.1, 0.1, 4.0, 4.2], 3, "mean_deviation") == [0, 3, 4]
+
+
+@given(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=8), st.integers(1, 8))
+def test_the_variance_of_those_kept_is_the_largest_of_all_choices(proxy, keep):
+    keep, scores = min(keep, len(proxy)), torch.tensor(proxy).double()
+    best = max(
+        scores[list(rows)].var(correction=0) for rows in combinations(range(len(proxy)), keep)
+    )
+    kept = chosen(proxy, keep, "max_variance")
+    torch.testing.assert_close(scores[kept].var(correction=0), best)
 
 
 def test_extremes_are_kept_with_others_at_random():
