@@ -8,6 +8,8 @@ from typing import get_args
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
 
 from flowrl.config import load_config
 from flowrl.config.load import preset_names
@@ -17,7 +19,7 @@ from flowrl.trees.presets import Tree
 from scripts.arena.chooser import write_chooser
 from scripts.arena.gamed import changes, render_gamed
 from scripts.arena.methods import GAMED, METHODS, TRIALS, load_arms, recipe
-from scripts.arena.plant import write_prompts
+from scripts.arena.plant import CLEAN, planted_weights, write_prompts
 from scripts.arena.recipes import PREFIX, write_recipes
 from scripts.arena.report import (
     REMARKS,
@@ -63,6 +65,15 @@ def test_a_test_has_as_many_prompts_of_both_splits_and_none_of_words(worlds):
     assert {p["split"] for p in prompts} == {"new requests", "new families"}
     assert sum(p["split"] == "new requests" for p in prompts) == len(prompts) / 2
     assert "ocr" not in {p["tag"] for p in prompts}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_the_worlds_of_the_gallery_come_with_the_clone_planted(number):
+    with safe_open(planted_weights(number), "pt") as planted, safe_open(CLEAN, "pt") as clean:
+        assert set(planted.keys()) == set(clean.keys())
+        name = "proj_out.weight"
+        assert planted.get_slice(name).get_shape() == clean.get_slice(name).get_shape()
+        assert not torch.equal(planted.get_tensor(name), clean.get_tensor(name))
 
 
 def test_choices_are_frozen_by_the_first_ranking(worlds, tmp_path):
