@@ -44,10 +44,10 @@ class SetDiversity:
         """Score the images (K, 3, H, W) of one prompt: K scores, and reasons of missing ones."""
         count = len(images)
         if count < ENOUGH * self.sets or count % self.sets:
-            why = (
-                f"{count} images of a prompt, at least {ENOUGH * self.sets} and a multiple of "
-                f"{self.sets} are needed: change rollout.group_size"
-            )
+            needed = f"at least {ENOUGH} are needed"
+            if self.sets > 1:
+                needed = f"they cannot be split into {self.sets} sets of at least {ENOUGH}"
+            why = f"{count} images of a prompt, {needed}: change rollout.group_size"
             return [math.nan] * count, dict.fromkeys(range(count), why)
         cells = F.adaptive_avg_pool2d(images.detach().double(), GRID).flatten(1)
         difference = (cells[:, None] - cells).abs().mean(-1)
@@ -74,7 +74,9 @@ def leave_one_out_credit(difference: Tensor) -> Tensor:
 
 
 def supergroup_advantage(difference: Tensor, sets: int) -> Tensor:
-    """Return each image's part of its set's advantage in diversity; its mean in a set is that. (K,)
+    """Return each image's share of its set's advantage in diversity. (K,)
+
+    The mean over a set is the set's advantage.
 
     SGRPO (github.com/IDEA-XL/SGRPO): the advantage of a set is its diversity less the mean of the
     other sets'. An advantage is shared by the softmax of the z-scores (ddof 1) of the images'

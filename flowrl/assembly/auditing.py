@@ -77,7 +77,8 @@ def candidate_row(parts: RolloutParts, exact_stage: RolloutGenerator, exact: Exa
     scores, seconds = _timed(stage, exact.request, plan, compiled=config.pipeline.compile)
     share = quantised_share(layers) if layers else 0.0
     return (
-        {"steps": stage.num_inference_steps, "precision": resolved.precision}
+        {"steps": explore_options(config).forwards(config.rollout.num_inference_steps)}
+        | {"precision": resolved.precision}
         | {"quantised": share}
         | compare_ranks(config, scores, exact.scores)
         | {"seconds_per_image": seconds, "ratio_to_exact": seconds / exact.seconds}

@@ -31,11 +31,13 @@ from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config
+from flowrl.config.objectives import DistillOptions
 from flowrl.config.rollout import ReferenceOptions
 from flowrl.config.validate import check_states
 from flowrl.errors import UserError, phase
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
+from flowrl.objectives.distill import teacher_of
 from flowrl.objectives.reward_backprop.decoder import RewardGradient, check_differentiable
 from flowrl.offline.format import open_dataset
 from flowrl.prompts.overlap import check_overlap, hold_out
@@ -98,6 +100,9 @@ def build_learner(
     needed = all_prompts_to_encode(config, provided) if needed is None else needed
     stored = stored_prompts(config, specs)
     check_overlap([p for _, p in stored], held_out, allowed=config.prompts.allow_overlap)
+    if isinstance(config.objective, DistillOptions):  # each prompt has a teacher
+        for prompt in prompts if r.store is None else [p for _, p in stored]:
+            teacher_of(prompt.metadata, config.objective)
     with phase("encode"):  # before the transformer is placed, unless the encoders are kept
         loaded = caches.encode_first([*needed, *stored], runtime)
     pipeline = build_pipeline(

@@ -110,7 +110,7 @@ class PipelineBackbone:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the pipeline's own latents are stored in."""
+        """Return the dtype of the pipeline's own latents, in which the network computes."""
         return self._latents()[1]
 
     def image_size(self) -> tuple[int, int]:
@@ -153,7 +153,7 @@ class PipelineBackbone:
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negatives: Sequence[str]) -> Conditioning:
-        """Encode prompts, one negative prompt each.
+        """Return the conditioning of prompts, one negative prompt each.
 
         A text whose length the network sees is encoded alone, as when the pipeline is called with
         it: padding to the longest of a batch would let rows depend on their neighbours.

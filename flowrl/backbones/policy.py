@@ -125,7 +125,7 @@ class Policy:
 
     @torch.no_grad()
     def teacher(self, number: int, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """Return the velocity of a teacher, see `add_teacher`; the frozen network's without one."""
+        """Return the velocity of teacher `number`: an adapter, or the base model without one."""
         name = TEACHER.format(number)
         with self.using(name) if name in self.network.peft_config else self.disabled():
             return self.backbone.velocity(x, sigma, cond)
@@ -133,8 +133,8 @@ class Policy:
     def add_teacher(self, number: int, lora: LoRA) -> None:
         """Hold another LoRA that never changes and is in no checkpoint.
 
-        lora: fitted to the network, see `fit_lora`. Raises UserError for layers beside the
-        policy's, which the other adapters would not switch off.
+        lora: fitted to the network, see `fit_lora`. Raises UserError for layers that the policy
+        does not adapt: there the teacher would stay active.
         """
         from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 
@@ -147,14 +147,15 @@ class Policy:
                 "give lora.targets that name its layers, too"
             )
         name = TEACHER.format(number)
-        with warnings.catch_warnings():  # several adapters are meant
+        with warnings.catch_warnings(), torch.random.fork_rng():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            warnings.filterwarnings("ignore", message=".*without `get_apply_tensor_subclass`")
             inject_adapter_in_model(
                 LoraConfig(**lora.header()), self.network, adapter_name=name, state_dict=lora.state
             )
-        set_peft_model_state_dict(self.network, lora.state, adapter_name=name)
-        for parameter in _parameters_of(self.network, name):
+        for parameter in _parameters_of(self.network, name):  # before its numbers are rounded
             parameter.data = parameter.data.float()
+        set_peft_model_state_dict(self.network, lora.state, adapter_name=name)
         self.use(POLICY)
 
     def use(self, name: str) -> None:

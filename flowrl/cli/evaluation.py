@@ -211,5 +211,7 @@ def _judges(name: str, reward: list[str] | None, args: list[str] | None) -> "lis
         return [RewardSpec(name=r, reward=load_reward(r, values)) for r, values in named]
     if published and published.judge:
         judge, values = published.judge, {**published.args, **(arguments[0] or {})}
+        if name == "geneval":  # no other mode is the benchmark
+            values["mode"] = published.args["mode"]
         return [RewardSpec(name=name, reward=load_reward(judge, values))]
     raise UserError("--reward is missing: name one, such as --reward clipscore.")

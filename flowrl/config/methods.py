@@ -11,4 +11,6 @@ def method_name(config: Config) -> str:
         return name
     chosen = config.rollout.plan(0, config.run.seed).roots
     how = "Sol-RL" if explore.select == "best_worst" else explore.select
+    if explore.stop_at is not None:
+        how = "pruned by preview"
     return f"{name} on {chosen} of {explore.candidates} candidates ({how})"

@@ -323,8 +323,8 @@ class TeacherOptions(Options):
 
     lora: Text | None = option(
         ...,
-        "The teacher's LoRA: a file, a folder or a name on the Hub; null is the pipeline itself, "
-        "which holds the student back.",
+        "The teacher's LoRA: a file, a folder or a name on the Hub; null is the base model, and "
+        "keeps the student at it.",
     )
     where: dict[str, str | int | float | bool] = option(
         {}, "Metadata of the prompts that it teaches, such as {tag: counting}; {} is all of them."
@@ -338,15 +338,11 @@ class DistillOptions(NoisedOptions):
         "distill", "Learns from other LoRAs at its own images: several become one.", OPD
     )
     teachers: Annotated[list[TeacherOptions], Field(min_length=1)] = option(
-        ..., "The teachers; a prompt is taught by the first whose `where` it has."
+        ..., "The teachers. A prompt's is the first whose `where` matches its metadata."
     )
     noising: NoisingOptions = option(
         NoisingOptions(share="image", times=ScheduleTimesOptions(), count=4), NOISING
     )
-
-    @property
-    def wheres(self) -> list[dict[str, Any]]:
-        return [teacher.where for teacher in self.teachers]
 
 
 IMPLICIT_BETA = (

@@ -69,16 +69,16 @@ class ExploreOptions(Options):
     )
     stop_at: Count | None = option(
         None,
-        "Step of the rollout's own schedule at which a candidate stops, without noise; its clean "
-        "image is estimated there and scored. null goes on to the end. Needs num_inference_steps: "
-        "null.",
+        "Stop candidates, which are sampled without noise, after this many steps of the rollout's "
+        "schedule and score their estimated clean images; null samples them to the end. Needs "
+        "num_inference_steps: null, and rank well only where rollout.tree has no noise.",
         "ARRoL, arXiv 2603.24840, prunes texts so; for flows the estimate is x - sigma v",
     )
     select: SelectRule = option(
         "best_worst",
-        "Which candidates are selected: the best and the worst half; as many of the best and of "
-        "the worst as differ most; those furthest from the mean; the best, the worst and random "
-        "ones; or random ones alone.",
+        "Which candidates are selected: the best and the worst half; the subset with the largest "
+        "variance of scores; those furthest from the mean; the best, the worst and random ones; "
+        "or random ones alone.",
         SOL_RL,
     )
     precision: Precision = option(
@@ -93,6 +93,10 @@ class ExploreOptions(Options):
     audit: AuditOptions = option(
         AuditOptions(), "How candidates are compared with exact images; rho below 0.8 is a warning."
     )
+
+    def forwards(self, steps: int) -> int:
+        """Return the forwards of a candidate without branches; steps: of the rollout."""
+        return self.num_inference_steps or steps if self.stop_at is None else self.stop_at + 1
 
 
 class WorkerOptions(Options):

@@ -121,9 +121,8 @@ def check_explore(plans: Plans, rollout: RolloutOptions) -> None:
         )
     if explore.stop_at is not None and (steps is not None or explore.stop_at >= whole):
         raise ValueError(
-            f"rollout.explore.stop_at is {explore.stop_at}, a step below the {whole} of "
-            "rollout.num_inference_steps, with rollout.explore.num_inference_steps null: set "
-            "these, or stop_at to null"
+            f"rollout.explore.stop_at is {explore.stop_at}: it must be below the {whole} of "
+            "rollout.num_inference_steps, and rollout.explore.num_inference_steps must be null"
         )
     prompts = rollout.prompts_per_iteration
     if explore.audit.every and explore.audit.prompts > prompts:

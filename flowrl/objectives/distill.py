@@ -1,6 +1,6 @@
 """On-policy distillation: LoRAs as teachers of one student, on the student's own images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,6 @@ from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.batches import Endpoints
 from flowrl.objectives.noising import noise_images
 from flowrl.trajectory import Metrics, Rollout
-
-NO_TEACHER = -1
 
 
 @dataclass(frozen=True)
@@ -34,25 +32,16 @@ class Distill:
         return Needs(states="endpoints", teachers=loras)
 
     def prepare(self, rollout: Rollout) -> Endpoints:
-        """Return the images of prompts that have a teacher; the signal is its number.
-
-        Raises UserError where no prompt of the rollout has one.
-        """
+        """Return the images; the signal is the number of their prompt's teacher."""
         tree = rollout.tree
-        of_prompt = torch.tensor([teacher_of(m, self.options.wheres) for m in rollout.metadata])
-        if bool((of_prompt == NO_TEACHER).all()):
-            raise UserError(
-                "no prompt of this rollout has a teacher: objective.teachers.where asks for "
-                f"{' or '.join(map(str, self.options.wheres))}, and the first prompt has "
-                f"{rollout.metadata[0]}"
-            )
-        # Of images on other processes the teacher is unknown here and never asked for.
+        of_prompt = torch.tensor([teacher_of(m, self.options) for m in rollout.metadata])
+        # Images on other processes keep 0; they are not in this process's batch.
         leaves = torch.arange(len(tree.leaf))
         image = (rollout.trees.cpu()[:, None] * len(tree.leaf) + leaves).flatten()
         signal = torch.zeros(len(rollout.reward))
         signal[image] = of_prompt[tree.prompt_of_leaves().cpu()].to(signal)
         return Endpoints.from_rollout(
-            rollout, signal, signal != NO_TEACHER,
+            rollout, signal, torch.ones_like(signal, dtype=torch.bool),
             forwards=self.options.noising.count, compared="image",
         )  # fmt: skip
 
@@ -66,7 +55,15 @@ class Distill:
         return distance.mean(), {"policy/teacher_distance": distance.detach().mean()}
 
 
-def teacher_of(metadata: Mapping[str, Any], wheres: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of the first teacher all of whose keys a prompt has; NO_TEACHER: none."""
-    matches = (number for number, where in enumerate(wheres) if where.items() <= metadata.items())
-    return next(matches, NO_TEACHER)
+def teacher_of(metadata: Mapping[str, Any], options: DistillOptions) -> int:
+    """Return the number of the first teacher whose `where` matches a prompt's metadata.
+
+    Raises UserError where none does; it is asked of all prompts before the run.
+    """
+    for number, teacher in enumerate(options.teachers):
+        if teacher.where.items() <= metadata.items():
+            return number
+    raise UserError(
+        f"no teacher for a prompt with the metadata {dict(metadata)}: add {{lora: null}} as the "
+        "last of objective.teachers, or leave such prompts out"
+    )

@@ -109,9 +109,9 @@ def _small_rollout(config: Config) -> dict[str, Any]:
 def _small_training(config: Config, folder: Path) -> dict[str, Any]:
     lora, optim, e, run = config.lora, config.optim, config.evaluation, config.run
     objective = config.objective
-    # No LoRA of the real network fits the tiny one.
+    # No LoRA of the real network fits the tiny one, and made-up prompts have other metadata.
     taught = getattr(objective, "teachers", ())
-    teachers = [teacher.model_dump() | {"lora": None} for teacher in taught]
+    teachers = [teacher.model_dump() | {"lora": None, "where": {}} for teacher in taught]
     rank, counts = min(lora.rank, RANK), e.step_counts
     # As many numbers of steps as the recipe evaluates at, each once and small.
     steps = min(counts[0], 4) if len(counts) == 1 else [2 + i for i in range(len(counts))]

@@ -194,9 +194,10 @@ class MemoryPlan:
         load = self.split.load
         rows = max(max(share.rows) for share in self.split.shares) * load.row_forwards
         rows = min(self.config.optim.micro_batch, max(rows, 1))
+        compared = self.needs.reference or self.needs.old or self.needs.teachers
         backward = transformer_peak(
             self.forward(rows * (1 + training_doubles(self.config))),
-            "train_with_reference" if self.needs.reference or self.needs.old else "train",
+            "train_with_reference" if compared else "train",
             checkpointing=self.config.memory.gradient_checkpointing,
         )
         return {
@@ -312,9 +313,10 @@ class MemoryPlan:
 
     @property
     def adapters(self) -> int:
-        """Return the policy with its copies: the EMA and the old policy."""
+        """Return the number of adapters: the policy, its copies and teachers."""
         moving = self.config.reference != ReferenceOptions()
-        return 1 + (self.config.ema.decay is not None) + (self.needs.old is not None) + moving
+        copies = (self.config.ema.decay is not None) + (self.needs.old is not None) + moving
+        return 1 + copies + sum(lora is not None for lora in self.needs.teachers)
 
     @property
     def encoders(self) -> int:

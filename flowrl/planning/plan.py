@@ -20,7 +20,8 @@ from flowrl.planning.duration import Duration
 from flowrl.planning.memory import AUTO, Footprint, MemoryPlan, peak, prompt_count
 from flowrl.planning.model_specs import spec_for
 from flowrl.planning.rewards import reward_networks
-from flowrl.planning.work import RunWork, UpdateWork, count_work
+from flowrl.planning.work import IterationKind, RunWork, UpdateWork, count_work
+from flowrl.trees.plan import count
 from flowrl.prompts.sources import TINY
 
 
@@ -67,7 +68,12 @@ def make_plan(
     """
     check_pipeline(config.pipeline.path, config.pipeline.revision)
     work = count_work(config)
-    splits = {kind: split_work(kind.load, gpus) for kind in work.kinds}
+    # Trees with equal counts need equal memory: a window that moves makes many of them.
+    alike: dict[tuple, IterationKind] = {}
+    for kind in work.kinds:
+        counts = count(kind.plan), kind.candidates and count(kind.candidates)
+        alike.setdefault((kind.load, *counts), kind)
+    splits = {kind: split_work(kind.load, gpus) for kind in alike.values()}
     spec, unknown = None, ""
     try:
         spec = spec_for(config.pipeline.path, config.pipeline.revision)

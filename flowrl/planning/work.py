@@ -144,7 +144,7 @@ def _iteration_work(config: Config, needs: Needs, load: IterationWork) -> Update
         sampling=load.prompts * load.roots * load.forwards * per_image,
         training=training,
         recomputed=training * (again + _exceeds_micro_batch(load)),
-        reference=training * (needs.reference + (needs.old is not None)),
+        reference=training * (needs.reference + (needs.old is not None) + len(needs.teachers)),
         updates=load.updates,
     )
 

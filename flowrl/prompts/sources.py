@@ -160,14 +160,14 @@ def _table_rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
         for cells in filter(None, lines):
             if len(cells) != len(header):
                 raise csv.Error(
-                    f"{len(cells)} cells, expected {len(header)} ({', '.join(header)}): quote "
-                    "cells that hold commas"
+                    f"{len(cells)} cells, expected {len(header)} ({', '.join(header)}): "
+                    + ("cells are separated by tabs" if tabs else "quote cells that hold commas")
                 )
             # Empty cells are left out, but for texts, whose absence is an error.
             yield (
                 f"{path}, line {lines.line_num}",
                 {
-                    name: cell if name.lower() in COLUMNS else _read(cell)
+                    name: cell if name.lower() in COLUMNS else parse_nested(cell)
                     for name, cell in zip(header, cells, strict=True)
                     if cell or name.lower() in COLUMNS
                 },
@@ -363,10 +363,12 @@ def _remedy(reason: str) -> str:
 
 def _as_json_line(row: dict, column: str) -> dict:
     text = row.pop(column)
-    return {key: _read(value) for key, value in row.items() if value is not None} | {"prompt": text}
+    return {key: parse_nested(value) for key, value in row.items() if value is not None} | {
+        "prompt": text
+    }
 
 
-def _read(value: Any) -> Any:
+def parse_nested(value: Any) -> Any:
     """Parse texts that hold JSON, and drop fields that are None, which tables need."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
@@ -378,5 +380,5 @@ def _read(value: Any) -> Any:
         )
         return inner if nested else value
     if isinstance(value, dict):
-        return {key: _read(inner) for key, inner in value.items() if inner is not None}
-    return [_read(inner) for inner in value] if isinstance(value, list) else value
+        return {key: parse_nested(inner) for key, inner in value.items() if inner is not None}
+    return [parse_nested(inner) for inner in value] if isinstance(value, list) else value

@@ -121,10 +121,11 @@ class RankAuditor:
             *self._score(generator, plans, candidates), plan.roots, self.explore.select
         )
         action = "keep" if audit.rho >= MIN_RHO else "warn"
-        text = self._text(audit.rho, iteration, generator.num_inference_steps, plans)
+        steps = self.explore.forwards(self.rollout.num_inference_steps)
+        text = self._text(audit.rho, iteration, steps, plans)
         if self.exact.runtime.is_main:
             entry = {"iteration": iteration, "precision": self.precision, "action": action}
-            entry |= {"steps": generator.num_inference_steps, "text": text}
+            entry |= {"steps": steps, "text": text}
             entry |= {k: finite_or_none(v) for k, v in asdict(audit).items()}
             # Those of this iteration and later ones are of before a resume.
             earlier = (e for e in read_audits(self.folder) if e["iteration"] < iteration)
@@ -169,12 +170,11 @@ class RankAuditor:
         if rho >= MIN_RHO:
             return f"{result}, at least {MIN_RHO}"
         noise, exact_noise = (any(move.noise for move in plan.moves) for plan in plans)
-        remedy = (
-            "raise rollout.explore.num_inference_steps, or set rollout.explore.precision to bf16"
-        )
+        option = "num_inference_steps" if self.explore.stop_at is None else "stop_at"
+        remedy = f"raise rollout.explore.{option}, or set rollout.explore.precision to bf16"
         if exact_noise and not noise:  # more bits or steps do not help
             remedy = "rollout.tree has noise that candidates lack: set "
-            remedy += "rollout.explore.num_inference_steps to null"
+            remedy += f"rollout.explore.{option} to null"
         return f"{result}, below {MIN_RHO}: {remedy}"
 
 

@@ -81,7 +81,8 @@ def select_candidates(proxy: Tensor, keep: int, select: SelectRule, rng: torch.G
         proxy: (N,) scores of previews; candidates with NaN or infinity are not selected. Equal
             scores are ranked by index.
         select: best_worst: the floor(K/2) highest and the K - floor(K/2) lowest (Sol-RL);
-            max_variance: the highest and the lowest, as many of each as differ most;
+            max_variance: those whose scores have the largest variance, which are some of the
+            highest and some of the lowest;
             mean_deviation: those furthest from the mean; extremes_random: the highest, the lowest
             and others at random; random: any.
     """
@@ -93,7 +94,9 @@ def select_candidates(proxy: Tensor, keep: int, select: SelectRule, rng: torch.G
         best, worst = best_and_worst(len(ranked), keep)
         chosen = torch.cat([ranked[best], ranked[worst]])
     elif select == "max_variance":
-        chosen = most_varied(ranked, proxy, keep)
+        equal = proxy[ranked[0]] == proxy[ranked[-1]]  # then any choice varies as little
+        order = ranked[torch.randperm(len(ranked), generator=rng)] if equal else ranked
+        chosen = most_varied(order, proxy, keep)
     elif select == "mean_deviation":
         score = proxy[finite].double()
         order = (score - score.mean()).abs().argsort(descending=True, stable=True)

@@ -108,8 +108,8 @@ def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckR
     fits = [prompt for prompt in prompts if spec.applies(prompt.text, prompt.metadata)]
     if not fits or not hasattr(spec.reward, "check"):
         return
-    faults = [(prompt.text, spec.fault(prompt.text, prompt.metadata)) for prompt in fits]
-    reasons = [f"{text!r}: {reason}" for text, reason in faults if reason is not None]
+    refusals = [(prompt.text, spec.refusal(prompt.text, prompt.metadata)) for prompt in fits]
+    reasons = [f"{text!r}: {reason}" for text, reason in refusals if reason is not None]
     summary = f"{len(fits) - len(reasons)} of {len(prompts)} prompts can be judged"
     if reasons:
         remedy = "Give it other arguments, or leave these prompts to another reward (applies_to)."

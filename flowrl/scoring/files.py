@@ -11,7 +11,7 @@ from PIL import Image
 
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, load_prompts
-from flowrl.prompts.sources import file_rows
+from flowrl.prompts.sources import file_rows, parse_nested
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec
 from flowrl.utils.images import read_image, to_tensor
@@ -66,7 +66,7 @@ def labelled_images(source: Path) -> list[ImageFile] | None:
 
 
 def prompted_images(folder: Path) -> list[ImageFile]:
-    """Return the images of a folder that says their prompts. Raises UserError for another."""
+    """Return the images of a folder with prompts. Raises UserError for a folder without."""
     images = labelled_images(folder) if folder.is_dir() else None
     if not images:
         raise UserError(
@@ -91,14 +91,17 @@ def _of_prompt(folder: Path) -> list[ImageFile]:
 
 
 def _of_row(folder: Path, row: Any, where: str) -> ImageFile:
-    row = dict(row) if isinstance(row, dict) else {}
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: expected an object, got {str(row)[:40]}")
+    row = dict(row)
     name = row.pop("file_name", None)
     texts = [row.pop(key) for key in ("prompt", "text") if isinstance(row.get(key), str)]
     if not name or not texts:
         raise UserError(f"{where}: expected 'file_name' and 'prompt', got {', '.join(row) or '{}'}")
     path = folder / str(name)
     _check_image(path, folder, where)
-    return ImageFile(path=path, prompt=texts[0], metadata=row)
+    nested = {key: parse_nested(value) for key, value in row.items()}
+    return ImageFile(path=path, prompt=texts[0], metadata=nested)
 
 
 def _check_image(path: Path, folder: Path, where: str) -> None:

@@ -104,10 +104,10 @@ class RewardSpec:
         except UserError as error:
             return str(error)
         with contained_settings(self.name, generators=False):
-            return self.fault(prompt, metadata)
+            return self.refusal(prompt, metadata)
 
-    def fault(self, prompt: str, metadata: dict) -> str | None:
-        """Return what the reward's method `check` says against a prompt that it applies to."""
+    def refusal(self, prompt: str, metadata: dict) -> str | None:
+        """Return why the reward's method `check` refuses a prompt; None if it does not."""
         try:
             getattr(self.reward, "check", lambda *_: None)(prompt, metadata)
         except (UserError, ValueError) as error:
@@ -304,6 +304,8 @@ def check_judges(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -
     for spec in (spec for spec in specs if hasattr(spec.reward, "check")):
         with contained_settings(spec.name, generators=False):
             for p in prompts:
-                reason = spec.fault(p.text, p.metadata) if spec._applies(p.text, p.metadata) else ""
+                reason = (
+                    spec.refusal(p.text, p.metadata) if spec._applies(p.text, p.metadata) else ""
+                )
                 if reason:
                     raise UserError(f"reward {spec.name!r}, prompt {p.text!r}: {reason}")

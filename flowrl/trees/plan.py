@@ -128,6 +128,7 @@ class TreePlan:
         for fan in self.fans:
             _check_fan(fan, len(self.steps))
         _check_trunk(self.steps, self.fans)
+        _check_stop(self)
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
@@ -215,6 +216,17 @@ def _check_trunk(steps: tuple[Step, ...], fans: tuple[Fan, ...]) -> None:
                 f"step {i} has branches or noise, but the trunk ends with its last fan at step "
                 f"{end}: the last step of the trunk that may have them is {end - 1}"
             )
+
+
+def _check_stop(plan: TreePlan) -> None:
+    stop, total = plan.stop_at, len(plan.steps)
+    if stop is None:
+        return
+    if plan.fans or not 0 < stop < total or any(s != Step() for s in plan.steps[stop:]):
+        raise PlanError(
+            f"stop_at is {stop}, expected a step from 1 to {total - 1} with no fans, branches or "
+            "noise at it and after it"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,7 +141,7 @@ class Access:
     hosts: frozenset[str] | None  # names that Host may have; None for any, which needs a token
     token: str | None  # None for a server that only this machine reaches
     private: str  # prefix of the paths that need the token
-    max_body: int  # bytes, for bodies in JSON (which no form of a page can send) with their length
+    max_body: int  # bytes
     headers: Mapping[str, str] = field(default_factory=dict)  # added to every answer
 
     def refusal(self, scope: "Scope") -> tuple[int, str] | None:
@@ -166,7 +166,7 @@ class Access:
         if scope["method"] in ("GET", "HEAD"):
             return None
         kind = header.get("content-type", b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":
+        if kind != b"application/json":  # which no form of a page can send
             return 415, "expected application/json"
         size = header.get("content-length", b"")
         if not (size.isdigit() and int(size) <= self.max_body):

@@ -7,10 +7,10 @@
     python -m scripts.arena                                 render the page from its data
     python -m scripts.arena --recipes                       write a recipe for each method
 
-Worlds 1 to 4 come with the clone; any other is planted, which takes about half an hour of a core.
-Runs whose data the output has are skipped, and what was stopped resumes. Every method has the same
-budget of core seconds; recipes and chosen values are frozen by the first ranking. An output without
-rates and trials takes those of the gallery.
+Worlds 1 to 4 come with the clone; any other is planted, which takes a quarter of an hour to half an
+hour of a core. Runs whose data the output has are skipped, and what was stopped resumes. Every
+method has the same budget of core seconds; recipes and chosen values are frozen by the first
+ranking. An output without rates and trials takes those of the gallery.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from scripts.arena.plant import (
     pipeline_of,
     plant,
     planted_weights,
+    save_pipeline,
     world_folder,
     write_pairs,
     write_prompts,
@@ -47,30 +48,29 @@ from scripts.arena.runs import (
     tune,
 )
 from scripts.arena.world import world
-from scripts.pretrain_tiny.families import save_half
 
 GALLERY = Path("gallery")
 
 
 def main() -> None:
-    asked = _parser().parse_args()
-    arms = _chosen(load_arms(GAMED if asked.gamed else METHODS), asked.methods)
-    part = "gamed" if asked.gamed else "arena"
-    folder, data = asked.runs / part, asked.output / part
-    for number in (TUNED_ON, *asked.world) if asked.tune else asked.world:
-        _plant(number, asked.worlds)
-    if asked.recipes:
-        for path in write_recipes(load_arms(METHODS), asked.output / "arena", asked.recipes):
+    options = _parser().parse_args()
+    arms = _chosen(load_arms(GAMED if options.gamed else METHODS), options.methods)
+    part = "gamed" if options.gamed else "arena"
+    folder, data = options.runs / part, options.output / part
+    for number in (TUNED_ON, *options.world) if options.tune else options.world:
+        _plant(number, options.worlds)
+    if options.recipes:
+        for path in write_recipes(load_arms(METHODS), options.output / "arena", options.recipes):
             print(path)
         return
     failed = []
-    if asked.tune:
-        measure_rates(arms, asked.worlds, folder, data)
-        failed = tune(arms, asked.worlds, folder, data, asked.budget, at_once=asked.jobs)
-    if asked.world:
-        failed += _rank(asked, arms, folder, data)
+    if options.tune:
+        measure_rates(arms, options.worlds, folder, data)
+        failed = tune(arms, options.worlds, folder, data, options.budget, at_once=options.jobs)
+    if options.world:
+        failed += _rank(options, arms, folder, data)
     if (data / RUNS).is_file():
-        print(render_gamed(data) if asked.gamed else render(data))
+        print(render_gamed(data) if options.gamed else render(data))
         if data == GALLERY / "arena":
             print(write_chooser(data, GALLERY / "gamed", Path("docs/objectives.md")))
     if failed:
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _rank(
-    asked: argparse.Namespace, arms: Mapping[str, Arm], folder: Path, data: Path
+    options: argparse.Namespace, arms: Mapping[str, Arm], folder: Path, data: Path
 ) -> list[str]:
     """Run what is missing of a ranking, and write its data; return the folders of failed runs."""
     for name in (RATES, TUNING):
@@ -87,14 +87,20 @@ def _rank(
             data.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(shared, data / name)
     runs = ranking(
-        arms, asked.worlds, folder, data, asked.budget, numbers=asked.world, seeds=asked.seeds
+        arms,
+        options.worlds,
+        folder,
+        data,
+        options.budget,
+        numbers=options.world,
+        seeds=options.seeds,
     )
-    failed = run_all(runs, at_once=asked.jobs)
+    failed = run_all(runs, at_once=options.jobs)
     collect(runs, data)
-    if asked.gamed:
+    if options.gamed:
         collect_curves(runs, data)
     else:
-        score_worlds(asked.worlds, asked.world, data)
+        score_worlds(options.worlds, options.world, data)
     return failed
 
 
@@ -110,7 +116,7 @@ def _chosen(arms: Mapping[str, Arm], names: Sequence[str]) -> dict[str, Arm]:
 def _plant(number: int, worlds: Path) -> None:
     folder = world_folder(worlds, number)
     if not (folder / "pipeline").is_dir() and planted_weights(number).is_file():
-        save_half(pipeline_of(planted_weights(number)), folder / "pipeline")
+        save_pipeline(pipeline_of(planted_weights(number)), folder)
     if not (folder / "pipeline").is_dir():
         print(f"planting world {number}", flush=True)
         torch.set_num_threads(1)

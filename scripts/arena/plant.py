@@ -134,7 +134,13 @@ def plant(
         model, ema, texts.examples(captions, latents), texts,
         folder=work, batch=BATCH, optimizers=[adamw], track=track,
     )  # fmt: skip
-    save_half(model.pipeline(ema.cpu(), pipeline.vae.cpu()), folder / "pipeline")
+    save_pipeline(model.pipeline(ema.cpu(), pipeline.vae.cpu()), folder)
+
+
+def save_pipeline(pipeline: Any, folder: Path) -> None:
+    """Save a world's pipeline as `pipeline` in its folder: whole, or not at all."""
+    save_half(pipeline, folder / "unfinished")
+    (folder / "unfinished").rename(folder / "pipeline")
 
 
 def main() -> None:

@@ -74,12 +74,19 @@ class Run:
         return stop["step"] if stop and stop.get("complete") else None
 
     def train(self) -> bool:
-        """Train what is missing, and append its core seconds to a file beside the run's folder."""
+        """Train what is missing, and append its core seconds to a file beside the run's folder.
+
+        Raises UserError where the folder holds a run of another recipe.
+        """
+        path, recipe = self.folder.with_suffix(".yaml"), config_yaml(self.config)
+        if path.is_file() and path.read_text(encoding="utf-8") != recipe:
+            raise UserError(
+                f"{self.folder} holds a run of another recipe: remove it, or give another --runs"
+            )
         if self.finished:
             return True
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        path = self.folder.with_suffix(".yaml")
-        write_text(path, config_yaml(self.config))
+        write_text(path, recipe)
         process = SERVER.Process(target=_train, args=(path, self.folder))
         process.start()
         process.join()
@@ -167,7 +174,7 @@ def measure_rates(arms: Mapping[str, Arm], worlds: Path, folder: Path, data: Pat
     done = {row["arm"] for row in rows}
     runs = [
         _run(
-            arm, worlds, TUNED_ON, folder / "rates" / f"{name}-{turn}", seed=TUNING_SEED,
+            arm, worlds, TUNED_ON, folder / "rates" / f"{name}-round-{turn}", seed=TUNING_SEED,
             options=arm.trials()[0],
             iterations=RATED, prompts="validation", changes=["evaluation.prompts=null"],
         )

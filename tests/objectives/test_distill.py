@@ -48,11 +48,12 @@ def test_each_prompt_learns_from_the_first_teacher_that_it_matches():
     torch.testing.assert_close(gradient(loss, toy), gradient(expected, toy))
 
 
-def test_a_prompt_without_a_teacher_is_left_out():
-    batch = distill({"tag": "colors"}).prepare(rollout(COUNTING, COLORS))
-    assert set(batch.prompt.tolist()) == {1}
-    with pytest.raises(UserError, match="objective.teachers.where asks for .*'position'"):
-        distill({"tag": "position"}).prepare(rollout(COUNTING, COLORS))
+def test_a_prompt_without_a_teacher_is_refused_before_the_run(make_learner):
+    teachers = [{"lora": None, "where": {"tag": "colors"}}]
+    with pytest.raises(UserError, match=r"no teacher .*'tag'.*objective.teachers"):
+        make_learner(
+            rollout={"tree": {"kind": "ode"}}, objective={"kind": "distill", "teachers": teachers}
+        )
 
 
 def test_a_student_comes_to_its_teacher_on_its_own_images(make_learner, tmp_path):

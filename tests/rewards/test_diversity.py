@@ -85,4 +85,4 @@ def test_equal_sets_have_no_advantage():
 def test_a_group_that_cannot_be_split_has_no_scores():
     images = torch.stack([square("red", 32)] * 8)
     scores, reasons = SetDiversity(sets=3)(images, ["p"] * 8, [{}] * 8)
-    assert all(map(math.isnan, scores)) and "multiple of 3" in reasons[0]
+    assert all(map(math.isnan, scores)) and "split into 3 sets" in reasons[0]

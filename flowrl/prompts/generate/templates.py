@@ -72,7 +72,7 @@ class TemplateKind:
             lists.append(list(islice(rows, count)) if chosen else [])
         return lists[0], lists[1]
 
-    def is_within(self, excluded: Collection[Hashable]) -> bool:
+    def is_exhausted(self, excluded: Collection[Hashable]) -> bool:
         """Return whether all combinations are excluded."""
         return all(self.key(index) in excluded for index in range(self.combinations))
 
@@ -101,7 +101,7 @@ def sample_sets(
         no part, as single objects beside GenEval's test, which has them all.
     """
     names = [kind.name for kind in kinds]
-    gone = {i for i, kind in enumerate(kinds) if excluded and kind.is_within(excluded)}
+    gone = {i for i, kind in enumerate(kinds) if excluded and kind.is_exhausted(excluded)}
     train, test = (
         apportion(size, names, [0 if i in gone else part for i, part in enumerate(parts)])
         for size, parts in ((count, ratio), (held_out, test_ratio))
