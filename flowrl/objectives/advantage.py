@@ -13,8 +13,8 @@ from flowrl.trajectory import Rollout
 
 ADVANTAGE_CLIP = 5.0  # largest advantage of either sign in Flow-GRPO, DiffusionNFT and AWM
 ROUNDING = 1e-12  # differences below this share of the largest value are rounding errors
-# Of each reward in its group. 1e-4 as in GDPO, so that differences far below it, such as a network's
-# rounding between equal images, stay small; Flow-Factory divides by max(std, 1e-6).
+# Of each reward in its group. 1e-4 as in GDPO, so that differences far below it, such as a
+# network's rounding between equal images, stay small; Flow-Factory divides by max(std, 1e-6).
 GDPO = AdvantageOptions(scale="std", ddof=0, floor=1e-4)
 
 

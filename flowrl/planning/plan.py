@@ -21,8 +21,8 @@ from flowrl.planning.memory import AUTO, Footprint, MemoryPlan, peak, prompt_cou
 from flowrl.planning.model_specs import spec_for
 from flowrl.planning.rewards import reward_networks
 from flowrl.planning.work import IterationKind, RunWork, UpdateWork, count_work
-from flowrl.trees.plan import count
 from flowrl.prompts.sources import TINY
+from flowrl.trees.plan import count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
