@@ -49,7 +49,7 @@ def test_each_prompt_learns_from_the_first_teacher_that_it_matches():
 
 
 def test_a_prompt_without_a_teacher_is_refused_before_the_run(make_learner):
-    teachers = [{"lora": None, "where": {"tag": "colors"}}]
+    teachers = [{"lora": None, "where": {"tag": "none of them"}}]
     with pytest.raises(UserError, match=r"no teacher .*'tag'.*objective.teachers"):
         make_learner(
             rollout={"tree": {"kind": "ode"}}, objective={"kind": "distill", "teachers": teachers}

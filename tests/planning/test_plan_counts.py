@@ -21,6 +21,7 @@ CASES = {
         {"kind": "nft", "noising": {"count": 2}, "kl_coef": 0.1},
         1,
     ),
+    "teachers": ({}, {"kind": "distill", "teachers": [{"lora": None}, {"lora": None}]}, 1),
     "groups": ({}, {"kind": "gdro", "noising": {"count": 2}}, 1),
 }
 
