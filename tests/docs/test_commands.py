@@ -32,6 +32,9 @@ PAGES = {
 }
 ELSEWHERE = {  # how a command begins that is not run here, and what it needs
     "pip install": "an installation: tests/test_package.py has one",
+    "uv ": "an account of the package index",
+    "docker": "a Docker engine",
+    "FLOWRL_REPOSITORY=": "the site: tests/docs/test_site.py builds it",
     "judge/bin/pip": "vLLM",
     "pyright": "the developer's tools, which .ci/run runs",
     "ruff check": "the developer's tools, which .ci/run runs",
@@ -45,6 +48,10 @@ ELSEWHERE = {  # how a command begins that is not run here, and what it needs
     "python -m scripts.bench iteration --size flux.1-dev": "CUDA: a network of real size",
     "python -m scripts.bench iteration --size sd3.5-large": "CUDA: a network of real size",
     "python -m scripts.bench two-stage --size": "CUDA: networks of real size",
+    "python -m scripts.bench iteration --size sana-1.6b": "tests/scripts, which run the bench",
+    "python -m scripts.bench two-stage --precision": "tests/scripts, which run the bench",
+    "python -m scripts.pipelines": "many networks, one after the other",
+    "python scripts/gradient_signal.py": "tests/scripts",
     "python -m venv judge": "vLLM",
     "judge/bin/vllm": "vLLM and a GPU",
     "torchrun": "several GPUs",

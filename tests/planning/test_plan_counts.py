@@ -31,7 +31,8 @@ def of(config) -> UpdateWork:
 
 
 @pytest.mark.parametrize(
-    "name", ["chains", "trees", pytest.param("guided", marks=pytest.mark.slow), "groups"]
+    "name",
+    ["chains", "trees", "teachers", pytest.param("guided", marks=pytest.mark.slow), "groups"],
 )
 def test_an_iteration_takes_as_many_forwards_as_are_counted(make_learner, tiny_config, name):
     rollout, objective, updates = CASES[name]
