@@ -12,9 +12,6 @@ OLD_POLICIES = {
     "awm": {"kind": "awm", "noising": {"count": 1}},
     "online dpo": {"kind": "dpo", "anchor_every": 1},
     "online gdro": {"kind": "gdro", "anchor_every": 2},
-    "online kto": {"kind": "kto", "anchor_every": 1},
-    "online dgpo": {"kind": "dgpo", "anchor_every": 1},
-    "online lair": {"kind": "lair", "anchor_every": 1},
 }
 
 
@@ -66,10 +63,7 @@ EXPLORE = {
 }  # fmt: skip
 LEARNED = {
     "nft": (OLD_POLICIES["nft"] | {"kl_coef": 0.1}, ODE),
-    "dpo": ({"kind": "dpo", "noising": {"count": 3}}, ODE),
     "gdro": ({"kind": "gdro", "noising": {"count": 2}}, ODE),
-    "awm": ({"kind": "awm", "noising": {"count": 1}}, ODE),
-    "sft": ({"kind": "sft"}, ODE),
     "grpo": ({"kind": "grpo", "kl_coef": 0.1}, CHAINS),
     "tree": ({"kind": "grpo"}, {"tree": {"kind": "tree_grpo", "branch": 2,
                                          "window": {"kind": "fixed", "size": 1}}}),
@@ -77,13 +71,7 @@ LEARNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ("dpo", "awm", "sft") else ())
-        for name in LEARNED
-    ],
-)
+@pytest.mark.parametrize("name", LEARNED)
 def test_forwards_are_the_rows_of_the_networks_calls(make_learner, monkeypatch, name):
     """All of them, and those with a gradient, which `tree/train_forwards` counts."""
     objective, tree = LEARNED[name]
