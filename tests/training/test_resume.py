@@ -159,11 +159,9 @@ def test_there_is_nothing_to_resume_where_no_run_is(config_for, tmp_path):
     "section, values, said",
     [
         ("optim", {"lr": 5e-3}, "optim.lr was 0.01, now 0.005"),
-        ("run", {"seed": 3}, "run.seed was 0, now 3"),
         ("rewards", [{"name": "tiny_quality"}], 'rewards.0.name was "brightness"'),
         ("prompts", {"train": "tiny:colors:train"}, "prompts.train was"),
         ("objective", {"kind": "sft"}, 'objective.kind was "grpo", now "sft"'),
-        ("pipeline", {"path": "elsewhere"}, "pipeline.path was"),
     ],
 )
 def test_a_resume_names_what_differs_and_asks(copy, config_for, section, values, said):
