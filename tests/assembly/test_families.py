@@ -169,13 +169,6 @@ def test_learning_may_be_in_few_bits_except_for_convolutions(learner, tmp_path, 
     assert_learns(made)
 
 
-@pytest.mark.parametrize("family", slow_but("flux"))
-def test_the_first_ratio_is_1_in_bf16_at_equal_batch_shapes(learner, family):
-    rollout = CHAINS | {"batch_size": 4}
-    made = learner(family, pipeline={"dtype": "bf16"}, rollout=rollout, optim={"micro_batch": 4})
-    assert made.iterate(0)[1]["policy/ratio_error_max"] < 0.1
-
-
 def test_a_loss_that_is_not_finite_stops_before_the_update(learner, monkeypatch):
     made = learner("sd3", objective={"kind": "sft"}, rollout=ODE)
     before = [p.clone() for p in made.policy.parameters()]
