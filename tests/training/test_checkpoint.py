@@ -41,10 +41,6 @@ def test_the_newest_and_the_best_are_kept_until_a_better_one_comes(checkpoints, 
     assert checkpoints.steps() == [5, 6]
 
 
-class Crash(BaseException):
-    pass
-
-
 def test_copies_beside_the_checkpoints_are_no_checkpoints(checkpoints):
     checkpoints.save(1, state(1))
     for name in ("step-000001-backup", "step-9", "step-", "copy"):
@@ -62,18 +58,17 @@ def test_weights_that_are_not_finite_are_not_loaded(checkpoints):
 
 
 def test_one_that_is_being_removed_is_no_checkpoint_any_more(checkpoints, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
     checkpoints.save(1, state(1))
-    monkeypatch.setattr("flowrl.training.checkpoint.shutil.rmtree", _crash)
-    with pytest.raises(Crash):
+    monkeypatch.setattr("flowrl.training.checkpoint.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
         remove_checkpoint(checkpoints.path(1))
     monkeypatch.undo()
     assert checkpoints.steps() == [] and checkpoints.path(1).exists()
     checkpoints.remove_unfinished()
     assert not checkpoints.path(1).exists()
-
-
-def _crash(*_):
-    raise Crash
 
 
 def test_an_occupied_folder_is_refused_unless_resumed(tmp_path):

@@ -82,28 +82,6 @@ def config_for(tiny_config):
     return make
 
 
-class Injection:
-    """Fails, or sends a signal to this process, at one call of a function."""
-
-    def __init__(self, monkeypatch, phase: str, failure: str):
-        module, name, self.left = PLACES[phase]
-        self.failure, original = INJECTED[failure], getattr(module, name)
-
-        def injected(*args, **options):
-            self.left -= 1
-            if self.left == 0:
-                self.fail()
-            return original(*args, **options)
-
-        monkeypatch.setattr(module, name, injected)
-
-    def fail(self) -> None:
-        if isinstance(self.failure, signal.Signals):
-            os.kill(os.getpid(), self.failure)
-            return
-        raise self.failure()
-
-
 @pytest.fixture(autouse=True)
 def hangups():
     """Hangups end this process, as they do unless nohup has started it."""
@@ -114,15 +92,27 @@ def hangups():
 
 def run_cell(config, folder: Path, pipeline, monkeypatch, capfd, phase: str, failure: str):
     """Run with one failure: (exit code, what was printed on stderr, iterations that are saved)."""
+    (module, name, number), failing, calls = PLACES[phase], INJECTED[failure], []
+    original = getattr(module, name)
+
+    def injected(*args, **options):
+        """Fail, or send a signal to this process, at one call of the function."""
+        calls.append(name)
+        if len(calls) == number:
+            if not isinstance(failing, signal.Signals):
+                raise failing()
+            os.kill(os.getpid(), failing)
+        return original(*args, **options)
+
     capfd.readouterr()
     code = 0
     with monkeypatch.context() as patch:
-        injection = Injection(patch, phase, failure)
+        patch.setattr(module, name, injected)
         try:
             report_errors(lambda: align(config, pipeline=pipeline), debug=False)
         except SystemExit as end:
             code = end.code
-    assert injection.left <= 0, "the place was never met"
+    assert len(calls) >= number, "the place was never met"
     steps = Checkpoints(folder, keep=2).steps()
     return code, capfd.readouterr().err, steps[-1] if steps else None
 
