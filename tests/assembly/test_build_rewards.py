@@ -1,7 +1,6 @@
 """From the recipe's rewards to rewards that can be asked."""
 
 import pytest
-import torch
 
 from flowrl.assembly.learner import build_rewards
 from flowrl.config import parse_config
@@ -9,8 +8,6 @@ from flowrl.errors import UserError
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.executors.http import HTTPExecutor
 from flowrl.scoring.spec import RewardSpec
-
-SCORES, GROUP = torch.tensor([-4.0, 0.0, 4.0]), torch.zeros(3).long()
 
 
 class Rivals:
@@ -66,9 +63,8 @@ def test_two_rewards_of_one_name_are_refused():
 
 
 def test_a_missing_token_is_refused(monkeypatch):
-    for value in [None, ""]:
-        monkeypatch.delenv("REWARD_TOKEN", raising=False)
-        if value is not None:
-            monkeypatch.setenv("REWARD_TOKEN", value)
+    monkeypatch.delenv("REWARD_TOKEN", raising=False)
+    for _ in ("none", "an empty one"):
         with pytest.raises(UserError, match="token_env.*REWARD_TOKEN"):
             build_rewards(config({"name": "ocr"}, {"name": "far", "executor": REMOTE}))
+        monkeypatch.setenv("REWARD_TOKEN", "")
