@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from policies import disturb
 
 from flowrl.api import collect, with_lora
 from flowrl.backbones.lora_files import save_lora
@@ -78,9 +79,7 @@ def test_a_lora_draws_other_images_and_is_named(
     collected, config, make_learner, load_tiny, tmp_path
 ):
     learner = make_learner(rollout=ROLLOUT)
-    generator = torch.Generator().manual_seed(0)
-    for p in learner.policy.parameters():
-        p.data += 0.1 * torch.randn(p.shape, generator=generator)
+    disturb(learner.policy)
     save_lora(learner.policy.backbone.pipeline, tmp_path / "run", adapter="default")
     own = with_lora(config, str(tmp_path / "run")).lora
     assert (own.rank, own.alpha, own.init_from) == (4, 6, str(tmp_path / "run"))

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from policies import disturb
 
 from flowrl.backbones.policy import OLD, POLICY
 from flowrl.errors import UserError
@@ -13,11 +14,9 @@ from flowrl.scoring.executors.base import RewardFailure
 from flowrl.training.metrics import RowMeans, rollout_metrics
 
 
-def warm(learner, scale: float = 0.02):
+def warm(learner):
     """Away from the fresh adapter, whose second factor is 0."""
-    generator = torch.Generator().manual_seed(0)
-    for p in learner.policy.parameters():
-        p.data += scale * torch.randn(p.shape, generator=generator)
+    disturb(learner.policy, 0.02)
     return learner
 
 
