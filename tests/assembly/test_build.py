@@ -2,13 +2,11 @@
 
 import logging
 
-import diffusers
 import pytest
 import torch
 
-from flowrl.assembly.backbone import adapted_layers, build_backbone
+from flowrl.assembly.backbone import build_backbone
 from flowrl.assembly.learner import ProvidedObjects, build_learner
-from flowrl.backbones.small import small_pipeline
 from flowrl.errors import UserError
 from flowrl.utils.distributed import Runtime
 
@@ -40,13 +38,3 @@ def test_the_velocity_is_compared_once_and_nothing_random_moves(tiny_config, loa
         build_learner(config, Runtime(device="cpu"), ProvidedObjects(pipeline=load_tiny()))
     assert caplog.text.count("all 4 steps") == 1
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_layers_that_are_read_off_the_network_are_logged(tiny_config, caplog):
-    pipeline = small_pipeline(diffusers.Flux2KleinPipeline)
-    pipeline.set_progress_bar_config(disable=True)
-    config = tiny_config()
-    backbone = build_backbone(config.pipeline, pipeline, guidance=1.0)
-    with caplog.at_level(logging.INFO, "flowrl"):
-        targets = adapted_layers(config.lora, backbone)
-    assert f"adapters on {', '.join(targets)}" in caplog.text
