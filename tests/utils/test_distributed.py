@@ -1,4 +1,4 @@
-"""What one process does alone; two together are in test_two_processes.py."""
+"""What one process does alone; several together are in tests/training/test_processes.py."""
 
 import pytest
 import torch
@@ -50,20 +50,14 @@ def test_clipping_shortens_a_long_gradient_and_returns_its_length_before(runtime
         torch.testing.assert_close(weight.grad, torch.tensor(expected), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("variable", "words"),
-    [("ACCELERATE_USE_FSDP", "asks for FSDP"), ("ACCELERATE_USE_DEEPSPEED", "asks for DeepSpeed")],
-)
-def test_a_wrapper_that_the_launcher_asks_for_is_refused(monkeypatch, variable, words):
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(UserError, match=words):
-        Runtime(device="cpu")
-
-
-def test_processes_that_accelerate_does_not_see_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="started 2 processes, but accelerate sees a single one"):
-        Runtime(device="cpu")
+def test_what_a_launcher_asks_for_in_vain_is_refused(monkeypatch):
+    for variable, value, words in (
+        ("ACCELERATE_USE_FSDP", "true", "asks for FSDP"),
+        ("WORLD_SIZE", "2", "started 2 processes, but accelerate sees a single one"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=words):
+            patch.setenv(variable, value)
+            Runtime(device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
