@@ -52,11 +52,8 @@ def test_there_is_a_row_for_each_pair_and_one_of_exact_images(recipe, load_tiny,
 def test_the_recipe_is_sampled_as_it_explores_and_learns_nothing(recipe, tiny_config, tmp_path):
     (config,) = audit_configs(recipe, ["rollout.num_inference_steps=3"], prompts=3, candidates=9)
     explore = config.rollout.explore
-    assert explore and (explore.candidates, explore.num_inference_steps, explore.min_dim) == (
-        9,
-        2,
-        0,
-    )
+    assert explore is not None
+    assert (explore.candidates, explore.num_inference_steps, explore.min_dim) == (9, 2, 0)
     r = config.rollout
     assert (r.prompts_per_iteration, r.num_inference_steps, config.objective.kind) == (3, 3, "sft")
     # A recipe that does not explore gets the defaults.

@@ -16,11 +16,7 @@ from torch.overrides import TorchFunctionMode
 from flowrl import api
 
 GET_DEVICE = torch.Tensor.device.__get__
-
-
 HERE = torch.device("cpu:0")  # in calls, so that the CPU does what the device is asked for
-
-
 DEVICE = torch.device("mps")
 
 
@@ -120,27 +116,19 @@ FAMILIES = ["sd3", pytest.param("flux", marks=pytest.mark.slow),
             pytest.param("sana", marks=pytest.mark.slow)]  # fmt: skip
 
 
-def recipe(tiny_config, folder, family, **memory):
-    return tiny_config(
-        pipeline={"path": f"tiny-{family}"},
-        memory=memory,
-        rollout={"prompts_per_iteration": 2, "group_size": 2, "num_inference_steps": 2},
-        evaluation={
-            "prompts": "tiny:geneval:test", "num_images": 2, "num_inference_steps": 2,
-            "batch_size": 2,
-        },
-        run={"iterations": 1, "output_dir": str(folder)},
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("encoders", ["free", pytest.param("offload", marks=pytest.mark.slow)])
 def test_encoders_and_transformer_are_never_on_the_device_together(
     tiny_config, placements, tmp_path, family, encoders
 ):
-    device = placements(
-        recipe(tiny_config, tmp_path / "run", family, text_encoders=encoders, vae="offload")
+    config = tiny_config(
+        pipeline={"path": f"tiny-{family}"},
+        memory={"text_encoders": encoders, "vae": "offload"},
+        rollout={"group_size": 2, "num_inference_steps": 2},
+        evaluation={"prompts": "tiny:geneval:test", "num_images": 2, "num_inference_steps": 2},
+        run={"iterations": 1, "output_dir": str(tmp_path / "run")},
     )
+    device = placements(config)
     names = {name for name in set.union(*device.seen) if name.startswith("text_encoder")}
     assert names and names <= device.worked and "transformer" in device.worked
     assert not [seen for seen in device.seen if "transformer" in seen and names & seen]
