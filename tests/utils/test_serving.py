@@ -1,4 +1,4 @@
-"""The guard of every server: hosts, origins, tokens, deep JSON."""
+"""The guard of every server: hosts, origins, tokens."""
 
 import socket
 
@@ -9,7 +9,6 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from flowrl.errors import UserError
 from flowrl.utils.serving import (
     Access,
     Guard,
@@ -17,25 +16,17 @@ from flowrl.utils.serving import (
     bind,
     host_name,
     is_loopback,
-    json_body,
     local_names,
-    read_token,
 )
 
 
 def make_app(**changed) -> Starlette:
-    async def echo(request):
-        try:
-            return JSONResponse(await json_body(request))
-        except UserError as error:
-            return JSONResponse({"error": str(error)}, 400)
-
     def plain(request):
         return JSONResponse({})
 
     app = Starlette(
         routes=[
-            Route("/v1/echo", echo, methods=["POST"]),
+            Route("/v1/echo", plain, methods=["POST"]),
             Route("/v1/info", plain),
             Route("/", plain),
         ]
@@ -70,21 +61,6 @@ def test_hosts_and_origins_are_checked_with_and_without_a_token(token):
     assert client.get("/").status_code == 200
 
 
-def test_a_server_without_a_list_of_hosts_answers_every_name_that_has_the_token():
-    client = TestClient(make_app(hosts=None), "http://example.com")
-    assert client.get("/v1/info").status_code == 401
-    headers = {"authorization": "Bearer a-token"}
-    assert client.get("/v1/info", headers=headers).status_code == 200
-
-
-def test_a_deep_body_is_refused_in_one_sentence():
-    client = TestClient(make_app(token=None), "http://127.0.0.1")
-    for text in ("[" * 100_000, '{"a":' * 50_000, "not JSON"):
-        head = {"content-type": "application/json"}
-        answer = client.post("/v1/echo", content=text, headers=head)
-        assert answer.status_code == 400 and "request" in answer.json()["error"]
-
-
 def test_more_connections_than_the_limit_are_refused(serving):
     for connections, code in ((1, 503), (2, 200)):
         with serving(make_app(token=None), connections=connections) as url:
@@ -97,18 +73,8 @@ def test_names_of_hosts_are_read_without_ports_and_brackets():
     assert [host_name(host) for host in hosts] == names
 
 
-def test_other_machines_are_let_in_with_a_token_alone(monkeypatch):
-    assert [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "0.0.0.0")] == [
-        True, True, True, False,
-    ]  # fmt: skip
-    assert read_token("127.0.0.1", None) is None
-    monkeypatch.setenv("SPACES", "two words")
-    for host, variable in (("0.0.0.0", None), ("127.0.0.1", "MISSING"), ("127.0.0.1", "SPACES")):
-        with pytest.raises(UserError, match="token"):
-            read_token(host, variable)
-
-
 def test_a_server_of_this_machine_answers_to_its_own_names_alone():
+    assert all(map(is_loopback, ("127.0.0.1", "::1", "localhost"))) and not is_loopback("0.0.0.0")
     assert local_names("127.0.0.1") == {"127.0.0.1", "localhost", "::1"}
     assert local_names("0.0.0.0") is None is local_names("Box")
     for host, printed in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())):
