@@ -83,6 +83,7 @@ def test_pruning_that_moves_later_ends_with_the_last_step_that_has_noise():
         (["runtime.shard=node", "pipeline.precision=fp8"], "pipeline.precision", "null"),
         (["runtime.shard=node", "memory.base_bits=8"], "memory.base_bits", "null"),
         (["prompts.weights={colors: 3}"], "prompts.balance", "tag"),
+        (["reference.every=2", "objective.kl_coef=0"], "objective.kl_coef", "0.1"),
     ],
 )  # fmt: skip
 def test_options_that_exclude_each_other_are_refused_by_name(overrides, key, value):
