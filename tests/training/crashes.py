@@ -76,20 +76,6 @@ class Recorder:
             os.fsync, Report.log, self.on = fsync, log, False  # type: ignore[method-assign]
 
 
-_ACTIVE: list[Recorder] = []
-
-
-def _audit(event: str, args: tuple[Any, ...]) -> None:
-    for recorder in _ACTIVE:
-        recorder.hook(event, args)
-
-
-def begin(recorder: Recorder) -> None:
-    """Hear of every operation; a process cannot stop to, so only a forked one begins."""
-    _ACTIVE.append(recorder)
-    sys.addaudithook(_audit)
-
-
 def halve(path: Path) -> None:
     """Leave a file as a write that was cut short leaves it."""
     size = path.stat().st_size
@@ -132,7 +118,7 @@ def kill_at(number: int, folder: Path, work: Callable[[], object]) -> bool:
             count[0] += 1
 
         recorder = Recorder(folder, seen)
-        begin(recorder)
+        sys.addaudithook(recorder.hook)  # a process cannot stop to hear, so only a forked one does
         with recorder.recording():
             work()
         return 0
