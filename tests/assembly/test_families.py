@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import FOLLOWED
 
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
@@ -58,11 +59,6 @@ OBJECTIVES |= {
     kind: {"objective": {"kind": kind}, "rollout": ODE}
     for kind in ("dpo", "gdro", "sft", "rwr", "kto", "dgpo", "lair")
 }
-FOLLOWED = {
-    "refl": {}, "draft": {"steps": 2, "kl_coef": 0.1}, "draft_lv": {}, "srpo": {},
-    "align_prop": {}, "leap_align": {}, "flowbp_sparse": {"steps": 2},
-    "flowbp_bridge": {"steps": 2}, "flowbp_lagrange": {},
-}  # fmt: skip
 OBJECTIVES |= {
     kind: {"objective": {"kind": kind} | changes, "rollout": ODE | {"group_size": 2}} | COLORS
     for kind, changes in FOLLOWED.items()
