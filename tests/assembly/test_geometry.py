@@ -117,12 +117,6 @@ def test_a_refusal_names_numbers_that_are_not_refused(load, gpus):
 
 
 def test_shares_that_cannot_be_dealt_are_refused():
-    whole = replace(BASE, whole_prompts=True, together="group", judge="objective.kind gdro")
-    with pytest.raises(
-        UserError, match="objective.kind gdro compares: .*prompts_per_iteration=10, or 8 proc"
-    ):
-        check_split(whole, 9)
-    check_split(BASE, 9)
     with pytest.raises(UserError, match="nearest rollout.prompts_per_iteration that works is 6"):
         split_work(replace(BASE, prompts=7, updates=3), 1)
     with pytest.raises(UserError, match="got 0 GPUs"):
