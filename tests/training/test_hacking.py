@@ -130,7 +130,6 @@ class Scripted:
     key: str = "scripted"
     origin: str = ""
     prompts: tuple = ()
-    others: tuple = ()
     title: str = ""
 
     def __call__(self, velocity, runtime, *, whole=True) -> Evaluation:
@@ -146,20 +145,13 @@ class Scripted:
 def scripted(make_run):
     """A learner and its run, whose evaluations are scripted; `resume` is a checkpoint's state."""
 
-    def make(resume: dict | None = None, *, rule=RULE, objective=None, tree=None, **run):
-        settings = {
-            "iterations": 6,
-            "checkpoint_every": 1,
-            "keep_checkpoints": 1,
-            "sample_every": 1,
-        }
+    def make(resume: dict | None = None, *, rule=RULE, **changes):
         config, learner, made = make_run(
             resume,
             evaluator=(evaluator := Scripted()),
-            rollout=SMALLEST | ({"tree": tree} if tree else {}),
-            **({"objective": objective} if objective else {}),
             evaluation={"prompts": "tiny:colors:test", "num_images": 1, "every": 1},
-            run=settings | run,
+            run={"iterations": 6, "checkpoint_every": 1, "keep_checkpoints": 1, "sample_every": 1},
+            **{"rollout": SMALLEST} | changes,
         )
         evaluator.run, evaluator.backbone, made.hacking = made, learner.policy.backbone, rule
         return config, learner, made
@@ -214,8 +206,11 @@ def test_a_resumed_run_knows_the_evaluations_before_it(scripted):
     assert run.done == 4 and "since iteration 2" in run.stopped and run.best == (4.0, 2)
 
 
-def rule_that(action: str) -> HackingRule:
-    return replace(RULE, options=RULE.options.model_copy(update={"action": action}))
+CHAINS = {"objective": {"kind": "grpo"}, "rollout": SMALLEST | {"tree": {"kind": "flow_grpo"}}}
+
+
+def rule_that(action: str, **changes) -> HackingRule:
+    return replace(RULE, options=RULE.options.model_copy(update={"action": action} | changes))
 
 
 def lora(folder) -> dict:
@@ -237,15 +232,12 @@ def test_a_rollback_ends_with_the_weights_that_the_held_out_reward_rates_highest
 
 def test_a_raised_penalty_trains_on_from_the_best_weights_and_survives_a_resume(scripted):
     """The penalty is in force after the fourth iteration; a resumed run equals a whole one."""
-    objective = {"kind": "grpo", "kl_coef": 0}
-    tree = {"kind": "flow_grpo"}
+    without = CHAINS | {"objective": {"kind": "grpo", "kl_coef": 0}}
 
     def ended(*stops: int):
         state = None
         for stop in (*stops, 6):
-            _, learner, run = scripted(
-                state, rule=rule_that("raise_kl"), objective=objective, tree=tree
-            )
+            _, learner, run = scripted(state, rule=rule_that("raise_kl"), **without)
             trained(learner, run, iterations=stop)
             state = state_of(run.folder)
         return run
@@ -263,10 +255,8 @@ def test_a_raised_penalty_trains_on_from_the_best_weights_and_survives_a_resume(
 
 def test_raised_penalties_grow_and_end_with_a_rollback(scripted, monkeypatch):
     monkeypatch.setitem(SCORES, 0, (0.0, 9.0))  # the base stays the best
-    rule = replace(
-        RULE, options=RULE.options.model_copy(update={"action": "raise_kl", "patience": 1})
-    )
-    _, learner, run = scripted(rule=rule, objective={"kind": "grpo"}, tree={"kind": "flow_grpo"})
+    rule = rule_that("raise_kl", patience=1)
+    _, learner, run = scripted(rule=rule, **CHAINS)
     trained(learner, run)
     assert run.rollbacks == [(0, 1), (0, 2), (0, 3), (0, 4)]
     assert [rule.kl_coef(n) for n in range(4)] == pytest.approx([None, 0.1, 0.4, 1.6])

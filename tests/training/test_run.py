@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from crashes import SMALLEST
 
 from flowrl.api import align
 from flowrl.backbones.lora_formats import open_lora
@@ -23,16 +24,12 @@ MOVING = {
     "tree": {"kind": "tree_grpo", "branch": 2, "window": {"kind": "random", "size": 2}},
     "depth_pruning": {"start": 2, "size": 1, "stop": 2},
 }
+EVALUATION = {"prompts": "tiny:colors:test", "num_images": 2, "num_inference_steps": 2}
 SMALL = {
     "rollout": {"batch_size": 4, **MOVING},
     "optim": {"micro_batch": 4},
     "ema": {"decay": 0.5},
-    "evaluation": {
-        "prompts": "tiny:colors:test",
-        "num_images": 2,
-        "num_inference_steps": 2,
-        "every": 2,
-    },
+    "evaluation": EVALUATION | {"every": 2},
 }
 ITERATIONS = 5
 
@@ -193,20 +190,10 @@ def test_run_seed_seeds_the_global_generators_that_a_reward_may_use(tiny_config,
     assert rewards_of("in two sessions", 3, 1, 2) == first != rewards_of("other", 4, 2)
 
 
-CHANGING = {
-    "rollout": {
-        "prompts_per_iteration": 2,
-        "group_size": 2,
-        "num_inference_steps": 3,
-        "batch_size": 4,
-    },
-    "evaluation": {"prompts": "tiny:colors:test", "num_images": 2, "num_inference_steps": 2},
-}
-
-
 @pytest.fixture
 def small(make_run):
-    return lambda resume=None, **changes: make_run(resume, **CHANGING | changes)[1:]
+    settings = {"rollout": SMALLEST | {"num_inference_steps": 3}, "evaluation": EVALUATION}
+    return lambda resume=None, **changes: make_run(resume, **settings | changes)[1:]
 
 
 def trained(learner, run, iterations: int) -> dict:
@@ -232,8 +219,7 @@ def test_the_base_is_drawn_anew_when_it_is_evaluated_otherwise(small):
     first = run.evaluation_path(0).stat().st_mtime_ns
     trained(learner, run, iterations=1)
     assert run.evaluation_path(0).stat().st_mtime_ns == first
-    changed = CHANGING["evaluation"] | {"num_images": 3}
-    learner, run = small(state, evaluation=changed)
+    learner, run = small(state, evaluation=EVALUATION | {"num_images": 3})
     trained(learner, run, iterations=1)
     base = Evaluation.load(run.evaluation_path(0))
     assert len(base.scores) == 3 and base.key == run.evaluator.key
