@@ -10,21 +10,12 @@ ODE, CHAINS = {"tree": {"kind": "ode"}}, {"tree": {"kind": "flow_grpo"}}
 OLD_POLICIES = {
     "nft": {"kind": "nft", "noising": {"count": 2}, "old_decay": {"rate": None, "limit": 0.5}},
     "awm": {"kind": "awm", "noising": {"count": 1}},
-    "online dpo": {"kind": "dpo", "anchor_every": 1},
     "online gdro": {"kind": "gdro", "anchor_every": 2},
 }
 
 
-LATE = [("nft", 0), ("nft", 1), ("awm", 1), ("online gdro", 1)]  # with each staleness, if slow
-
-
 @pytest.mark.parametrize(
-    ("name", "staleness"),
-    [
-        pytest.param(name, late, marks=() if (name, late) in LATE else pytest.mark.slow)
-        for name in OLD_POLICIES
-        for late in (0, 1)
-    ],
+    ("name", "staleness"), [("nft", 0), ("nft", 1), ("awm", 1), ("online gdro", 1)]
 )
 def test_the_old_policy_is_the_one_that_sampled(make_learner, monkeypatch, name, staleness):
     learner = make_learner(
