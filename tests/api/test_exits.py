@@ -18,24 +18,6 @@ CLASSES = (
     "Flux2KleinPipeline", "QwenImagePipeline", "ZImagePipeline", "Krea2Pipeline",
     "LongCatImagePipeline",
 )  # fmt: skip
-STEPS = 4
-
-
-@pytest.fixture(scope="module", params=CLASSES)
-def finished(request, tiny_config, tmp_path_factory):
-    """A folder with a pipeline, the folder of a finished run, and its recipe."""
-    root = tmp_path_factory.mktemp(request.param)
-    base = small_folder(getattr(diffusers, request.param), root / "base")
-    config = tiny_config(
-        pipeline={"path": str(base), "max_sequence_length": 64, "height": 64, "width": 64},
-        objective={"kind": "nft"},
-        rollout={"num_inference_steps": STEPS, "tree": {"kind": "ode"}},
-        evaluation={"prompts": "tiny:geneval:test", "num_images": 2, "num_inference_steps": STEPS},
-        optim={"lr": 0.1},
-        run={"iterations": 2, "output_dir": str(root / "run")},
-    )
-    api.align(config)
-    return base, root / "run", config
 
 
 def image(pipeline: Any, call: dict[str, Any]) -> np.ndarray:
@@ -45,8 +27,18 @@ def image(pipeline: Any, call: dict[str, Any]) -> np.ndarray:
     return np.asarray(result.images[0]).astype(int)
 
 
-def test_the_card_and_the_commands_that_draw_take_the_run(finished, tmp_path, flowrl):
-    base, folder, config = finished
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_card_and_the_commands_that_draw_take_the_run(name, tiny_config, tmp_path, flowrl):
+    base, folder = small_folder(getattr(diffusers, name), tmp_path / "base"), tmp_path / "run"
+    config = tiny_config(
+        pipeline={"path": str(base), "max_sequence_length": 64, "height": 64, "width": 64},
+        objective={"kind": "nft"},
+        rollout={"num_inference_steps": 4, "tree": {"kind": "ode"}},
+        evaluation={"prompts": "tiny:geneval:test", "num_images": 2, "num_inference_steps": 4},
+        optim={"lr": 0.1},
+        run={"iterations": 2, "output_dir": str(folder)},
+    )
+    api.align(config)
     assert (folder / FILE).is_file() and (folder / "gallery" / "index.html").is_file()
     # The card's own code.
     text = (folder / "README.md").read_text()

@@ -45,41 +45,34 @@ def test_the_ratio_is_far_from_1_when_only_the_rollout_does(learner):
         assert one.learn(rollout, 0)[NATS] > 20  # nats; updates are clipped at 6.5
 
 
-@pytest.fixture
-def config_for(tiny_config, tmp_path):
-    def make(name, *, low=True, iterations=2, **pipeline):
-        return tiny_config(
-            pipeline=LOW | pipeline if low else {},
+def test_evaluations_are_those_of_exact_weights(tiny_config, load_tiny, tmp_path):
+    low_config, plain_config = (
+        tiny_config(
+            pipeline=pipeline,
             rollout=SMALL,
             evaluation={"prompts": "tiny:geneval:test", "num_images": 4, "num_inference_steps": 2},
-            run={"iterations": iterations, "output_dir": str(tmp_path / name)},
+            run={"iterations": 1, "output_dir": str(tmp_path / name)},
         )
-
-    return make
-
-
-def test_evaluations_are_those_of_exact_weights(config_for, load_tiny, tmp_path):
-    align(config_for("low", iterations=1), pipeline=load_tiny())
-    align(config_for("plain", low=False, iterations=1), pipeline=load_tiny())
+        for name, pipeline in (("low", LOW), ("plain", {}))
+    )
+    align(low_config, pipeline=load_tiny())
+    align(plain_config, pipeline=load_tiny())
     low, plain = (evaluation(tmp_path / name, 0) for name in ("low", "plain"))
     assert low.key == plain.key
     assert torch.equal(low.scores, plain.scores) and torch.equal(low.images, plain.images)
     pipeline = load_tiny()
     load_lora(pipeline, str(tmp_path / "low"))
-    drawn, scores = images(config_for("low"), pipeline), evaluation(tmp_path / "low", 1)
+    specs = build_rewards(low_config)
+    evaluator = build_evaluator(low_config, pipeline, specs, ProvidedObjects())
+    assert evaluator is not None
+    drawn = evaluator(evaluator.backbone.velocity, Runtime(device="cpu"))
+    scores = evaluation(tmp_path / "low", 1)
     assert torch.equal(drawn.images, scores.images)
     assert not torch.equal(scores.images, low.images)
 
 
 def evaluation(folder, step):
     return Evaluation.load(folder / "evaluations" / f"step-{step:06d}.safetensors")
-
-
-def images(config, pipeline):
-    specs, runtime = build_rewards(config), Runtime(device="cpu")
-    evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
-    assert evaluator is not None
-    return evaluator(evaluator.backbone.velocity, runtime)
 
 
 def test_a_precision_that_cannot_be_used_is_not_written(learner, tmp_path, monkeypatch):
