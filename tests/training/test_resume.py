@@ -79,12 +79,6 @@ def test_a_rerun_of_a_finished_run_returns_what_it_measured(config_for, tmp_path
     assert align(config).comparisons == []
 
 
-def test_more_iterations_of_the_same_recipe_go_on(copy, config_for):
-    found = start(config_for(copy, run={"iterations": 5, "max_minutes": 3.0, "threads": 1}))
-    assert found.checkpoint == copy / "checkpoints" / "step-000002" and not found.finished
-    assert found.state["iteration"] == 2
-
-
 def test_another_recipe_gets_the_next_number_and_finds_it_again(copy, config_for, caplog):
     other = config_for(copy, optim={"lr": 5e-3}, run={"iterations": 1})
     align(other)
@@ -122,13 +116,12 @@ def test_a_time_limit_that_is_over_is_an_end_until_it_is_raised(config_for, tmp_
     assert longer.state["iteration"] == 1 and not longer.finished
 
 
-# --- runs that were moved -----------------------------------------------------------------------
-
-
-def test_a_moved_run_goes_on_from_each_of_its_checkpoints(copy, config_for):
-    config = config_for(copy, run={"iterations": 3})
+def test_more_iterations_of_a_moved_run_go_on_from_each_of_its_checkpoints(copy, config_for):
+    config = config_for(copy, run={"iterations": 5, "max_minutes": 3.0, "threads": 1})
     for resume in (AUTO, LATEST, str(copy)):
-        assert start(config, resume).state["iteration"] == 2
+        found = start(config, resume)
+        assert found.checkpoint == copy / "checkpoints" / "step-000002" and not found.finished
+        assert found.state["iteration"] == 2
     assert start(config, str(copy / "checkpoints" / "step-000001")).state["iteration"] == 1
 
 
