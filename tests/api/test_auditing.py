@@ -23,13 +23,10 @@ def recipe(tiny_config, tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
+def test_there_is_a_row_for_each_pair_and_one_of_exact_images(
+    recipe, load_tiny, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_there_is_a_row_for_each_pair_and_one_of_exact_images(recipe, load_tiny, here):
     rows = audit(
         recipe, prompts=2, steps=[3, 4], precisions=["bf16", "nvfp4-emulated"], pipeline=load_tiny()
     )
@@ -46,7 +43,7 @@ def test_there_is_a_row_for_each_pair_and_one_of_exact_images(recipe, load_tiny,
         ratio = row["seconds_per_image"] / exact["seconds_per_image"]
         assert row["ratio_to_exact"] == pytest.approx(ratio)
         assert row["missing"] == 0
-    assert not list(here.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_recipe_is_sampled_as_it_explores_and_learns_nothing(recipe, tiny_config, tmp_path):

@@ -67,11 +67,6 @@ def drawn(folder) -> list[np.ndarray]:
     return [np.asarray(Image.open(path)) for path in sorted(folder.glob("*.png"))]
 
 
-@pytest.fixture
-def config(tiny_config):
-    return tiny_config(evaluation=EVALUATION, lora=LORA)
-
-
 def test_sample_draws_what_peft_draws_and_not_what_the_base_draws(
     trained, reference, load_tiny, tiny_pipeline_path, tmp_path, flowrl
 ):
@@ -119,7 +114,7 @@ def test_what_export_writes_loads_with_diffusers_and_draws_the_same(
 
 
 def test_every_command_refuses_a_damaged_or_foreign_file_before_anything_is_loaded_or_drawn(
-    trained, config, tiny_config, monkeypatch, tmp_path, flowrl
+    trained, tiny_config, monkeypatch, tmp_path, flowrl
 ):
     def never(*args, **how):
         raise AssertionError("something was loaded or drawn")
@@ -141,6 +136,7 @@ def test_every_command_refuses_a_damaged_or_foreign_file_before_anything_is_load
     ):
         code, _, err = flowrl(*words)
         assert code and "not whole" in err
+    config = tiny_config(evaluation=EVALUATION, lora=LORA)
     started = tiny_config(lora=LORA | {"init_from": str(cut)})
     for use in (
         lambda: build_learner(started, Runtime(device="cpu"), ProvidedObjects()),

@@ -41,12 +41,8 @@ def runtime():
     return Runtime(device="cpu")
 
 
-@pytest.fixture(scope="module")
-def evaluation(evaluator, runtime):
-    return evaluator(evaluator.backbone.velocity, runtime)
-
-
-def test_every_image_is_scored_and_the_first_are_kept(evaluator, evaluation):
+def test_every_image_is_scored_and_the_first_are_kept(evaluator, runtime):
+    evaluation = evaluator(evaluator.backbone.velocity, runtime)
     assert evaluation.scores.shape == (5, 2) and evaluation.names == ("mean", "length")
     assert evaluation.rows == 2  # of batch_size 2: three calls
     assert evaluation.images.shape == (3, 3, 64, 64) and evaluation.images.dtype == torch.uint8

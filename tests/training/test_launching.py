@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from chat_servers import free_port
+from crashes import SMALLEST
 
 from flowrl.backbones.lora_files import FILE
 from flowrl.config import config_yaml
@@ -63,13 +64,8 @@ def home(tiny_config, tmp_path_factory) -> Path:
     (made / "kills.py").write_text(REWARD)
     (made / "program.py").write_text(PROGRAM)
     config = tiny_config(
-        rollout={
-            "prompts_per_iteration": 3,
-            "group_size": 2,
-            "num_inference_steps": 2,
-            "batch_size": 3,
-            "merge_lora": False,  # which a network in parts cannot
-        },
+        # merge_lora is what a network in parts cannot.
+        rollout=SMALLEST | {"prompts_per_iteration": 3, "batch_size": 3, "merge_lora": False},
         rewards=[{"name": "kills:bright"}],
         optim={"lr": 1e-3, "micro_batch": 3},
         ema={"decay": 0.5},

@@ -44,15 +44,9 @@ def config_for(tiny_config):
     return make
 
 
-@pytest.fixture(scope="module")
-def whole(config_for, tmp_path_factory) -> Path:
-    """The run that nothing happens to."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    align(config_for(folder))
-    return folder
-
-
-def test_the_last_files_hold_the_average_and_the_best(whole):
+def test_the_last_files_hold_the_average_and_the_best(config_for, tmp_path):
+    whole = tmp_path / "run"
+    align(config_for(whole))
     # What is trained moved in that run. Or the tests below would say nothing of schedules.
     lines = [line for line in read_metrics(whole) if "tree/forwards" in line]
     assert len({tuple(k for k in line if k.startswith("tree/distance/")) for line in lines}) > 1

@@ -15,11 +15,6 @@ from flowrl.utils.journal import seal_line
 LOG = [{"step": i, "reward/mean": i / 10} for i in range(1, 7)]
 
 
-def write(folder, text: str) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / FILE).write_text(text, encoding="utf-8")
-
-
 def lines(rows) -> str:
     return "".join(seal_line(row).decode() + "\n" for row in rows)
 
@@ -57,7 +52,7 @@ def test_values_that_are_no_numbers_are_written_as_null(tmp_path):
 
 def test_resuming_cuts_what_comes_after_so_that_each_step_stands_once(tmp_path):
     for resume_step in [0, 3, 6, 9]:
-        write(tmp_path, lines(LOG))
+        (tmp_path / FILE).write_text(lines(LOG))
         with Report(tmp_path, trackers=[], resume_step=resume_step) as report:
             for step in range(resume_step + 1, 12):
                 report.log(step, {"reward/mean": -1.0})
@@ -71,7 +66,7 @@ def test_resuming_cuts_what_comes_after_so_that_each_step_stands_once(tmp_path):
 def test_wherever_a_crash_cuts_the_file_resuming_repairs_it(tmp_path_factory, cut):
     folder = tmp_path_factory.mktemp("run")
     text = lines(LOG)[:cut]
-    write(folder, text)
+    (folder / FILE).write_text(text)
     whole = text.count("}")
     assert read_metrics(folder) == LOG[:whole]
     with Report(folder, trackers=[], resume_step=len(LOG)) as report:
