@@ -105,7 +105,6 @@ def test_settings_of_a_recipe_fit_its_objective():
 
 
 PLANNED = [name for name in REAL if re.search(r"medium-grpo-24", name)]
-SMALL = [name for name in REAL if re.search(r"-(12|16)gb$", name)]
 OTHERS = [name for name in REAL if name not in PLANNED]
 
 
@@ -119,21 +118,11 @@ def test_a_recipe_fits_the_gpus_it_is_for_and_none_of_them_waits(names):
         plan = make_plan(config, gpus=int(gpus), memory=memory_class(name))
         assert plan.phases and plan.geometry.even
         assert plan.memory is not None and plan.peak is not None
-        # A driver, other programs and fragments want the rest.
-        assert plan.peak.total <= 0.95 * plan.memory, plan.peak
+        # A driver, other programs and fragments want the rest: of a small card a gigabyte.
+        assert plan.peak.total <= min(0.95 * plan.memory, plan.memory - 1.0e9), plan.peak
         if config.objective.kind == "grpo":  # a smaller last batch would round otherwise
             shares = plan.geometry.shares
             assert not {rows % config.optim.micro_batch for s in shares for rows in s.rows} - {0}
-
-
-@pytest.mark.slow
-def test_recipes_for_small_cards_leave_a_gigabyte_with_their_rewards():
-    assert len(SMALL) == 4
-    for name in SMALL:
-        config, memory = load(name), memory_class(name)
-        plan = make_plan(config, memory=memory)
-        assert memory is not None and plan.peak is not None
-        assert plan.peak.total <= memory - 1.0e9, plan.peak
 
 
 @pytest.mark.slow
