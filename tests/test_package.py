@@ -118,13 +118,6 @@ def test_the_wheel_holds_both_packages_the_recipes_and_nothing_else(unpacked):
     assert "Apache License" in (info / "licenses" / "LICENSE").read_text()
 
 
-def test_presets_are_found_in_the_installed_package(unpacked, tmp_path):
-    words = ("-m", "flowrl", "train", "quickstart", "--print-config")
-    result = python(*words, cwd=tmp_path, path=unpacked)
-    assert result.returncode == 0, result.stderr
-    assert "tiny-sd3" in result.stdout
-
-
 # --- a training run elsewhere than here ----------------------------------------------------------
 
 SMALL = "train quickstart evaluation.num_images=6 run.trackers=[] pipeline.device=cpu".split()
@@ -200,33 +193,24 @@ for case in cases:
 """
 
 
-def check_names(installed, tmp_path):
-    """Both `rewards` are found wherever flowrl is installed and whatever the user's is."""
-    cases, expected = [], []
-    for folder, (files, own) in USERS.items():
-        for file in files:
-            (tmp_path / folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / folder / file).write_text(OWN)
-        (tmp_path / folder).mkdir(exist_ok=True)
-        cases.append(f"{tmp_path / folder}={own}")
-        expected += [f"flowrl_rewards.geneval {own.partition(':')[0]}"] * 2
-    result = python("-c", PROGRAM, str(installed), *cases, cwd=tmp_path, path="")
-    assert result.stdout.splitlines() == expected, result.stderr
-
-
-@pytest.mark.slow
-def test_a_wheel_and_the_rewards_of_a_user_live_together(unpacked, tmp_path):
-    check_names(unpacked, tmp_path)
-
-
 @pytest.mark.slow
 def test_pip_installs_what_lives_with_the_rewards_of_a_user(tmp_path):
+    """Both `rewards` are found wherever flowrl is installed and whatever the user's is."""
     for number, words in enumerate([[str(ROOT)], ["-e", str(ROOT)]]):
         target = tmp_path / str(number)
         pip = ["pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(target)]
         result = python("-m", *pip, *words)
         assert result.returncode == 0, result.stderr
-        check_names(target, target)
+        cases, expected = [], []
+        for folder, (files, own) in USERS.items():
+            for file in files:
+                (target / folder / file).parent.mkdir(parents=True, exist_ok=True)
+                (target / folder / file).write_text(OWN)
+            (target / folder).mkdir(exist_ok=True)
+            cases.append(f"{target / folder}={own}")
+            expected += [f"flowrl_rewards.geneval {own.partition(':')[0]}"] * 2
+        result = python("-c", PROGRAM, str(target), *cases, cwd=target, path="")
+        assert result.stdout.splitlines() == expected, result.stderr
 
 
 @pytest.mark.slow
