@@ -57,7 +57,6 @@ def test_what_decides_a_recipe_stays_and_nothing_is_large_real_or_remote(tmp_pat
     for ours, theirs in zip(small.rewards, real.rewards, strict=True):
         assert ours.label == theirs.name and ours.weight == theirs.weight
         assert ours.held_out == theirs.held_out and ours.applies_to == theirs.applies_to
-    small = rehearse(large(), tmp_path).config
     assert small.pipeline.path == "tiny-flux" and small.pipeline.device == "cpu"
     assert (small.pipeline.height, small.memory.base_bits) == (None, None)
     assert small.rollout.prompts_per_iteration * small.rollout.group_size <= 16
