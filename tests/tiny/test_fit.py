@@ -12,10 +12,7 @@ class Stopped(Exception):
     pass
 
 
-def fit(
-    folder, *, stop_at: int | None = None, steps: int = STEPS, decay: float = 0.3,
-    name: str = "toy", begin_at: str | None = None,
-) -> tuple[dict, dict]:  # fmt: skip
+def fit(folder, *, stop_at: int | None = None, steps: int = STEPS) -> tuple[dict, dict]:
     """A small regression -> weights and their average."""
     torch.manual_seed(0)
     module, ema = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
@@ -31,10 +28,7 @@ def fit(
         torch.optim.AdamW([module.weight], lr=0.1),
         torch.optim.AdamW([module.bias], lr=0.2),
     ]
-    loop.fit(
-        name, module, optimizers, loss_at, steps=steps, decay=decay, folder=folder, ema=ema,
-        begin_at=begin_at,
-    )  # fmt: skip
+    loop.fit("toy", module, optimizers, loss_at, steps=steps, decay=0.3, folder=folder, ema=ema)
     return module.state_dict(), ema.state_dict()
 
 
