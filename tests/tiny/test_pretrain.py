@@ -1,28 +1,15 @@
 """Pretraining can be stopped anywhere, and trains exactly what diffusers will run."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from flowrl.backbones.pipeline import PipelineBackbone
 from scripts.pretrain_tiny import flux, sana, sd3
 
-ENCODED = {sd3.autoencoder: (16, 8, 8), sana.autoencoder: (16, 4, 4)}  # shape of a latent
-
-
-@dataclass(frozen=True)
-class Family:
-    model: type
-    vae: Callable
-    packs: bool = False
-
-
-FAMILIES = {
-    "sd3": Family(sd3.TinySD3, sd3.autoencoder),
-    "flux": Family(flux.TinyFlux, sd3.autoencoder, packs=True),
-    "sana": Family(sana.TinySana, sana.autoencoder),
+FAMILIES = {  # model, autoencoder, shape of a latent
+    "sd3": (sd3.TinySD3, sd3.autoencoder, (16, 8, 8)),
+    "flux": (flux.TinyFlux, sd3.autoencoder, (16, 8, 8)),
+    "sana": (sana.TinySana, sana.autoencoder, (16, 4, 4)),
 }
 
 
@@ -31,30 +18,22 @@ def pack_latents(z):
     return torch.nn.functional.pixel_unshuffle(z, 2).flatten(2).transpose(1, 2)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request):
-    return FAMILIES[request.param]
-
-
-@pytest.fixture(scope="module")
-def model(family, tmp_path_factory):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_pretraining_sees_the_velocity_that_the_pipeline_computes(name, tmp_path):
+    """The same text conditioning, time and network as diffusers' own pipeline."""
     torch.manual_seed(0)
-    model = family.model(tmp_path_factory.mktemp("model"))
+    kind, autoencoder, shape = FAMILIES[name]
+    model, packs = kind(tmp_path), name == "flux"
     for parameter in model.transformer.parameters():
         if not parameter.any():  # or nothing that a prompt changes would reach the velocity
             torch.nn.init.normal_(parameter, std=0.05)
     model.transformer.eval()
     model.encoders.eval()
-    return model
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_pretraining_sees_the_velocity_that_the_pipeline_computes(model, family):
-    """The same text conditioning, time and network as diffusers' own pipeline."""
     texts = ['the word "BIRD"', "a red circle left of a blue square"]
-    pipeline, packs = model.pipeline(model.transformer, family.vae()), family.packs
-    z = torch.randn(2, *ENCODED[family.vae], generator=torch.Generator().manual_seed(0))
+    pipeline = model.pipeline(model.transformer, autoencoder())
+    z = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     given, sigma = pack_latents(z) if packs else z, torch.tensor([0.2, 1.0])
     # SANA's scheduler rounds times to whole numbers.
     times: list[torch.Tensor] = []
