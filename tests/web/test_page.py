@@ -5,6 +5,7 @@ import signal
 import socket
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,15 +22,10 @@ STOPPED = {"reason": "interrupted", "complete": False, "detail": ""}
 
 
 @pytest.fixture(scope="module")
-def root(make_folder_in, tmp_path_factory):
+def address(make_folder_in, tmp_path_factory, serve):
     root = tmp_path_factory.mktemp("page") / "runs"
     make_folder_in(root, "one", stop=STOPPED)
     make_folder_in(root, "other", recipe={"optim": {"lr": 5}})
-    return root
-
-
-@pytest.fixture(scope="module")
-def address(root, serve):
     with serve(root) as address:
         yield address
 
@@ -290,16 +286,11 @@ def test_the_form_says_beside_a_field_why_it_is_refused_and_starts_what_it_accep
 ):
     commands = []
 
-    class Child:
-        pid = 1
+    def start(command, **how):
+        commands.append(command[3:])
+        return SimpleNamespace(pid=1, poll=lambda: 0)
 
-        def __init__(self, command, **how):
-            commands.append(command[3:])
-
-        def poll(self):
-            return 0
-
-    monkeypatch.setattr("flowrl.web.jobs.subprocess.Popen", Child)
+    monkeypatch.setattr("flowrl.web.jobs.subprocess.Popen", start)
     root = tmp_path / "runs"
     root.mkdir()
     with serve(root) as address:
