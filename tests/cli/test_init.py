@@ -35,11 +35,8 @@ def test_answers_become_a_recipe_that_is_not_overwritten(
 
 # (model, memory, the parent's checkpoint)
 PARENTS = [
-    ("black-forest-labs/FLUX.1-dev", "24", "flux.1-dev-nft-24gb"),
     ("stabilityai/stable-diffusion-3.5-large", "48GB", "sd3.5-large-grpo-fast-48gb"),
     ("black-forest-labs/FLUX.2-klein-base-9B", "48", "flux.2-klein-9b-nft-48gb"),
-    ("Qwen/Qwen-Image", "48GB", "qwen-image-nft-48gb"),
-    ("krea/Krea-2-Raw", "48GB", "krea-2-nft-48gb"),
 ]
 
 
