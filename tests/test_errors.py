@@ -35,7 +35,6 @@ def raises(error: BaseException):
         (raises(SafetensorError("I/O error: No space left on device (os error 28)")), "space", 1),
         (raises(PermissionError(errno.EACCES, "Permission denied", "some.file")), "file", 1),
         (raises(OSError(errno.EIO, "Input/output error", "some.file")), "file", 1),
-        (raises(OSError(errno.EIO, "Input/output error")), "file", 1),
         (raises(BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))), "pipe", 141),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
