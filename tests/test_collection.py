@@ -9,15 +9,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def git_files(*patterns: str) -> set[Path]:
-    run = subprocess.run(
-        ["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True
-    )
-    if run.returncode:
-        pytest.skip("not a git checkout")
-    return {ROOT / name for name in run.stdout.splitlines() if (ROOT / name).is_file()}
-
-
 LIST = """
 import sys
 import pytest
@@ -36,7 +27,11 @@ pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[Files()
 
 
 def test_pytest_collects_every_test_file_of_the_repository():
+    words = ["git", "ls-files", "--", "*/test_*.py", "test_*.py"]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    tests = {ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
     run = subprocess.run([sys.executable, "-c", LIST], cwd=ROOT, capture_output=True, text=True)
     lines = [line.partition("file: ")[2] for line in run.stdout.splitlines()]
-    tests = git_files("*/test_*.py", "test_*.py")
     assert tests and tests == {Path(line) for line in lines if line}, run.stdout + run.stderr

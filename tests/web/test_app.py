@@ -24,14 +24,10 @@ def ask(client, path: str, method: str = "GET", **given):
     return client.request(method, path, headers=headers, **given)
 
 
-def addresses(client) -> list[tuple[str, str]]:
+def test_every_address_with_anything_of_a_run_wants_the_token(client):
     routes = [route for route in client.app.routes if route.path.startswith("/api/")]
     assert len(routes) == 13
-    return [(method, r.path) for r in routes for method in r.methods - {"HEAD"}]
-
-
-def test_every_address_with_anything_of_a_run_wants_the_token(client):
-    for method, path in addresses(client):
+    for method, path in [(m, r.path) for r in routes for m in r.methods - {"HEAD"}]:
         for wrong in ({}, {"authorization": "Bearer other"}, {"authorization": TOKEN}):
             answer = client.request(method, path, headers=wrong, json={})
             assert answer.status_code == 401 and set(answer.json()) == {"error"}, path

@@ -19,18 +19,14 @@ def refused(root, **fields) -> str:
     return refusal.value.field
 
 
-def config_of(words):
-    request = sort_arguments(words)
-    return load_config(request.recipe, request.overrides)
-
-
 def test_fields_become_words_and_pasted_prompts_a_file_beside_the_runs(tmp_path):
     form = RunForm(
         recipe="quickstart-grpo", model=" tiny-sana ", prompts=f"\n{PASTED}\r\n  \n a cät\t!",
         reward="brightness", iterations="07", changes=("optim.lr=0.5", ""),
     )  # fmt: skip
     root = tmp_path / 'a "b" c'
-    config = config_of(form.words(root))
+    request = sort_arguments(form.words(root))
+    config = load_config(request.recipe, request.overrides)
     assert (config.pipeline.path, config.run.iterations, config.optim.lr) == ("tiny-sana", 7, 0.5)
     assert [reward.name for reward in config.rewards] == ["brightness"]
     assert config.evaluation.prompts is None  # those of the recipe say nothing about these

@@ -34,7 +34,6 @@ class Child:
 
     def __init__(self, command, **how):
         self.command, self.pid, self.ended, self.signals = command, 1, None, []
-        self.how = how
 
     def poll(self) -> int | None:
         return self.ended
@@ -50,18 +49,13 @@ def jobs(tmp_path, monkeypatch):
     return Jobs(tmp_path / "runs")
 
 
-def until(holds) -> None:
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_run_is_asked_to_stop_once_however_often_one_clicks(make_folder, tmp_path):
     run = RunFiles("run", make_folder())
     child = subprocess.Popen([sys.executable, "-c", WORK, str(run.path)])
     try:
-        until((run.path / "ready").exists)
+        while not (run.path / "ready").exists():
+            assert child.poll() is None
+            time.sleep(0.02)
         assert run.state().name == "running" and run.state().pid == child.pid
         jobs = Jobs(tmp_path / "runs")
         assert not jobs.stopping(run)
