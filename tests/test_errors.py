@@ -12,10 +12,6 @@ from safetensors import SafetensorError
 from flowrl.errors import MEMORY, MachineFailure, UserError, as_failure, exit_code, phase
 
 
-def too_large() -> None:
-    torch.empty(2**60, dtype=torch.uint8)
-
-
 def raises(error: BaseException):
     def fail() -> None:
         raise error
@@ -26,7 +22,7 @@ def raises(error: BaseException):
 @pytest.mark.parametrize(
     ("fail", "cause", "code"),
     [
-        (too_large, "memory", 1),
+        (lambda: torch.empty(2**60, dtype=torch.uint8), "memory", 1),
         (raises(MemoryError()), "memory", 1),
         (raises(torch.OutOfMemoryError("CUDA out of memory.")), "memory", 1),
         (raises(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when")), "memory", 1),

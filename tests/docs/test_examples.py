@@ -109,15 +109,13 @@ reward_server.main(0)
 """
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
+@pytest.fixture
+def url(tmp_path):
     """The page's server, as it stands, with another model in it."""
-    folder = tmp_path_factory.mktemp("served")
-    (folder / "reward_server.py").write_text(blocks("docs/reward-servers.md", "python server")[0])
-    (folder / "mine.py").write_text(STAND_IN)
-    command = [sys.executable, "mine.py"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True) as process:
+    (tmp_path / "reward_server.py").write_text(blocks("docs/reward-servers.md", "python server")[0])
+    (tmp_path / "mine.py").write_text(STAND_IN)
+    command, pipe = [sys.executable, "mine.py"], subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]
         process.kill()

@@ -11,27 +11,19 @@ from scripts.pretrain_tiny.defects import altered, with_defects
 from scripts.pretrain_tiny.draw import draw, layouts, places
 
 
-def drawn(prompt: dict, seed: int) -> np.ndarray:
-    return draw(prompt, random.Random(seed))
-
-
 def ink(image: np.ndarray) -> np.ndarray:
     """(64, 64) bool: far from the paper."""
     return np.abs(image.astype(int) - image[0, 0].astype(int)).sum(-1) > 120
 
 
-def quarters(image: np.ndarray) -> list[bool]:
-    """Whether each quarter holds something."""
-    return [bool(ink(image)[r : r + 32, c : c + 32].any()) for r in (0, 32) for c in (0, 32)]
-
-
 def test_every_object_fills_a_quarter_of_its_own():
     for tag in [t for t in TAGS if t != "ocr"]:
         for seed, prompt in enumerate(split_prompts(tag, "test")[:40]):
-            image = drawn(prompt, seed)
+            found = ink(draw(prompt, random.Random(seed)))
             wanted = sum(entry["count"] for entry in prompt["include"])
-            assert sum(quarters(image)) == wanted, prompt["prompt"]
-            borders = ink(image)[[0, 31, 32, 63]].any() or ink(image)[:, [0, 31, 32, 63]].any()
+            quarters = [found[r : r + 32, c : c + 32].any() for r in (0, 32) for c in (0, 32)]
+            assert sum(quarters) == wanted, prompt["prompt"]
+            borders = found[[0, 31, 32, 63]].any() or found[:, [0, 31, 32, 63]].any()
             assert not borders, prompt["prompt"]
 
 
