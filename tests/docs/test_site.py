@@ -15,19 +15,6 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The site, built so that a broken link or a page outside the navigation is an error."""
-    pytest.importorskip("mkdocs")
-    folder = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
-    env["FLOWRL_REPOSITORY"] = "https://github.com/someone/flowrl"
-    built = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert built.returncode == 0, built.stderr[-3000:]
-    return folder
-
-
 def headings(page: Path) -> list[str]:
     """Return the text of a page's second-level headings that are code."""
     found = re.findall(r"<h2[^>]*><code>(.*?)</code>(.*?)<a", page.read_text(), re.DOTALL)
@@ -36,9 +23,17 @@ def headings(page: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_site_builds_strictly_and_has_every_option_command_metric_and_function(site):
+def test_the_site_builds_strictly_and_has_every_option_command_metric_and_function(tmp_path):
+    """A broken link or a page outside the navigation is an error of the build."""
+    pytest.importorskip("mkdocs")
     from scripts.docs_site import commands, public_names
 
+    site = tmp_path / "site"
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(site)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    env["FLOWRL_REPOSITORY"] = "https://github.com/someone/flowrl"
+    built = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert built.returncode == 0, built.stderr[-3000:]
     pages = sorted((site / "reference" / "options").glob("*/index.html"))
     options = {(o.path, o.variant) for o in walk(Config)}
     sections = {path for path, _ in options if "." not in path}
@@ -49,11 +44,7 @@ def test_the_site_builds_strictly_and_has_every_option_command_metric_and_functi
     python = (site / "reference" / "python" / "index.html").read_text()
     assert headings(site / "reference" / "python" / "index.html") == public_names()
     assert python.count('class="doc doc-contents') >= len(public_names())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_notebook_opens_in_colab_from_the_released_address(site):
+    # A notebook opens in Colab from the released address.
     page = (site / "tutorials" / "laptop" / "index.html").read_text()
     notebook = "someone/flowrl/blob/main/examples/notebooks/quickstart.ipynb"
     assert f'href="https://colab.research.google.com/github/{notebook}"' in page
