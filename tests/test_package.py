@@ -83,14 +83,9 @@ def wheel(tmp_path_factory):
     return built("wheel", tmp_path_factory.mktemp("wheel"))
 
 
-@pytest.fixture(scope="module")
-def unpacked(wheel, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("installed")
-    zipfile.ZipFile(wheel).extractall(folder)
-    return folder
-
-
-def test_the_wheel_holds_both_packages_the_recipes_and_nothing_else(unpacked):
+def test_the_wheel_holds_both_packages_the_recipes_and_nothing_else(wheel, tmp_path):
+    unpacked = tmp_path / "installed"
+    zipfile.ZipFile(wheel).extractall(unpacked)
     for package, name in (("flowrl",) * 2, ("rewards", "flowrl_rewards"), ("flowrl_rewards",) * 2):
         ours = {p.relative_to(ROOT / package) for p in (ROOT / package).rglob("*") if p.is_file()}
         ours = {p for p in ours if "__pycache__" not in p.parts and p.suffix != ".pyc"}
