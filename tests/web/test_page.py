@@ -30,17 +30,10 @@ def address(make_folder_in, tmp_path_factory, serve):
         yield address
 
 
-@pytest.fixture(scope="module")
-def context(browser):
-    context = browser.new_context(viewport={"width": 1366, "height": 900})
-    context.set_default_timeout(60_000)
-    yield context
-    context.close()
-
-
 @pytest.fixture
-def page(context):
-    page = context.new_page()
+def page(browser):
+    page = browser.new_page(viewport={"width": 1366, "height": 900})
+    page.set_default_timeout(60_000)
     page.faults, page.asked = [], []
     page.on("pageerror", lambda error: page.faults.append(str(error)))
     page.on("request", lambda request: page.asked.append(request.url))
