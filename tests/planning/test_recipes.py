@@ -136,20 +136,10 @@ def test_flux_at_512_pixels_trains_in_28_gb_and_in_12_with_4_bits():
         assert plan.fits and plan.phases[0].phase == "encode"
 
 
-WAYS = "grpo grpo-fast branchgrpo nft gdro solrl".split()
-BY_WAY = [[n for n in preset_names() if re.search(rf"-{way}-\d+gb$", n)] for way in WAYS]
-QUICK = [names[turn % len(names)] for turn, names in enumerate(BY_WAY) if names]
-SLOW = [name for name in preset_names() if name not in QUICK]
-
-
-@pytest.mark.parametrize(
-    "names",
-    [QUICK, pytest.param(SLOW, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
-    ids=["one of a kind", "all others"],
-)
 @pytest.mark.slow
-def test_a_recipe_runs_on_the_tiny_pipeline_of_its_family(names, tmp_path):
-    for name in names:
+@pytest.mark.timeout(2400)
+def test_a_recipe_runs_on_the_tiny_pipeline_of_its_family(tmp_path):
+    for name in preset_names():
         real = load(name)
         config = rehearse(real, tmp_path / name).config
         kind = pipeline_class(real.pipeline.path)
