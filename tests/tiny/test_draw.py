@@ -11,15 +11,11 @@ from scripts.pretrain_tiny.defects import altered, with_defects
 from scripts.pretrain_tiny.draw import draw, layouts, places
 
 
-def ink(image: np.ndarray) -> np.ndarray:
-    """(64, 64) bool: far from the paper."""
-    return np.abs(image.astype(int) - image[0, 0].astype(int)).sum(-1) > 120
-
-
 def test_every_object_fills_a_quarter_of_its_own():
     for tag in [t for t in TAGS if t != "ocr"]:
         for seed, prompt in enumerate(split_prompts(tag, "test")[:40]):
-            found = ink(draw(prompt, random.Random(seed)))
+            image = draw(prompt, random.Random(seed)).astype(int)
+            found = np.abs(image - image[0, 0]).sum(-1) > 120  # far from the paper
             wanted = sum(entry["count"] for entry in prompt["include"])
             quarters = [found[r : r + 32, c : c + 32].any() for r in (0, 32) for c in (0, 32)]
             assert sum(quarters) == wanted, prompt["prompt"]
