@@ -49,23 +49,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    missing = {
-        name: reason for name in ("slow", "weights", "gpu") if (reason := _lack(config, name))
-    }
+    import torch
+
+    missing = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
+    for name in ("slow", "weights"):
+        if not config.getoption(f"--{name}"):
+            missing[name] = f"marked {name}: run with --{name}"
     for item in items:
         for name, reason in missing.items():
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _lack(config: pytest.Config, marker: str) -> str:
-    """Why tests with this marker cannot run now, "" if they can."""
-    if marker == "gpu":
-        import torch
-
-        return "" if torch.cuda.is_available() else "needs a CUDA device"
-    wanted = config.getoption(f"--{marker}")
-    return "" if wanted else f"marked {marker}: run with --{marker}"
 
 
 # --- a pipeline to train -----------------------------------------------------------------------
