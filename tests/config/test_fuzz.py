@@ -47,23 +47,19 @@ def leaves(model: type[Options] = Config, above: str = "", needs=()) -> Iterator
             yield from leaves(section, below, needs + wanted)
 
 
-def at(data: Any, path: str) -> Any:
-    for part in path.split("."):
-        data = data[int(part)] if isinstance(data, list) else data[part]
-    return data
-
-
 def is_taken(path: str, needs: tuple[str, ...], value: str) -> bool:
     """Return whether a value is accepted; check what becomes of it, or what is said of it."""
     try:
         data = merge(BASE, parse_overrides([*needs, f"{path}={value}"]))
-        printed = at(parse_config(data).model_dump(mode="json"), path)
+        printed: Any = parse_config(data).model_dump(mode="json")
     except UserError as error:
         lines = str(error).splitlines()
         assert 1 <= len(lines) <= 8 and max(map(len, lines)) < 900
         words = {re.sub(r"\.\d+", ".0", word.rstrip(".:,;?")) for word in str(error).split()}
         assert words & (NAMES - {"run"}) or path.partition(".0")[0] in str(error)
         return False
+    for part in path.split("."):
+        printed = printed[int(part)] if isinstance(printed, list) else printed[part]
     wanted = load_yaml(value)
     same = isinstance(wanted, dict | list) or printed == wanted
     assert same or float(printed) == float(wanted)  # as of '1_000'
