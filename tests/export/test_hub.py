@@ -15,8 +15,6 @@ from flowrl.errors import UserError
 from flowrl.export.formats import export_hub
 from flowrl.export.hub import open_repository, public, public_config, publish, push, push_later
 
-TOKEN = "hf_secret"
-
 
 class Hub:
     """Stands for the Hub: notes requests, and stores the files that it gets."""
@@ -57,7 +55,7 @@ def hub(monkeypatch) -> Hub:
 
     stand_in = Hub()
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: stand_in)
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: TOKEN)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secret")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     return stand_in
 
@@ -79,12 +77,10 @@ def test_the_uploaded_configuration_is_a_recipe_without_where_it_ran(tiny_config
 @pytest.mark.parametrize(
     ("private", "shown"),
     [
-        ("/data/me/prompts.txt", "prompts.txt"),
         ("/data/me/mine.py:Reward", "mine.py:Reward"),
         ("C:\\Users\\me\\prompts.txt", "prompts.txt"),
         ("http://me:secret@host:8000/v1", "http://HOST:PORT"),
         ("http://huggingface.co/a", "http://HOST:PORT"),
-        ("s3://key:secret@bucket/a/prompts.jsonl", "http://HOST:PORT"),
         ("runs/../../me/mine.py:Reward", "mine.py:Reward"),
         ("~me/prompts.txt", "prompts.txt"),
         ("gpu7.lab.org:8000", "HOST:PORT"),

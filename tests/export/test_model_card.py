@@ -129,7 +129,6 @@ def test_the_licence_is_that_of_the_base(tmp_path):
     for base, name in (
         (FLUX, "flux-1-dev-non-commercial-license"),
         ("stabilityai/stable-diffusion-3.5-medium", "stabilityai-ai-community"),
-        ("stabilityai/stable-diffusion-3.5-large", "stabilityai-ai-community"),
         ("Efficient-Large-Model/Sana_1600M_1024px_diffusers", "nscl-v2-custom"),
     ):
         header, body = parts(tmp_path, card(base_model=base, license=licence_of(base), **PLAIN))
