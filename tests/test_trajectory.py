@@ -31,16 +31,14 @@ def two_trees() -> Tree:
     )
 
 
-def gathered(keep: list[list[int]]) -> Transitions:
-    advantage = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]])
+def gathered(keep: torch.Tensor, advantage: torch.Tensor) -> Transitions:
     cond = Conditioning(tensors={"a": torch.zeros(2, 1)})
-    return transitions(
-        two_trees(), advantage, torch.tensor(keep).bool(), torch.tensor([6, 7]), cond
-    )
+    return transitions(two_trees(), advantage, keep.bool(), torch.tensor([6, 7]), cond)
 
 
 def test_edges_stand_under_their_parents_and_leaves_tree_by_tree():
-    batch = gathered([[1, 1, 1, 1], [1, 1, 1, 1]])
+    advantage = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]])
+    batch = gathered(torch.ones(2, 4), advantage)
     assert batch.x[:, 0].tolist() == [0, 10, 1, 11]
     assert batch.group.tolist() == [6, 7, 6, 7] and batch.prompt.tolist() == [0, 1, 0, 1]
     assert batch.sigma.tolist() == [1.0, 1.0, 0.5, 0.5]
@@ -52,14 +50,13 @@ def test_edges_stand_under_their_parents_and_leaves_tree_by_tree():
     assert batch.sigma_next.tolist() == [0.5] * 4 + [0.0] * 4
     assert batch.step.tolist() == [0] * 4 + [1] * 4
     # A parent without kept edges costs no forward.
-    batch = gathered([[0, 1, 0, 0], [0, 0, 0, 1]])
+    batch = gathered(torch.tensor([[0, 1, 0, 0], [0, 0, 0, 1]]), advantage)
     assert batch.x[:, 0].tolist() == [0, 11]
     assert batch.x_next[:, 0].tolist() == [2, 14] and batch.parent.tolist() == [0, 1]
-    assert len(gathered([[0] * 4, [0] * 4])) == 0
+    assert len(gathered(torch.zeros(2, 4), advantage)) == 0
     # Metrics count forwards and the edges without advantage.
-    cond = Conditioning(tensors={"a": torch.zeros(2, 1)})
     advantage = torch.tensor([[0.0, 2, 3, 0], [5, 0, 7, 8]])
-    batch = transitions(two_trees(), advantage, advantage != 0, torch.tensor([6, 7]), cond)
+    batch = gathered(advantage, advantage)
     metrics = {name: value.item() for name, value in batch.metrics().items()}
     assert metrics == {"tree/train_forwards": 4, "tree/no_advantage": 3 / 8}
     # Leaves come tree by tree with their prompts.

@@ -9,8 +9,7 @@ import pytest
 from flowrl.cli import main
 
 ROOT = Path(__file__).parents[2]
-WHOLE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-TEXT = re.sub(r"\\\n(?!#)\s*", " ", WHOLE)
+TEXT = re.sub(r"\\\n(?!#)\s*", " ", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
 LINES = [line for line in TEXT.splitlines() if line.strip() and not line.startswith("#")]
 
 
