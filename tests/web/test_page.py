@@ -31,14 +31,8 @@ def address(make_folder_in, tmp_path_factory, serve):
 
 
 @pytest.fixture
-def page(browser):
-    page = browser.new_page(viewport={"width": 1366, "height": 900})
-    page.set_default_timeout(60_000)
-    page.faults, page.asked = [], []
-    page.on("pageerror", lambda error: page.faults.append(str(error)))
-    page.on("request", lambda request: page.asked.append(request.url))
+def page(page):
     yield page
-    page.close()
     assert not page.faults
 
 

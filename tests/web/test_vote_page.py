@@ -25,25 +25,9 @@ def serve_votes(serve_app):
     return serve
 
 
-@pytest.fixture
-def open_page(browser):
-    """Open an address in a window of its own; return the page with its requests and its faults."""
-    contexts = []
-
-    def open_page(address, width=1366):
-        contexts.append(browser.new_context(viewport={"width": width, "height": 800}))
-        contexts[-1].set_default_timeout(60_000)
-        page = contexts[-1].new_page()
-        page.faults, page.asked = [], []
-        page.on("pageerror", lambda error: page.faults.append(str(error)))
-        page.on("request", lambda request: page.asked.append(request.url))
-        page.goto(address)
-        page.wait_for_selector("#main[aria-busy=false] #second img[src^=blob]")
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
+def opened(page, address):
+    page.goto(address)
+    page.wait_for_selector("#main[aria-busy=false] #second img[src^=blob]")
 
 
 def wait_for_count(page, start):
@@ -59,11 +43,11 @@ def choices(folder):
 
 
 def test_keys_vote_and_every_vote_is_on_disk_when_the_page_counts_it(
-    serve_votes, open_page, write_images, tmp_path
+    serve_votes, page, write_images, tmp_path
 ):
     folder = write_images(tmp_path, ["a cat", HOSTILE], images=4)
     with serve_votes(folder) as address:
-        page = open_page(address)
+        opened(page, address)
         assert "token" not in page.url
         wanted = []
         for key, choice in (("1", "first"), ("2", "second"), ("t", "tie"), ("s", "skip")):
@@ -87,14 +71,14 @@ def test_keys_vote_and_every_vote_is_on_disk_when_the_page_counts_it(
         assert all(url.startswith((base, f"blob:{base}")) for url in page.asked)
 
 
-def test_a_button_trains_and_shows_what_came_of_it(serve_votes, open_page, write_images, tmp_path):
+def test_a_button_trains_and_shows_what_came_of_it(serve_votes, page, write_images, tmp_path):
     folder = write_images(tmp_path, ["a cat"], images=4)
     grid = folder / "run" / "gallery" / "grid.png"
     grid.parent.mkdir(parents=True)
     Image.new("RGB", (64, 32), "red").save(grid)
     os.utime(grid, (0, 0))
     with serve_votes(folder, train=("recipes",)) as address:  # a command that ends soon
-        page = open_page(address)
+        opened(page, address)
         page.locator("#train").focus()
         page.keyboard.press("Enter")
         page.wait_for_selector("#state:text('The LoRA is trained')")
@@ -106,19 +90,19 @@ def test_a_button_trains_and_shows_what_came_of_it(serve_votes, open_page, write
         page.wait_for_selector("#grid:not([hidden]) img[src^=blob]")
         assert not page.faults
     with serve_votes(folder, train=("no-such-command",)) as address:
-        page = open_page(address)
+        opened(page, address)
         page.locator("#train").click()
         page.wait_for_selector("#state:text('Training failed')")
         assert "no-such-command" in page.locator("#output").inner_text()
     with serve_votes(folder) as address:
-        page = open_page(address)
+        opened(page, address)
         assert page.locator("#training").is_hidden()
 
 
-def test_a_vote_that_no_server_hears_is_not_counted(serve_votes, open_page, write_images, tmp_path):
+def test_a_vote_that_no_server_hears_is_not_counted(serve_votes, page, write_images, tmp_path):
     folder = write_images(tmp_path, ["a cat", "a dog"], images=4)
     with serve_votes(folder) as address:
-        page = open_page(address)
+        opened(page, address)
         page.keyboard.press("1")
         wait_for_count(page, "1 of 4 votes")
     page.keyboard.press("2")
