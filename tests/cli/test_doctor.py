@@ -11,9 +11,6 @@ def test_only_needed_packages_that_are_missing_or_old_are_problems(monkeypatch):
     missing, old, optional = (found[name] for name in ("flowrl-none", "pydantic", "wandb"))
     assert missing.state == old.state == "problem" and "expected >=99" in old.detail
     assert missing.remedy == 'pip install "flowrl-none>=2"'
-    assert (optional.state, optional.detail) == (
-        "missing",
-        "not installed, expected >=99: a tracker",
-    )
+    assert optional.state == "missing" and "expected >=99: a tracker" in optional.detail
     assert found["packages"].detail == "typer 0.15"
     assert healthy([optional]) and not healthy([optional, old]) and not healthy([*found.values()])
