@@ -14,10 +14,6 @@ from flowrl.trajectory import leaves_below
 F64 = torch.float64
 
 
-def assert_exact(value, expected, tolerance=1e-12):
-    assert_close(value, expected, rtol=0, atol=tolerance)
-
-
 def assert_exact_with_nan(value, expected, tolerance=1e-12):
     assert_close(value, expected, rtol=0, atol=tolerance, equal_nan=True)
 

@@ -1,5 +1,7 @@
 """Objectives on the reward's gradient against autograd through chains that are written out."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,6 @@ from toy_chains import (
     reward_of,
     straight_through,
     velocity,
-    with_seed,
 )
 
 from flowrl.config import objectives as options
@@ -50,7 +51,7 @@ def test_random_numbers_belong_to_the_image_and_the_seed():
     noise = fresh_noise(batch, "copy", 2).view(N, 2, -1)
     assert torch.equal(fresh_noise(some, "copy", 2).view(2, 2, -1), noise[[4, 1]])
     assert not torch.equal(noise[:, 0], noise[:, 1])
-    for other in (chances(batch, "pair", 3), chances(with_seed(batch, 1), "step", 3)):
+    for other in (chances(batch, "pair", 3), chances(replace(batch, seed=1), "step", 3)):
         assert not torch.equal(chances(batch, "step", 3), other)
     many = chains(Toy(), steps=3, count=1500)
     pairs = list(zip(*(t.tolist() for t in uniform_pairs(many)), strict=True))
@@ -157,7 +158,7 @@ def test_sparse_steps_are_these_velocities_times_the_gain():
         x0 = straight_through(gain * moved, one.x[:, -1])
         parts.append(gradient(-reward_of(x0, one.prompt).mean(), toy))
     assert_same(gradient(loss_of(objective, toy, batch)[0], toy), mean_of(parts))
-    first, second = (objective.active(with_seed(batch, s)) for s in (1, 2))
+    first, second = (objective.active(replace(batch, seed=s)) for s in (1, 2))
     assert not torch.equal(first, second)
 
 

@@ -1,7 +1,5 @@
 """Chains of a small network in float64, and a reward of which everything is known."""
 
-from dataclasses import replace
-
 import torch
 import toy_rollout
 
@@ -16,18 +14,16 @@ F64 = torch.float64
 
 
 class Toy(torch.nn.Module):
-    """v = tanh(x W) (1 + sigma) + sigma b + c[prompt]; `blind` leaves x out."""
+    """v = tanh(x W) (1 + sigma) + sigma b + c[prompt]."""
 
-    def __init__(self, seed: int = 0, blind: bool = False):
+    def __init__(self, seed: int = 0):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.w = torch.nn.Parameter(torch.randn(D, D, generator=generator).to(F64))
         self.b = torch.nn.Parameter(torch.randn(D, generator=generator).to(F64))
-        self.blind = blind
 
     def forward(self, x, sigma, cond):
-        seen = torch.ones_like(x) if self.blind else x
-        inner = torch.tanh(seen @ self.w) * (1 + sigma[:, None])
+        inner = torch.tanh(x @ self.w) * (1 + sigma[:, None])
         return inner + sigma[:, None] * self.b + cond.tensors["c"]
 
 
@@ -35,14 +31,10 @@ def cond() -> Conditioning:
     return Conditioning(tensors={"c": torch.arange(PROMPTS * D).view(PROMPTS, D).to(F64) / 10})
 
 
-def schedule(steps: int = T) -> torch.Tensor:
-    return torch.linspace(1, 0, steps + 1, dtype=F64) ** 1.5
-
-
 @torch.no_grad()
-def chains(toy, steps: int = T, count: int = N, forwards=1, sigmas=None) -> Trajectories:
+def chains(toy, steps: int = T, count: int = N, forwards=1) -> Trajectories:
     generator = torch.Generator().manual_seed(1)
-    sigmas = schedule(steps) if sigmas is None else sigmas
+    sigmas = torch.linspace(1, 0, steps + 1, dtype=F64) ** 1.5
     prompt = torch.arange(count) % PROMPTS
     x = [torch.randn(count, D, generator=generator).to(F64)]
     for a, b in zip(sigmas[:-1], sigmas[1:], strict=True):
@@ -91,9 +83,8 @@ def gradient(loss, toy):
     return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
 
 
-def velocity(toy, batch, x, step: int, rows=None):
-    rows = torch.arange(len(batch)) if rows is None else rows
-    return toy(x, batch.sigmas[step].expand(len(x)), batch.cond.take(batch.prompt[rows]))
+def velocity(toy, batch, x, step: int):
+    return toy(x, batch.sigmas[step].expand(len(x)), batch.cond.take(batch.prompt))
 
 
 def full(toy, batch, first: int = 0, jacobians: bool = True):
@@ -108,16 +99,12 @@ def only(batch: Trajectories, row: int) -> Trajectories:
     return batch.take(torch.tensor([row]))
 
 
-def assert_same(a, b, atol=1e-12):
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=atol)
+def assert_same(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def straight_through(surrogate, value):
     return value.detach() + tangent(surrogate)
-
-
-def with_seed(batch: Trajectories, seed: int) -> Trajectories:
-    return replace(batch, seed=seed)
 
 
 def rollout_of_chains(batch: Trajectories) -> Rollout:
