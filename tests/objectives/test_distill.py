@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from policies import disturb
 from toy_images import PER_IMAGE, images, moved
 from toy_policy import Toy, gradient
 
@@ -58,10 +59,7 @@ def test_a_prompt_without_a_teacher_is_refused_before_the_run(make_learner):
 
 def test_a_student_comes_to_its_teacher_on_its_own_images(make_learner, tmp_path):
     taught = make_learner().policy
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in taught.parameters():
-            p += 0.1 * torch.randn(p.shape, generator=generator)
+    disturb(taught)
     lora = save_lora(taught.backbone.pipeline, tmp_path, adapter=POLICY)
     learner = make_learner(
         rollout={"tree": {"kind": "ode"}},

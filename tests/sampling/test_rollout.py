@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from policies import disturb
 
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import load_prompts
@@ -30,14 +31,6 @@ def request_of(records=RECORDS, plan=PLAN, **options):
     return group_request(records, plan, **({"seed": 0, "iteration": 4} | options))
 
 
-def judged(reward, request, leaves=1):
-    scoring = Scoring(specs=[RewardSpec(name="reward", reward=reward)])
-    count = len(request.prompt) * leaves
-    images = submit_images(scoring, torch.zeros(count, 3, 4, 4).split(1), request, leaves)
-    assert len(images) == count
-    return scoring.result()
-
-
 # fp32 rounding of a pixel after some steps and the decoder; other noise moves it by about 1.
 ROUNDING = 1e-4
 
@@ -48,9 +41,7 @@ def sample(make_learner):
     schedule = Schedule(
         sigmas=learner.policy.backbone.sigmas(3), kernel=KERNELS["flow_sde"], noise_level=0.7
     )
-    generator = torch.Generator().manual_seed(0)
-    for p in learner.policy.parameters():  # away from the fresh adapter, which changes nothing
-        p.data += 0.05 * torch.randn(p.shape, generator=generator)
+    disturb(learner.policy, 0.05)  # away from the fresh adapter, which changes nothing
 
     @torch.no_grad()
     def images(request, batch_size=6, plan=PLAN):
@@ -117,9 +108,11 @@ def test_rewards_are_given_the_prompts_own_words():
         return [float(len(p)) for p in prompts]
 
     request = request_of().take(torch.tensor([5, 0]))
-    result = judged(length, request, leaves=2)
+    scoring = Scoring(specs=[RewardSpec(name="length", reward=length)])
+    assert len(submit_images(scoring, torch.zeros(4, 3, 4, 4).split(1), request, 2)) == 4
     lengths = [len(RECORDS[2].text), len(RECORDS[0].text)]
-    assert result.scores[:, 0].tolist() == [lengths[0]] * 2 + [lengths[1]] * 2
+    expected = [lengths[0]] * 2 + [lengths[1]] * 2
+    assert scoring.result().scores[:, 0].tolist() == expected
 
 
 HELD_OUT = {"name": "compressibility", "held_out": True, "when": "both"}
