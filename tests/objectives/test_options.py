@@ -11,7 +11,6 @@ import flowrl
 from flowrl.config import objectives as options
 from flowrl.config.validate import check_spo
 from flowrl.errors import UserError
-from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import check_objective
 from flowrl.trees.plan import Fan, Step, TreePlan
 
@@ -48,14 +47,6 @@ def test_no_field_stands_in_an_option_class_and_in_what_it_builds():
         and (shared := fields[name] & fields.get(name.removesuffix("Options"), set()))
     }
     assert not twice
-
-
-def test_components_get_their_options_and_the_rollouts_kernel():
-    grpo = options.GRPOOptions(kl_coef=0.1).build("cps")
-    assert grpo.options.kl_coef == 0.1 and grpo.kernel is KERNELS["cps"]
-    nft = options.NFTOptions(old_decay=options.OldDecayOptions(start=2, rate=0.1)).build()
-    assert nft.needs.old.samples and nft.needs.old.decay(3) == 0.1
-    assert options.DRaFTOptions(steps=3).build().options.forwards(50) == 3
 
 
 def test_options_that_cannot_work_are_refused():
