@@ -149,25 +149,17 @@ def test_the_layers_are_recognised_under_every_programs_names(trained, tmp_path)
         assert all(torch.equal(tensor, lora.state[n]) for n, tensor in fitted.state.items())
 
 
-def krea_file(folder) -> dict[str, torch.Tensor]:
-    """A LoRA with the names of Krea 2's own code, which flowrl leaves to diffusers."""
-    generator = torch.Generator().manual_seed(0)
-    network = small("Krea2Pipeline").transformer
-    theirs = {"attn.wq": "attn.to_q", "attn.wk": "attn.to_k", "mlp.up": "ff.up"}
-    tensors = {}
-    for layer, own in theirs.items():
-        module: Any = network.get_submodule(f"transformer_blocks.0.{own}")
-        key = f"diffusion_model.blocks.0.{layer}"
-        down = torch.randn(2, module.in_features, generator=generator)
-        tensors[f"{key}.lora_A.weight"] = down
-        tensors[f"{key}.lora_B.weight"] = torch.randn(module.out_features, 2, generator=generator)
-    save_file(tensors, folder / FILE)
-    return tensors
-
-
 def test_names_without_a_map_go_through_diffusers_converter(tmp_path, monkeypatch):
-    krea_file(tmp_path)
+    """The names are those of Krea 2's own code, which flowrl leaves to diffusers."""
     ours, theirs = small("Krea2Pipeline"), small("Krea2Pipeline")
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    names = {"attn.wq": "attn.to_q", "attn.wk": "attn.to_k", "mlp.up": "ff.up"}
+    for layer, own in names.items():
+        module: Any = ours.transformer.get_submodule(f"transformer_blocks.0.{own}")
+        for side, shape in (("A", (2, module.in_features)), ("B", (module.out_features, 2))):
+            key = f"diffusion_model.blocks.0.{layer}.lora_{side}.weight"
+            tensors[key] = torch.randn(shape, generator=generator)
+    save_file(tensors, tmp_path / FILE)
     assert load_lora(ours, tmp_path) == 3
     theirs.load_lora_weights(tmp_path, weight_name=FILE)
     torch.testing.assert_close(draw(ours), draw(theirs), rtol=0, atol=1e-6)

@@ -159,17 +159,9 @@ def test_every_type_of_tensors_is_converted_or_refused(tmp_path):
             open_lora(tmp_path)
 
 
-@pytest.mark.parametrize("alpha", [float("inf"), float("nan"), 0.0, 1j])
-def test_an_alpha_without_meaning_is_refused(tmp_path, alpha):
-    kind = torch.complex64 if isinstance(alpha, complex) else torch.float64
-    tensors = pair("transformer.a") | {"transformer.a.alpha": torch.tensor(alpha, dtype=kind)}
-    save_file(tensors, tmp_path / FILE)
-    with pytest.raises(UserError, match="alpha"):
-        open_lora(tmp_path)
-
-
-def test_tensors_that_are_no_pairs_of_matrices_are_refused(tmp_path):
+def test_tensors_that_are_no_pairs_of_matrices_and_alphas_without_meaning_are_refused(tmp_path):
     name = f"{BLOCK}.to_q"
+    alphas = [torch.tensor(alpha) for alpha in (float("inf"), float("nan"), 0.0, 1j)]
     for down, up, extra in (
         (torch.ones(4, 8), torch.ones(8, 3), {}),
         (torch.ones(4), torch.ones(4), {}),
@@ -178,6 +170,7 @@ def test_tensors_that_are_no_pairs_of_matrices_are_refused(tmp_path):
         (torch.ones(4, 8), torch.ones(8, 4), {f"{name}.alpha": torch.ones(2)}),
         (torch.ones(4, 8), torch.ones(8, 4), {f"{BLOCK}.to_k.lora_A.weight": torch.ones(4, 8)}),
         (torch.ones(4, 8), torch.ones(8, 4), {f"{name}.dora_scale": torch.ones(8)}),
+        *((torch.ones(4, 8), torch.ones(8, 4), {f"{name}.alpha": alpha}) for alpha in alphas),
     ):
         factors = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
         save_file(factors | extra, tmp_path / FILE)

@@ -36,12 +36,10 @@ class Backbone:
 
     def __init__(self):
         self.pipeline = Pipeline(text_encoder=Encoder(), vae=None)
-        self.device, self.asked, self.autocast, self.seen = torch.device("cpu"), [], [], []
+        self.device, self.asked = torch.device("cpu"), []
 
     def encode(self, prompts, negatives):
         self.asked += list(zip(prompts, negatives, strict=True))
-        self.autocast.append(torch.is_autocast_enabled("cpu"))
-        self.seen.append(self.pipeline.text_encoder.weight.device.type)
         sizes = [[len(p), len(n)] for p, n in zip(prompts, negatives, strict=True)]
         return Conditioning(tensors={"size": torch.tensor(sizes)})
 
