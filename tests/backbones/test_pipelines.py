@@ -47,15 +47,6 @@ def test_a_pipeline_class_holds_the_contract(kind, check):
     CHECKS[check](kind)
 
 
-def test_texts_are_encoded_alone_where_their_length_is_seen():
-    case = Case(diffusers.ZImagePipeline, torch.float32, 1.0)
-    rows = torch.tensor([1])
-    alone = case.backbone.encode(["two blue stars over a green square"], [""])
-    together = case.cond.take(rows)
-    v = [case.backbone.velocity(case.x[1:2], case.sigmas[0], c).detach() for c in (alone, together)]
-    assert torch.equal(*v)
-
-
 def test_schedulers_that_draw_noise_and_schedules_of_no_flow_are_refused():
     noisy = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     with pytest.raises(UserError, match="stochastic_sampling"):
