@@ -20,11 +20,10 @@ from flowrl.quantization.linear import (
 )
 
 RUNNING = [NVFP4Emulated(), FP8Rowwise()]
-PACKING = [*RUNNING, NVFP4Native()]
 
 
-def layer(backend: Backend, seed: int = 0, **options) -> RolloutLinear:
-    return RolloutLinear(randn(48, 64, seed=seed), randn(48, seed=99), backend, **options)
+def layer(backend: Backend, seed: int = 0) -> RolloutLinear:
+    return RolloutLinear(randn(48, 64, seed=seed), randn(48, seed=99), backend)
 
 
 def test_a_pointwise_layer_is_the_1x1_convolution_of_the_same_numbers():
@@ -44,40 +43,32 @@ def test_a_pointwise_layer_is_the_1x1_convolution_of_the_same_numbers():
             torch.testing.assert_close(convolution(signs), F.conv2d(signs, weight, randn(48)))
 
 
-def addresses(made: nn.Module) -> dict[str, int]:
-    return {name: buffer.data_ptr() for name, buffer in made.named_buffers()}
-
-
 def test_updates_keep_every_address_and_leave_what_a_new_layer_would_hold():
-    for backend in PACKING:
+    for backend in [*RUNNING, NVFP4Native()]:
         made, new = layer(backend), layer(backend, seed=1)
-        before = addresses(made)
+        before = {name: buffer.data_ptr() for name, buffer in made.named_buffers()}
         made.load(randn(48, 64, seed=1))
-        assert addresses(made) == before and len(before) >= 2
+        assert len(before) >= 2
         for name, buffer in made.named_buffers():
+            assert buffer.data_ptr() == before[name], name
             assert torch.equal(buffer, new.get_buffer(name)), name
 
 
-def check_one_graph(made: RolloutLinear, backend: str, x: torch.Tensor) -> None:
+@torch.autocast("cpu", torch.bfloat16)
+def test_updates_need_no_new_graph():
     """fullgraph also means that no value is read back from the device."""
-    counter = CompileCounterWithBackend(backend)
+    made, x = layer(NVFP4Emulated()), randn(2, 5, 64)
+    counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(made, fullgraph=True, dynamic=False, backend=counter)
-    # Compiled GPU kernels round in other places, so that a few activations round to other codes.
-    tolerance = {"rtol": 0.05, "atol": 0.5} if x.is_cuda else {"rtol": 0, "atol": 0}
     first = compiled(x)
-    torch.testing.assert_close(first, made(x), **tolerance)
+    assert torch.equal(first, made(x))
     for seed in (1, 2):
-        made.load(randn(48, 64, seed=seed).to(x.device))
+        made.load(randn(48, 64, seed=seed))
         now = compiled(x)
-        torch.testing.assert_close(now, made(x), **tolerance)
+        assert torch.equal(now, made(x))
         assert (now - first).abs().max() > 1
     assert counter.frame_count == 1
-
-
-def test_updates_need_no_new_graph():
-    with torch.autocast("cpu", torch.bfloat16):
-        check_one_graph(layer(NVFP4Emulated()), "aot_eager", randn(2, 5, 64))
 
 
 SHAPE = OUT, IN = 48, 64
@@ -90,11 +81,6 @@ def linear():
     layer.weight.copy_(randn(OUT, IN, seed=1))
     layer.bias.copy_(randn(OUT, seed=2))
     return layer
-
-
-def gradient(x):
-    assert x.grad is not None
-    return x.grad
 
 
 def test_the_layer_multiplies_as_its_backend_does(linear):
@@ -115,7 +101,7 @@ def test_the_gradient_is_that_of_a_product_with_the_quantised_weight(linear):
         # As the backend multiplies: rows of the identity are exact in every format.
         product = backend.matmul(torch.eye(IN), backend.pack(linear.weight)).T
         expected = dy.double() @ product.double()
-        torch.testing.assert_close(gradient(x).double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
         exact_one = dy.double() @ linear.weight.double()
-        assert (gradient(x).double() - exact_one).norm() > 0.01 * exact_one.norm()
+        assert (x.grad.double() - exact_one).norm() > 0.01 * exact_one.norm()
         assert linear.weight.grad is None and linear.bias.grad is None
