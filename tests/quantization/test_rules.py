@@ -16,16 +16,6 @@ from flowrl.quantization.layer_rules import (
     quantised_share,
 )
 
-NONE = LayerRules(keep=(), min_dim=0)
-
-
-def chosen(network, rules=NONE, **options) -> dict[str, str | None]:
-    return {c.name: c.format for c in choose_layers(network, rules, "nvfp4", **options)}
-
-
-def reasons(network, rules=NONE, **options) -> dict[str, str]:
-    return {c.name: c.reason for c in choose_layers(network, rules, "nvfp4", **options)}
-
 
 def endings(choices) -> set[str]:
     return {".".join(c.name.split(".")[2:]) for c in choices if c.format}
@@ -89,8 +79,8 @@ def test_the_longer_side_is_above_the_minimum_and_both_are_divisible():
         rows, columns = shape
         network = nn.ModuleDict({"x": nn.Linear(columns, rows), "other": nn.Linear(128, 128)})
         rules = LayerRules(keep=(), min_dim=64)
-        assert chosen(network, rules)["x"] == format
-        assert reasons(network, rules)["x"].startswith(reason)
+        found = {c.name: c for c in choose_layers(network, rules, "nvfp4")}["x"]
+        assert found.format == format and found.reason.startswith(reason)
 
 
 def test_adapters_change_neither_names_nor_choices(load_tiny):
@@ -116,6 +106,5 @@ def test_of_sana_only_the_1x1_convolutions_of_the_feed_forward_are_quantised(rea
     assert {c.reason for c in depthwise} == {"a convolution in groups"}
     # However little is asked of the sizes, a depthwise convolution is no product of matrices.
     anything = LayerRules(keep=(), min_dim=0, in_multiple=1, out_multiple=1, pointwise=True)
-    assert {n for n, f in chosen(network, anything).items() if f is None} == {
-        c.name for c in depthwise
-    }
+    left = {c.name for c in choose_layers(network, anything, "nvfp4") if c.format is None}
+    assert left == {c.name for c in depthwise}
