@@ -19,9 +19,7 @@ from flowrl.backbones.compiling import compiled_graphs
 from flowrl.backbones.families import LayerRules, layer_rules_of
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import EMA, OLD, POLICY, Policy
-from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
-from flowrl.prompts.records import load_prompts
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated
 from flowrl.quantization.layer_rules import choose_layers
 from flowrl.quantization.linear import (
@@ -44,20 +42,20 @@ def make(load_tiny):
     return policy
 
 
+def two_texts(backbone: PipelineBackbone):
+    """Latents and texts that velocities are compared on."""
+    x = torch.randn(2, *backbone.latent_shape(), generator=torch.Generator().manual_seed(0))
+    return x, torch.tensor(0.7), backbone.encode(["a red circle", "a blue square"], ["", ""])
+
+
 @pytest.fixture(scope="module")
-def texts(load_tiny):
-    backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
-    return TextCache(backbone)(load_prompts("tiny:all:train", limit=4))
+def inputs(load_tiny):
+    x, sigma, texts = two_texts(PipelineBackbone(load_tiny(), max_sequence_length=12))
 
-
-@pytest.fixture
-def inputs(texts):
     def of(policy: Policy):
         dtype = policy.backbone.dtype
         cond = Conditioning(tensors={k: t.to(dtype) for k, t in texts.tensors.items()})
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(4, *policy.backbone.latent_shape(), generator=generator)
-        return x.to(dtype), torch.tensor(0.7), cond
+        return x.to(dtype), sigma, cond
 
     return of
 
@@ -159,24 +157,11 @@ def test_the_twin_does_not_care_which_adapter_the_policy_uses(make, inputs):
         assert torch.equal(velocity(model, *args), expected)
 
 
-@pytest.fixture
-def small(load_tiny):
-    def make(family):
-        """A policy on the tiny pipeline of a family, its layers, and what it is compared on."""
-        backbone = PipelineBackbone(load_tiny(family=family), max_sequence_length=12)
-        policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
-        disturb(policy)
-        choices = choose_layers(policy.network, layer_rules_of(policy.network), "nvfp4", min_dim=0)
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(2, *backbone.latent_shape(), generator=generator)
-        cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
-        return policy, choices, (x, torch.tensor(0.7), cond)
-
-    return make
-
-
-def test_a_twin_with_convolutions_is_exact_or_quantised_and_follows_in_place(small):
-    policy, choices, inputs = small("sana")
+def test_a_twin_with_convolutions_is_exact_or_quantised_and_follows_in_place(load_tiny):
+    backbone = PipelineBackbone(load_tiny(family="sana"), max_sequence_length=12)
+    policy, inputs = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0), two_texts(backbone)
+    disturb(policy)
+    choices = choose_layers(policy.network, layer_rules_of(policy.network), "nvfp4", min_dim=0)
     with torch.no_grad():
         expected = policy.velocity(*inputs)
     exact = velocity(RolloutModel(policy), *inputs)
@@ -199,10 +184,7 @@ def trained(load_tiny):
     quantise_base(backbone.transformer, choices, EMULATED)
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
     disturb(policy)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, *backbone.latent_shape(), generator=generator)
-    cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
-    return policy, choices, (x, torch.tensor(0.7), cond)
+    return policy, choices, two_texts(backbone)
 
 
 def test_nothing_is_merged_into_weights_packed_for_training(trained):
@@ -240,8 +222,7 @@ def test_a_compiled_twin_follows_the_policy_without_compiling_anew(load_tiny):
     model, plain = (
         RolloutModel(policy, choices, NVFP4Emulated(), compile=c) for c in (True, False)
     )
-    cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
-    x = torch.randn(2, *backbone.latent_shape(), generator=torch.Generator().manual_seed(0))
+    x, _, cond = two_texts(backbone)
     start = compiled_graphs()
     velocity(model, x, torch.tensor(0.9), cond)
     warm = compiled_graphs()
