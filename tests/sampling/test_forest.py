@@ -2,9 +2,9 @@ import pytest
 import torch
 from toy_forest import Counting, D, chain, grown, named_noise, schedule, velocity
 
+from flowrl.functional.noise import COUPLINGS
 from flowrl.functional.sde import KERNELS
-from flowrl.sampling.sampler import Schedule
-from flowrl.trees.plan import INDEPENDENT, Fan, NoiseCoupling, Step, TreePlan, count, ode_plan
+from flowrl.trees.plan import INDEPENDENT, Fan, NoiseCoupling, Step, TreePlan, count
 
 T = 6
 NOISY = Step(noise=True, train=True)
@@ -48,12 +48,14 @@ def test_what_is_counted_is_what_the_plan_said():
 
 def test_without_branches_it_is_the_plain_sampler_bit_for_bit():
     for kernel in ["flow_sde", "dance_sde", "cps"]:
-        numbers = schedule(T, KERNELS[kernel])
-        tree = grown(chains(), numbers)
-        noise, prompt = named_noise(list(range(6))), torch.tensor([0, 0, 0, 1, 1, 1])
-        noises = {i: noise((), i, "step") for i in range(T - 1)}
-        x0 = chain(noise((), 0, "init"), prompt, numbers, list(range(T + 1)), noises)
-        assert torch.equal(tree.leaves(), x0)
+        for plan in (chains(), TreePlan(3, (ODE,) * T)):
+            numbers = schedule(T, KERNELS[kernel])
+            tree = grown(plan, numbers)
+            noise, prompt = named_noise(list(range(6))), torch.tensor([0, 0, 0, 1, 1, 1])
+            noises = {i: noise((), i, "step") for i, step in enumerate(plan.steps) if step.noise}
+            x0 = chain(noise((), 0, "init"), prompt, numbers, noises)
+            assert torch.equal(tree.leaves(), x0)
+            assert tree.mean_old.shape == (6, len(noises), D)
 
 
 def test_replaying_one_leaf_with_its_recorded_noise_is_exact():
@@ -62,8 +64,6 @@ def test_replaying_one_leaf_with_its_recorded_noise_is_exact():
         NoiseCoupling(kind="shared", strength=1.5),
         NoiseCoupling(kind="simplex"),
     ]:
-        from flowrl.functional.noise import COUPLINGS
-
         tree = grown(branching(0, 2, branch=2, coupling=coupling))
         noise, noises, path = named_noise([0, 1]), {}, ()
         for i in range(T - 1):
@@ -73,7 +73,7 @@ def test_replaying_one_leaf_with_its_recorded_noise_is_exact():
                 couple = COUPLINGS[coupling.kind]
                 noises[i] = couple(z, noise(path, i, "shared"), coupling.strength)[:, 1]
                 path = (*path, 1)
-        x0 = chain(noise((), 0, "init"), tree.prompt, schedule(T), list(range(T + 1)), noises)
+        x0 = chain(noise((), 0, "init"), tree.prompt, schedule(T), noises)
         assert torch.equal(tree.x[:, tree.leaf[-1]], x0)
 
 
@@ -108,17 +108,3 @@ def test_a_merged_first_step_has_the_std_of_a_single_one():
             for node in tree.edge
         ]
         assert stds == pytest.approx([level] * 3, rel=1e-6)
-
-
-def test_without_noise_the_steps_are_the_schedulers_own_bit_for_bit():
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    scheduler.set_timesteps(T)
-    numbers = Schedule(sigmas=scheduler.sigmas, kernel=KERNELS["flow_sde"], noise_level=0.0)
-    tree = grown(ode_plan(T), numbers, prompts=3)
-    x, prompt = tree.x[:, 0], tree.prompt
-    for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas[:-1], strict=True):
-        x = scheduler.step(velocity(x, sigma, prompt), timestep, x, return_dict=False)[0]
-    assert torch.equal(tree.leaves(), x)
-    assert len(tree.edge) == 0 and tree.mean_old.shape == (3, 0, D)

@@ -1,6 +1,7 @@
 """A velocity without a network, noise by name, and a chain sampler written out for comparison."""
 
 import hashlib
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,19 +24,16 @@ def velocity(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
 
 
 class Counting:
-    def __init__(self, size: int | None = None):
+    def __init__(self):
         self.rows = self.calls = 0
-        self.size = size
 
     def __call__(self, x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
         self.rows += len(x)
         self.calls += 1
-        size = self.size or len(x)
-        parts = zip(x.split(size), prompt.split(size), strict=True)
-        return torch.cat([velocity(rows, sigma, p) for rows, p in parts])
+        return velocity(x, sigma, prompt)
 
 
-def named_noise(roots: list[int], dim: int = D):
+def named_noise(roots: list[int]):
     """Noise for trees with these root numbers, a function of (root, path, step, role) alone."""
 
     def noise(path: tuple[int, ...], step: int, role: str) -> Tensor:
@@ -43,7 +41,7 @@ def named_noise(roots: list[int], dim: int = D):
         for root in roots:
             name = hashlib.blake2b(repr((root, path, step, role)).encode(), digest_size=6).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(name, "big"))
-            rows.append(torch.randn(dim, generator=generator))
+            rows.append(torch.randn(D, generator=generator))
         return torch.stack(rows)
 
     return noise
@@ -54,7 +52,6 @@ def grown(
     numbers: Schedule | None = None,
     *,
     prompts: int = 2,
-    dtype: torch.dtype = torch.float32,
     field=velocity,
 ) -> Tree:
     roots = list(range(prompts * plan.roots))
@@ -62,7 +59,7 @@ def grown(
     x = named_noise([p if plan.same_noise else r for r, p in enumerate(prompt.tolist())])
     return sample_tree(
         field,
-        x((), 0, "init").to(dtype),
+        x((), 0, "init"),
         prompt,
         plan,
         numbers or schedule(len(plan.steps)),
@@ -70,20 +67,12 @@ def grown(
     )
 
 
-def chain(
-    x: Tensor,
-    prompt: Tensor,
-    numbers: Schedule,
-    stops: list[int],
-    noises: dict[int, Tensor],
-) -> Tensor:
-    """One latent a row from sigma to sigma: no tree, no plan. stops: sigma indices; noises:
-    of the moves that have some, by the index they start from -> clean latents."""
-    for i, j in zip(stops[:-1], stops[1:], strict=True):
-        s, s_next = numbers.sigmas[i], numbers.sigmas[j]
+def chain(x: Tensor, prompt: Tensor, numbers: Schedule, noises: dict[int, Tensor]) -> Tensor:
+    """One latent a row from sigma to sigma: no tree, no plan. noises: of the steps that have
+    some -> clean latents."""
+    for i, (s, s_next) in enumerate(pairwise(numbers.sigmas)):
         v = velocity(x, s, prompt)
         kernel = numbers.kernel.step if i in noises else ode_step
-        g = numbers.g(i, j)
-        mean, std = kernel(x, v, s, s_next, g)
+        mean, std = kernel(x, v, s, s_next, numbers.g(i, i + 1))
         x = mean + lift(std, mean) * noises[i] if i in noises else mean
     return x
