@@ -1,4 +1,3 @@
-import math
 from collections import Counter
 from dataclasses import replace
 
@@ -14,15 +13,6 @@ NOISY = Step(noise=True, train=True)
 
 def plan(*steps: Step, fans: tuple[Fan, ...] = (), roots: int = 1) -> TreePlan:
     return TreePlan(roots=roots, steps=steps, fans=fans)
-
-
-@given(plans())
-def test_moves_are_sorted_and_their_sources_are_made_before_use(made):
-    assert [m.step for m in made.moves] == sorted(m.step for m in made.moves)
-    for number, move in enumerate(made.moves):
-        assert move.source <= number
-        at = 0 if move.source == 0 else made.moves[move.source - 1].to
-        assert at == move.step < move.to <= len(made.steps)
 
 
 def test_a_merged_step_and_strides_jump_over_steps_and_end_at_the_last():
@@ -60,6 +50,11 @@ EXAMPLE = preset("branch_grpo", 20, 16)
 
 @given(plans())
 def test_parents_come_before_children_and_time_runs_forwards(plan):
+    assert [m.step for m in plan.moves] == sorted(m.step for m in plan.moves)
+    for number, move in enumerate(plan.moves):
+        assert move.source <= number
+        at = 0 if move.source == 0 else plan.moves[move.source - 1].to
+        assert at == move.step < move.to <= len(plan.steps)
     shape = shape_of(plan)
     assert (shape.parent[0], shape.step[0], shape.path[0]) == (-1, 0, ())
     for node, parent in enumerate(shape.parent[1:], 1):
@@ -107,10 +102,3 @@ def test_the_worked_example_of_branchgrpo():
     split = [n for n, m in enumerate(shape_of(EXAMPLE).move) if EXAMPLE.moves[m].branch == 2]
     split = [n for n in split if n]  # the root has move -1
     assert len(split) == 30 and len({shape_of(EXAMPLE).parent[n] for n in split}) == 15
-
-
-def test_a_fan_adds_the_forwards_of_its_tails():
-    for step, stride, length in [(0, 1, 1), (2, 3, 1), (1, 2, 3)]:
-        fan = Fan(step=step, width=4, length=length, strides=(stride,))
-        total = count(TreePlan(roots=1, steps=(Step(),) * 8, fans=(fan,)))
-        assert total.forwards == step + 1 + 4 * math.ceil((8 - step - length) / stride)
