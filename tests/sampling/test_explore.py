@@ -5,9 +5,7 @@ import torch
 from policies import disturb
 
 import flowrl.sampling.rollout
-from flowrl.assembly.offline import dataset_metadata
 from flowrl.errors import UserError
-from flowrl.offline.writer import write_groups
 from flowrl.sampling.rollout import Timer
 
 ODE = {"tree": {"kind": "ode"}}
@@ -176,15 +174,3 @@ def test_what_cannot_be_explored_is_refused(tiny_config):
         rollout = {"tree": {"kind": "flow_grpo"}, "explore": explore} | other
         with pytest.raises(UserError, match=message):
             tiny_config(rollout=rollout, objective={"kind": "sft"})
-
-
-def test_a_store_holds_the_candidates_that_were_chosen(make_learner, tiny_config, tmp_path):
-    explore = FEW | {"candidates": 9, "num_inference_steps": 2}
-    changes = {"objective": {"kind": "gdro"}, "rollout": ODE | {"explore": explore}}
-    sampler = make_learner(**changes).source
-    store = write_groups(
-        tmp_path / "s", dataset_metadata(tiny_config(**changes), sampler), sampler, shards=1
-    )
-    leaves = sampler.collect(0, Timer()).tree.leaves()
-    assert torch.equal(store.latents(torch.arange(len(store))), leaves)
-    assert store.metadata.recipe["rollout"]["explore"]["candidates"] == 9
