@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 
 from flowrl.backbones.guidance import RLG
@@ -15,11 +16,9 @@ from flowrl.functional.sde import extrapolate
 STEPS = 3
 
 
-def add_lora(network: Any, *targets: str, seed: int = 0) -> None:
-    from peft import LoraConfig
-
+def add_lora(network: Any, *targets: str) -> None:
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         network.add_adapter(
             LoraConfig(r=2, lora_alpha=4, target_modules=list(targets), init_lora_weights=False)
         )
@@ -38,11 +37,6 @@ def draw(pipeline: Any, guidance: float = 3.0, **settings: Any) -> Tensor:
     ).images
 
 
-@pytest.fixture(scope="module")
-def plain(load_tiny) -> Any:
-    return load_tiny()
-
-
 @pytest.fixture
 def pipeline(load_tiny) -> Any:
     pipeline = load_tiny()
@@ -50,7 +44,8 @@ def pipeline(load_tiny) -> Any:
     return pipeline
 
 
-def test_at_0_and_1_images_are_the_bases_and_the_loras_bit_for_bit(plain, pipeline):
+def test_at_0_and_1_images_are_the_bases_and_the_loras_bit_for_bit(load_tiny, pipeline):
+    plain = load_tiny()
     for guidance in [1.0, 3.0]:
         base, aligned = draw(plain, guidance), draw(pipeline, guidance)
         assert (aligned - base).abs().max() > 0.01
@@ -119,8 +114,6 @@ def test_it_holds_for_every_image_of_an_offloaded_pipeline(pipeline, inside):
 
 
 def adapted_text(pipeline: Any) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-
     pipeline.text_encoder = copy.deepcopy(pipeline.text_encoder)  # shared by all tests
     # transformers' own `add_adapter` may ask for a PEFT that is not released yet (5.24: 0.22)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), pipeline.text_encoder)
@@ -145,8 +138,6 @@ def test_where_the_base_cannot_be_had_it_says_so(load_tiny):
 
 
 def inject(network: torch.nn.Module) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-
     config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
     inject_adapter_in_model(config, network)
 
