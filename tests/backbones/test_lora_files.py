@@ -124,17 +124,23 @@ def test_the_layers_are_recognised_under_every_programs_names(trained, tmp_path)
     pipeline, lora = fresh(), open_lora(folder)
     network = network_of(pipeline)
     layers, kind = layers_of(lora.state), type(network).__name__
-    ends = (("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight"))
-    names = {
-        "_orig_mod.module.{}": 0, "lora_unet_{}": 1, "lora_transformer_{}": 1,
-        "model.diffusion_model.{}": 0, "base_model.model._fsdp_wrapped_module.{}": 0,
-    }  # fmt: skip
+    plain, kohya = ("lora_A", "lora_B"), ("lora_down", "lora_up")
     files = []
-    for form, end in names.items():
+    for form, ends in (
+        ("{}", plain),
+        ("_orig_mod.module.{}", ("lora_A.default", "lora_B.default")),
+        ("lora_unet_{}", kohya),
+        ("lora_transformer_{}", kohya),
+        ("transformer.{}", kohya),
+        ("model.diffusion_model.{}", plain),
+        ("base_model.model._fsdp_wrapped_module.{}", plain),
+        ("transformer.{}", ("lora.down", "lora.up")),
+        ("unet.{}", ("lora_linear_layer.down", "lora_linear_layer.up")),
+    ):
         tensors = {}
         for layer, factors in layers.items():
-            key = form.format(layer.replace(".", "_") if end else layer)
-            tensors |= {f"{key}.{e}": t for e, t in zip(ends[end], factors, strict=True)}
+            key = form.format(layer.replace(".", "_") if form.startswith("lora_") else layer)
+            tensors |= {f"{key}.{e}.weight": t for e, t in zip(ends, factors, strict=True)}
             tensors[f"{key}.alpha"] = torch.tensor(3.0)
         files.append(tensors)
     if name in CLASSES[:5]:

@@ -181,23 +181,6 @@ def test_tensors_that_are_no_pairs_of_matrices_and_alphas_without_meaning_are_re
         open_lora(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "{}.lora_A.weight", "transformer.{}.lora_down.weight", "base_model.model.{}.lora_A.weight",
-        "module._orig_mod.{}.lora_A.default.weight", "model.diffusion_model.{}.lora_A.weight",
-        "transformer.{}.lora.down.weight", "unet.{}.lora_linear_layer.down.weight",
-    ],
-)  # fmt: skip
-def test_wrappers_and_trainers_names_are_taken_off(tmp_path, key):
-    up = key.replace("lora_A", "lora_B").replace("down", "up")
-    assert up != key
-    down = torch.ones(2, 3)
-    save_file({key.format(f"{BLOCK}.to_q"): down, up.format(f"{BLOCK}.to_q"): down.T.contiguous()},
-              tmp_path / FILE)  # fmt: skip
-    assert list(open_lora(tmp_path).scales) == [f"{BLOCK}.to_q"]
-
-
 def test_the_transformers_part_is_taken_of_a_file_that_also_has_a_text_encoders(tmp_path, caplog):
     for text in ("text_encoder.text_model.encoder.layers.0.mlp.fc1", "lora_te1_layers_0_fc1"):
         save_file(pair("transformer.a") | pair(text), tmp_path / FILE)
