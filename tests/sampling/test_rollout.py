@@ -1,4 +1,3 @@
-import math
 from dataclasses import replace
 
 import pytest
@@ -54,19 +53,14 @@ def sample(make_learner):
 
 
 def test_images_do_not_depend_on_order_batch_or_share(sample):
-    request = request_of()
-    order = torch.tensor([4, 0, 5, 2, 1, 3])
-    _, images = sample(request)
-    tree, moved = sample(request.take(order))
-    torch.testing.assert_close(moved, images[order], rtol=0, atol=ROUNDING)
+    tree, images = sample(request_of())
     assert not torch.allclose(images[0], images[1], atol=1e-3)
     for size in [1, 4]:
-        (tree, images), (small_tree, small) = sample(request_of()), sample(request_of(), size)
+        small_tree, small = sample(request_of(), size)
         torch.testing.assert_close(small, images, rtol=0, atol=ROUNDING)
         assert torch.equal(small_tree.parent, tree.parent)
         assert torch.equal(small_tree.edge, tree.edge)
-    for rows in [[0, 1, 2], [3, 4, 5], [5]]:
-        _, images = sample(request_of())
+    for rows in [[4, 0, 5, 2, 1, 3], [0, 1, 2], [3, 4, 5], [5]]:
         _, share = sample(request_of().take(torch.tensor(rows)))
         torch.testing.assert_close(share, images[rows], rtol=0, atol=ROUNDING)
 
@@ -132,7 +126,7 @@ def test_a_reward_that_is_only_measured_is_asked_in_rollouts_on_request(make_lea
         assert [spec.name for spec in learner.specs][1] in ("compressibility", "diversity")
 
 
-def test_a_held_out_reward_teaches_nothing_and_may_fail(make_learner):
+def test_a_held_out_reward_teaches_nothing(make_learner):
     trained = [{"name": "brightness"}]
     alone, beside = (make_learner(specs=trained + more) for more in ([], [HELD_OUT]))
     (plain, _), (rollout, metrics) = alone.iterate(0), beside.iterate(0)
@@ -142,15 +136,3 @@ def test_a_held_out_reward_teaches_nothing_and_may_fail(make_learner):
     assert rollout.weights.tolist() == [1, 0]
     for ours, theirs in zip(beside.policy.parameters(), alone.policy.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    # A held out reward that fails leaves every image valid.
-    learner = make_learner()
-    broken = RewardSpec(
-        name="broken", reward=lambda images, *_: [math.nan] * len(images), held_out=True,
-        when="both",
-    )  # fmt: skip
-    specs = [*learner.specs, broken]
-    stage = replace(learner.source.generator, specs=specs)
-    learner = replace(learner, specs=specs, source=replace(learner.source, generator=stage))
-    rollout, metrics = learner.iterate(0)
-    assert bool(rollout.valid.all()) and bool(rollout.reward.isfinite().all())
-    assert metrics["reward/invalid"] == 0 and math.isnan(metrics["reward/broken"])
