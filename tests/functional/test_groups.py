@@ -25,11 +25,16 @@ def test_ragged_groups_make_a_padded_table():
     assert rows.number.tolist() == [2, 0, 2, 1, 0, 2]
 
 
-@given(case=grouped())
-def test_all_best_rows_are_best_also_when_tied(case):
+@given(case=grouped(), seed=st.integers(0, 99))
+def test_rows_are_best_undecided_or_lone_by_the_rows_of_their_group(case, seed):
     reward, group, _ = case
-    expected = [bool(r >= reward[group == g].max()) for r, g in zip(reward, group, strict=True)]
-    assert best_of_group(reward, group).tolist() == expected
+    valid = torch.rand(len(group), generator=torch.Generator().manual_seed(seed)) < 0.5
+    rewards = [reward[group == g] for g in group]
+    best = [bool(r == others.max()) for r, others in zip(reward, rewards, strict=True)]
+    assert best_of_group(reward, group).tolist() == best  # all of them when tied
+    assert undecided(reward, group).tolist() == [len(others.unique()) == 1 for others in rewards]
+    alone = [bool(v and valid[group == g].sum() == 1) for v, g in zip(valid, group, strict=True)]
+    assert lone(valid, group).tolist() == alone
 
 
 @given(case=grouped())
@@ -45,16 +50,6 @@ def test_pairs_are_a_best_and_a_worst_row_of_each_decided_group(case):
         assert key[lose] == key[members & (reward == reward[lose])].max()
 
 
-@given(case=grouped(), seed=st.integers(0, 99))
-def test_a_lone_row_is_the_only_valid_one_of_its_group(case, seed):
-    _, group, _ = case
-    valid = torch.rand(len(group), generator=torch.Generator().manual_seed(seed)) < 0.5
-    expected = [
-        bool(v and (valid & (group == g)).sum() == 1) for v, g in zip(valid, group, strict=True)
-    ]
-    assert lone(valid, group).tolist() == expected
-
-
 def test_a_missing_reward_is_no_rank():
     for bad in [torch.nan, torch.inf, -torch.inf]:
         reward = REWARD.clone()
@@ -62,10 +57,3 @@ def test_a_missing_reward_is_no_rank():
         for call in (best_of_group, undecided, lambda r, g: best_and_worst(r, g, KEYS)):
             with pytest.raises(ValueError, match="1 of 6 rewards"):
                 call(reward, RAGGED)
-
-
-@given(case=grouped())
-def test_undecided_groups_have_one_reward(case):
-    reward, group, _ = case
-    expected = [len(reward[group == g].unique()) == 1 for g in group]
-    assert undecided(reward, group).tolist() == expected
