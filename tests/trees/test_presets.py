@@ -33,30 +33,23 @@ EVERY = {
 }
 
 
-def test_a_preset_makes_exactly_its_leaves():
+def test_a_preset_makes_its_leaves_and_what_is_trained_or_branches_has_noise():
     for plan in EVERY.values():
         assert count(plan).leaves == plan.roots * len(shape_of(plan).leaf) == 12
-
-
-def test_what_is_trained_or_branches_has_noise_and_the_last_step_has_none():
-    for plan in EVERY.values():
         assert {*trained(plan), *branches(plan)} <= set(noisy(plan)) <= set(range(7))
         assert trained(plan)
 
 
-def test_independent_chains_are_stochastic_and_trained_as_published():
+def test_chains_are_stochastic_and_trained_as_published():
     plan = EVERY["flow_grpo"]
     assert (plan.roots, plan.same_noise, branches(plan)) == (12, False, {})
     assert noisy(plan) == trained(plan) == list(range(7))
     fast = EVERY["flow_grpo_fast"]
     assert (fast.roots, fast.same_noise) == (12, False)
     assert noisy(fast) == trained(fast) == [2, 3]
-
-
-def test_dancegrpo_starts_from_one_noise_and_trains_some_of_its_stochastic_steps():
-    plan = EVERY["dance_grpo"]
-    assert (plan.roots, plan.same_noise) == (12, True)
-    assert noisy(plan) == list(range(7)) and trained(plan) == [1, 4]
+    dance = EVERY["dance_grpo"]
+    assert (dance.roots, dance.same_noise) == (12, True)  # from one noise
+    assert noisy(dance) == list(range(7)) and trained(dance) == [1, 4]
 
 
 def test_mixgrpo_samples_the_shared_prefix_once():
