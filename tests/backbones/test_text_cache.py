@@ -97,26 +97,21 @@ def test_a_damaged_file_is_seen_when_read_to_the_end_and_named_without_encoders(
     assert TextCache(backbone, disk=PromptCache(tmp_path, {})).has(prompt, whole=True)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "model_index.json").write_text(
+def test_a_change_of_an_encoder_or_tokenizer_is_seen_and_of_other_parts_is_not(tmp_path):
+    index = tmp_path / "model_index.json"
+    index.write_text(
         '{"_class_name": "X", "text_encoder": ["a", "B"], "text_encoder_2": ["a", "B"], "vae": []}'
     )
     for name in ("text_encoder", "text_encoder_2", "tokenizer", "transformer"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text("1")
-    return tmp_path
-
-
-def test_a_change_of_an_encoder_or_tokenizer_is_seen_and_of_other_parts_is_not(folder, tmp_path):
-    index = folder / "model_index.json"
     before = identify_by_files(index)
-    (folder / "transformer" / "weights").write_text("more")
+    (tmp_path / "transformer" / "weights").write_text("more")
     assert identify_by_files(index) == before
-    (folder / "tokenizer" / "weights").write_text("more")
+    (tmp_path / "tokenizer" / "weights").write_text("more")
     longer = identify_by_files(index)
     assert longer != before
-    os.utime(folder / "text_encoder_2" / "weights", ns=(1, 1))
+    os.utime(tmp_path / "text_encoder_2" / "weights", ns=(1, 1))
     assert identify_by_files(index) != longer
     index = tmp_path / "models--a--b" / "snapshots" / "0123abcd" / "model_index.json"
     assert identify_by_files(index) == {"commit": "0123abcd"}

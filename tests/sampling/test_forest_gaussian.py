@@ -11,6 +11,7 @@ import pytest
 import torch
 from gaussian_flow import GaussianFlow, Sampler, extract
 from torch import Tensor
+from toy_forest import schedule
 
 from flowrl.functional.sde import KERNELS
 from flowrl.sampling.sampler import Schedule, sample_tree
@@ -21,10 +22,6 @@ from flowrl.trees.plan import Fan, NoiseCoupling, Step, TreePlan
 T, FLOW = 8, GaussianFlow(0.5, 0.6)
 ODE, NOISY = Step(), Step(noise=True, train=True)
 EXACT = 2e-5  # the sampler computes in fp32
-
-
-def schedule(kernel: str, level: float) -> Schedule:
-    return Schedule(sigmas=torch.linspace(1, 0, T + 1), kernel=KERNELS[kernel], noise_level=level)
 
 
 def velocity(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
@@ -41,15 +38,15 @@ class UnitDraws:
         return torch.eye(self.trees)[:, number, None] * (number < self.trees - 1)
 
 
-def response(plan: TreePlan, numbers: Schedule) -> tuple[Tree, Tensor, Tensor]:
-    """A tree, the leaves without noise (l,), and their slopes by draw (l, draws) float64."""
+def response(plan: TreePlan, numbers: Schedule) -> tuple[Tree, Tensor]:
+    """A tree, and the slopes of its leaves by draw (l, draws) float64."""
     trees = 300
     draws = UnitDraws(trees)
     x = draws((), 0, "init")
     tree = sample_tree(velocity, x, torch.zeros(trees).long(), plan, numbers, draws)
     assert len(draws.names) < trees
     leaves = tree.x[:, tree.leaf, 0].double()
-    return tree, leaves[-1], (leaves[:-1] - leaves[-1]).T
+    return tree, (leaves[:-1] - leaves[-1]).T
 
 
 def slopes(numbers: Schedule, noisy: set[int]) -> tuple[list[float], list[float]]:
@@ -88,12 +85,12 @@ def test_two_leaves_share_what_came_before_they_parted():
     ]:
         for branch in [2, 3, 4]:
             for kernel in ["flow_sde", "dance_sde", "cps", "overshoot"]:
-                numbers = schedule(kernel, 0.6)
+                numbers = schedule(T, KERNELS[kernel], 0.6)
                 split = Step(branch=branch, noise=True, coupling=coupling, train=True)
                 plan = TreePlan(
                     1, tuple(split if i in (1, 4) else NOISY for i in range(T - 1)) + (ODE,)
                 )
-                tree, _, slope = response(plan, numbers)
+                tree, slope = response(plan, numbers)
                 a, std = slopes(numbers, set(range(T - 1)))
                 ancestor = common_ancestor(tree.parent, tree.step, tree.leaf)
                 for i in range(len(tree.leaf)):
@@ -108,8 +105,8 @@ def test_two_leaves_share_what_came_before_they_parted():
 
 
 def test_a_fan_is_a_chain_with_noise_in_one_step():
-    numbers = schedule("flow_sde", 0.7)
-    tree, _, slope = response(TreePlan(1, (ODE,) * T, fans=(Fan(step=3, width=2),)), numbers)
+    numbers = schedule(T, level=0.7)
+    tree, slope = response(TreePlan(1, (ODE,) * T, fans=(Fan(step=3, width=2),)), numbers)
     a, std = slopes(numbers, {3})
     own, both = (slope[0] @ slope[0]).item(), (slope[0] @ slope[1]).item()
     assert own == pytest.approx(covariance(a, std, None, 0.0), abs=EXACT)

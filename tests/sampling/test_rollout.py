@@ -109,9 +109,6 @@ def test_rewards_are_given_the_prompts_own_words():
     assert scoring.result().scores[:, 0].tolist() == expected
 
 
-HELD_OUT = {"name": "compressibility", "held_out": True, "when": "both"}
-
-
 def test_a_reward_that_is_only_measured_is_asked_in_rollouts_on_request(make_learner):
     measured = {"name": "compressibility", "held_out": True}
     for change, names in (
@@ -127,8 +124,9 @@ def test_a_reward_that_is_only_measured_is_asked_in_rollouts_on_request(make_lea
 
 
 def test_a_held_out_reward_teaches_nothing(make_learner):
-    trained = [{"name": "brightness"}]
-    alone, beside = (make_learner(specs=trained + more) for more in ([], [HELD_OUT]))
+    trained = {"name": "brightness"}
+    held_out = {"name": "compressibility", "held_out": True, "when": "both"}
+    alone, beside = (make_learner(specs=specs) for specs in ([trained], [trained, held_out]))
     (plain, _), (rollout, metrics) = alone.iterate(0), beside.iterate(0)
     column = rollout.scores[:, rollout.names.index("compressibility")]
     assert metrics["reward/compressibility"] == pytest.approx(column.mean().item())
