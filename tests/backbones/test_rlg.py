@@ -149,26 +149,21 @@ def test_other_networks_with_adapters_are_guided_or_refused():
     with pytest.raises(UserError, match="disable_cache"), RLG(SimpleNamespace(unet=network)):
         pass
     # A list of outputs is combined one by one. Some transformers return a latent for each
-    # image, since sizes may differ.
+    # image, since sizes may differ. Two denoisers are both guided, as of pipelines that change
+    # the network halfway.
 
     class Ragged(torch.nn.Sequential):
         def forward(self, x: list[Tensor]) -> tuple[list[Tensor], str]:  # type: ignore[override]
             return [self[0](row) for row in x], "more"
 
-    network, x = Ragged(torch.nn.Linear(2, 2)), [torch.randn(1, 2), torch.randn(3, 2)]
-    base = network(x)[0]
-    inject(network)
-    expected = [extrapolate(b, a, 0.4) for b, a in zip(base, network(x)[0], strict=True)]
-    with RLG(SimpleNamespace(transformer=network), 0.4):
-        found, more = network(x)
-    assert all(map(torch.equal, found, expected)) and more == "more"
-    # Two denoisers are both guided. As of pipelines that change the network halfway.
-    first, second = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
-    x = torch.randn(3, 2)
-    bases = [network(x) for network in (first, second)]
+    first, second = Ragged(torch.nn.Linear(2, 2)), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    rows, x = [torch.randn(1, 2), torch.randn(3, 2)], torch.randn(3, 2)
+    bases = [*first(rows)[0], second(x)]
     for network in (first, second):
         inject(network)
-    pipeline = SimpleNamespace(transformer=first, transformer_2=second)
-    expected = [extrapolate(b, n(x), 2.0) for b, n in zip(bases, (first, second), strict=True)]
-    with RLG(pipeline, 2.0):
-        assert torch.equal(first(x), expected[0]) and torch.equal(second(x), expected[1])
+    aligned = [*first(rows)[0], second(x)]
+    for strength in (0.4, 2.0):
+        expected = [extrapolate(b, a, strength) for b, a in zip(bases, aligned, strict=True)]
+        with RLG(SimpleNamespace(transformer=first, transformer_2=second), strength):
+            found, more = first(rows)
+            assert all(map(torch.equal, [*found, second(x)], expected)) and more == "more"
