@@ -1,10 +1,10 @@
 """Compiled blocks follow weights and adapters, and nothing is compiled anew after an iteration."""
 
 import functools
-import shutil
 
 import pytest
 import torch
+from policies import compiler, disturb
 from torch import nn
 from torch._dynamo import config
 
@@ -12,11 +12,6 @@ from flowrl.assembly import learner as assembly
 from flowrl.backbones.compiling import compile_blocks, compiled_graphs
 from flowrl.errors import UserError, phase
 from flowrl.utils.distributed import Runtime
-
-compiler = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("clang++") is None,
-    reason="torch.compile needs a C++ compiler on the CPU",
-)
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:
@@ -110,9 +105,7 @@ def test_gradients_of_compiled_blocks_are_those_of_plain_ones(tiny_config, load_
     provided = assembly.ProvidedObjects(pipeline=load_tiny())
     learner = assembly.build_learner(config, Runtime(device="cpu"), provided)
     backbone, policy = learner.policy.backbone, learner.policy
-    with torch.no_grad():
-        for number, parameter in enumerate(policy.parameters()):
-            parameter += 0.02 * randn(*parameter.shape, seed=number)
+    disturb(policy, 0.02)
     cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
     x = randn(2, *backbone.latent_shape(), seed=0)
     gradients = []

@@ -1,7 +1,9 @@
 """Small policies on the networks of diffusers, and what models of them are compared by."""
 
+import shutil
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,10 @@ from flowrl.sampling.rollout import with_network
 from flowrl.trajectory import Conditioning
 
 RANK, ALPHA = 4, 6
+compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="torch.compile needs a C++ compiler on the CPU",
+)
 
 
 def disturb(policy: Policy, scale: float = 0.1, seed: int = 0) -> None:

@@ -1,13 +1,12 @@
 """A model has the policy's frozen tensors, its own products, and the adapter it was told."""
 
-import shutil
-
 import pytest
 import torch
 from policies import (
     ALPHA,
     RANK,
     adapted,
+    compiler,
     disturb,
     relative,
     tensors,
@@ -205,12 +204,6 @@ def test_candidates_may_have_another_precision_than_training(trained):
     with exact_weights(policy.network), torch.no_grad():
         nearer = policy.velocity(*inputs)
     assert relative(velocity(model, *inputs), nearer) < 0.1 < relative(expected, nearer)
-
-
-compiler = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("clang++") is None,
-    reason="torch.compile needs a C++ compiler on the CPU",
-)
 
 
 @pytest.mark.slow  # a minute of compiling
