@@ -3,35 +3,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy_rollout import rollout_of
+from toy_rollout import rollout_of, sampled
 
 from flowrl.functional.batches import ALONE
-from flowrl.functional.sde import KERNELS
 from flowrl.objectives.batches import Trajectories
-from flowrl.sampling.sampler import Schedule, sample_tree
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.trees.plan import Step, TreePlan
 
-PROMPTS, GROUP, STEPS, D = 3, 2, 4, 2
-ODE = TreePlan(GROUP, (Step(),) * STEPS)
+PROMPTS, GROUP, STEPS = 3, 2, 4
 
 
 def velocity(x, sigma, prompt):
     return torch.sin(x) + prompt[:, None]
 
 
-def rollout(plan=ODE, dtype=torch.float32) -> Rollout:
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.arange(PROMPTS).repeat_interleave(plan.roots)
-
-    def noise(*_):
-        return torch.randn(len(prompt), D, generator=generator)
-
-    schedule = Schedule(
-        sigmas=torch.linspace(1, 0, STEPS + 1), kernel=KERNELS["flow_sde"], noise_level=0.7
-    )
-    tree = sample_tree(velocity, noise().to(dtype), prompt, plan, schedule, noise)
-    reward = torch.arange(float(len(prompt) * len(tree.leaf)))
+def rollout(dtype=torch.float32) -> Rollout:
+    tree = sampled(velocity, TreePlan(GROUP, (Step(),) * STEPS), PROMPTS, dtype)
+    reward = torch.arange(float(PROMPTS * GROUP))
     cond = Conditioning(tensors={"c": torch.eye(PROMPTS)})
     return rollout_of(tree, reward, cond, prompts=("a", "b", "c"), seed=5)
 
@@ -39,7 +27,7 @@ def rollout(plan=ODE, dtype=torch.float32) -> Rollout:
 def test_a_chain_holds_its_states_and_velocities_in_32_bits():
     # A chain holds all states and the velocities between them.
     batch = Trajectories.from_rollout(rollout())
-    assert batch.x.shape == (PROMPTS * GROUP, STEPS + 1, D) and batch.steps == STEPS
+    assert batch.x.shape == (PROMPTS * GROUP, STEPS + 1, 3) and batch.steps == STEPS
     assert torch.equal(batch.x0, batch.x[:, -1]) and batch.seed == 5
     row, step = torch.tensor([0, 3, 5]), torch.tensor([0, 3, 2])
     x = batch.at(row, step)

@@ -11,10 +11,9 @@ from grown import LOPSIDED, assert_exact_with_nan, edge_log_probs, fused, reward
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from toy_rollout import rollout_of
+from toy_rollout import rollout_of, sampled
 
 from flowrl.config.objectives import AdvantageOptions, CreditOptions
-from flowrl.functional.sde import KERNELS
 from flowrl.objectives.advantage import z_scores
 from flowrl.objectives.tree_credit import (
     Leaves,
@@ -30,7 +29,6 @@ from flowrl.objectives.tree_credit import (
     population,
     tree_credit,
 )
-from flowrl.sampling.sampler import Schedule, sample_tree
 from flowrl.trajectory import Conditioning, Rollout, leaves_below
 from flowrl.trees.plan import Fan, Step, TreePlan
 
@@ -45,15 +43,7 @@ SCOPES, EDGES = ("leaf", "prompt", "depth", "sibling", "joint"), ("node", "sibli
 
 
 def rollout(plan: TreePlan, reward: list[float], prompts: int = 1, scores=None) -> Rollout:
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.arange(prompts).repeat_interleave(plan.roots)
-
-    def noise(*_):
-        return torch.randn(len(prompt), 3, generator=generator)
-
-    sigmas = torch.linspace(1, 0, len(plan.steps) + 1)
-    schedule = Schedule(sigmas=sigmas, kernel=KERNELS["flow_sde"], noise_level=0.5)
-    tree = sample_tree(lambda x, sigma, p: 0.5 * x, noise(), prompt, plan, schedule, noise)
+    tree = sampled(lambda x, sigma, p: 0.5 * x, plan, prompts)
     cond = Conditioning(tensors={"a": torch.zeros(prompts, 1)})
     return rollout_of(tree, torch.tensor(reward), cond, prompts=("p",) * prompts, scores=scores)
 
