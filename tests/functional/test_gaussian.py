@@ -25,11 +25,6 @@ def assert_exact(value, expected):
     assert_close(value, expected, rtol=1e-10, atol=1e-10)
 
 
-def noisy_steps(sampler, schedule):
-    sigmas = schedule(10)
-    return sigmas[:-2], sigmas[1:-1], sampler.g(sigmas)[:-1]
-
-
 @given(seed=st.integers(0, 2**31), scale=st.floats(1e-3, 1e2), rows=st.integers(1, 3))
 def test_log_prob_and_kl_are_those_of_torch_averaged_over_the_latent(seed, scale, rows):
     x, mean, mean_ref = randn(3, rows, *SHAPE, seed=seed)
@@ -70,7 +65,8 @@ def test_direct_ratio_keeps_the_digits_that_two_fp32_densities_lose():
 def test_true_kl_of_a_step_is_the_published_form_times_size_over_dt():
     for sampler in [Sampler(k, a) for k in KERNELS.values() for a in (0.3, 0.8)]:
         for schedule in SCHEDULES.values():
-            sigma, sigma_next, g = noisy_steps(sampler, schedule)
+            sigmas = schedule(10)
+            sigma, sigma_next, g = sigmas[:-2], sigmas[1:-1], sampler.g(sigmas)[:-1]
             dt = sigma_next - sigma
             x, v, v_ref = randn(3, len(sigma), *SHAPE)
             mean, std = sampler.kernel.step(x, v, sigma, sigma_next, g)

@@ -10,10 +10,6 @@ KEY = dict(zip(FIELDS, (0, 3, "a1b2", 1, (2, 0), 4, "step"), strict=True))
 OTHER = dict(zip(FIELDS, (1, 4, "a1b3", 2, (2, 1), 5, "init"), strict=True))
 
 
-def noise(seeds, shape):
-    return keyed_noise(seeds, shape, device="cpu")
-
-
 def test_seeds_tell_all_keys_apart_and_stay_the_same():
     # Every field of a key changes the seed.
     for field in KEY:
@@ -39,35 +35,25 @@ def test_seeds_tell_all_keys_apart_and_stay_the_same():
 def test_a_row_does_not_depend_on_the_batch_or_the_global_generator(rows, shape):
     seeds = [noise_seed(**{**KEY, "root": root}) for root in range(8)]
     state = torch.get_rng_state()
-    part = noise([seeds[i] for i in rows], shape)
-    assert torch.equal(part, noise(seeds, shape)[rows])
+    whole, part = (keyed_noise(s, shape, device="cpu") for s in (seeds, [seeds[i] for i in rows]))
+    assert torch.equal(part, whole[rows])
     assert torch.equal(torch.get_rng_state(), state)
 
 
-F64 = torch.float64
-
-
 KEEPING = [
-    ("independent", 1.0, 3),
-    ("shared", 0.0, 3),
-    ("shared", 0.5, 4),
-    ("shared", 4.0, 2),
-    ("simplex", 1.0, 2),
-    ("simplex", 1.0, 5),
+    ("independent", 1.0, 3, 0.0),
+    ("shared", 0.0, 3, 1.0),
+    ("shared", 0.5, 4, 1 / (1 + 0.5**2)),
+    ("shared", 4.0, 2, 1 / (1 + 4.0**2)),
+    ("simplex", 1.0, 2, -1.0),
+    ("simplex", 1.0, 5, -1 / (5 - 1)),
 ]
 
 
-def correlation(kind: str, strength: float, siblings: int) -> float:
-    if kind == "shared":
-        return 1 / (1 + strength**2)
-    return -1 / (siblings - 1) if kind == "simplex" else 0.0
-
-
 def test_siblings_have_the_stated_correlation():
-    for kind, strength, siblings in KEEPING:
-        rho = correlation(kind, strength, siblings)
-        expected = torch.full((siblings, siblings), rho, dtype=F64).fill_diagonal_(1)
+    for kind, strength, siblings, rho in KEEPING:
+        expected = torch.full((siblings, siblings), rho, dtype=torch.float64).fill_diagonal_(1)
         # Each child's noise as coefficients of the draws z_1 ... z_K and shared. (K, K + 1)
-        unit = torch.eye(siblings + 1, dtype=F64)
+        unit = torch.eye(siblings + 1, dtype=torch.float64)
         linear = COUPLINGS[kind](unit[None, :-1], unit[None, -1], strength)[0]
         assert_close(linear @ linear.T, expected, rtol=0, atol=1e-14)

@@ -113,15 +113,10 @@ def test_overshooting_keeps_every_marginal_where_its_ode_step_is_exact():
         assert_exact(variance, flow.var(sigma_next), 1e-12)
 
 
-sigmas = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=4).map(
-    lambda values: torch.tensor(values, dtype=F64)
-)
-
-
-@given(sigma=sigmas, seed=st.integers(0, 2**31))
+@given(sigma=st.lists(st.floats(0.001, 1.0), min_size=1, max_size=4), seed=st.integers(0, 2**31))
 def test_velocity_gives_back_the_latent_and_the_noise_it_was_made_of(sigma, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x0, noise = torch.randn(2, len(sigma), 3, 2, 2, dtype=F64, generator=generator)
+    sigma = torch.tensor(sigma, dtype=F64)
+    x0, noise = randn(2, len(sigma), 3, 2, 2, seed=seed)
     x, v = (1 - lift(sigma, x0)) * x0 + lift(sigma, x0) * noise, noise - x0
     torch.testing.assert_close(x0_from_velocity(x, v, sigma), x0, rtol=0, atol=1e-12)
     torch.testing.assert_close(noise_from_velocity(x, v, sigma), noise, rtol=0, atol=1e-12)
