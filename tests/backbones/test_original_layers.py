@@ -82,10 +82,6 @@ def lora(request):
     return request.param, state
 
 
-def scales(state) -> dict[str, float]:
-    return dict.fromkeys(layers_of(state), SCALE)
-
-
 def converted(network: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What ComfyUI's loader adds to the original layers, in diffusers' names by its converter."""
     changes, names = Changes(), {n.removesuffix(".alpha") for n in tensors if n.endswith(".alpha")}
@@ -103,8 +99,9 @@ def converted(network: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch
 
 def test_every_layer_changes_as_diffusers_changes_it_and_comes_back(lora):
     network, state = lora
-    tensors = comfyui_state(state, scales(state), network)
-    changes, layers = converted(network, tensors), layers_of(state)
+    layers = layers_of(state)
+    tensors = comfyui_state(state, dict.fromkeys(layers, SCALE), network)
+    changes = converted(network, tensors)
     assert len(layers) > 20
     for name, factors in layers.items():
         expected = weight_change(*factors, SCALE)

@@ -1,7 +1,6 @@
 """Small policies on the networks of diffusers, and what models of them are compared by."""
 
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -27,11 +26,6 @@ def disturb(policy: Policy, scale: float = 0.1, seed: int = 0) -> None:
 
 def tensors(network: nn.Module) -> dict[str, Tensor]:
     return dict(network.named_parameters()) | dict(network.named_buffers())
-
-
-def adapted(policy: Policy) -> dict[str, Any]:
-    names = [name for name, _ in policy.network.named_modules() if name.endswith(".lora_A")]
-    return {(n := name.removesuffix(".lora_A")): policy.network.get_submodule(n) for name in names}
 
 
 def relative(a: Tensor, b: Tensor) -> float:

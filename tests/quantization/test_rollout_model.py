@@ -5,7 +5,6 @@ import torch
 from policies import (
     ALPHA,
     RANK,
-    adapted,
     compiler,
     disturb,
     relative,
@@ -92,7 +91,8 @@ def test_what_is_packed_is_the_fp32_merge_not_one_rounded_to_the_networks_dtype(
         model.sync(POLICY)
         formats = {c.name: c.format for c in model.choices}
         lost = 0
-        for name, layer in adapted(policy).items():
+        adapted = [(n, m) for n, m in policy.network.named_modules() if hasattr(m, "lora_A")]
+        for name, layer in adapted:
             a, b = (getattr(layer, f"lora_{x}")[POLICY].weight for x in "AB")
             merged = layer.get_base_layer().weight.float() + ALPHA / RANK * (b @ a)
             assert formats[name] == "nvfp4"
