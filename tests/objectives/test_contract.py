@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy_chains import N, chains, field, no_network, rollout_of_chains
+from toy_chains import N, chains, field, gradient, no_network, rollout_of_chains
 from toy_chains import Toy as ChainToy
-from toy_chains import gradient as chain_gradient
 from toy_chains import loss_of as chain_loss
 from toy_images import OBJECTIVES, REWARD, at_the_reference, images, loss_of, make, moved
-from toy_policy import SPLIT, Toy, collect, gradient
-from toy_policy import loss_of as step_loss
+from toy_policy import SPLIT, Toy, collect
 
 from flowrl.config import objectives as options
 from flowrl.functional.batches import ALONE
@@ -150,12 +148,12 @@ def test_steps_have_the_same_gradient_for_any_micro_batch(name):
     toy, now, reference = Toy(), moved(Toy(), 0.01), Toy(seed=1)
     objective = STEPS[name].build("flow_sde")
     batch = objective.prepare(collect(toy, plan=SPLIT))
-    whole = gradient(step_loss(objective, now, batch, reference)[0], now)
+    whole = gradient(chain_loss(objective, now, batch, reference)[0], now)
     for size in (1, 3):
         chunks = list(ALONE.micro_batches(batch, size))
         assert len(chunks) == math.ceil(len(batch.x) / size)
         parts = [
-            gradient(step_loss(objective, now, c, reference)[0], now) * (len(c) / len(batch))
+            gradient(chain_loss(objective, now, c, reference)[0], now) * (len(c) / len(batch))
             for c in chunks
         ]
         torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-7)
@@ -177,7 +175,7 @@ def test_chains_have_the_same_gradient_for_any_micro_batch_and_count_their_forwa
 
     def in_chunks(size):
         return sum(
-            chain_gradient(
+            gradient(
                 chain_loss(objective, in_one_graph(toy, size, batch), c, reference=reference)[0],
                 toy,
             )
@@ -213,8 +211,8 @@ def test_images_without_a_gradient_count_0(name):
 
     loss, metrics = chain_loss(objective, toy, batch, reward=half)
     rest = batch.take((~broken).nonzero().squeeze(1))
-    alone = chain_gradient(chain_loss(objective, toy, rest)[0], toy)
-    torch.testing.assert_close(chain_gradient(loss, toy), alone * len(rest) / N)
+    alone = gradient(chain_loss(objective, toy, rest)[0], toy)
+    torch.testing.assert_close(gradient(loss, toy), alone * len(rest) / N)
     assert loss.isfinite() and metrics["path/dropped"].item() == 0.5
 
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from policies import disturb
+from toy_chains import gradient
 from toy_images import PER_IMAGE, images, moved
-from toy_policy import Toy, gradient
+from toy_policy import Toy
 
 from flowrl.backbones.lora_files import save_lora
 from flowrl.backbones.policy import POLICY

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_chains import gradient, loss_of, no_network
 from toy_images import moved as move_toy
 from toy_policy import (
     REWARD,
@@ -17,11 +18,8 @@ from toy_policy import (
     Toy,
     collect,
     every_edge,
-    gradient,
     group_advantages,
     log_density,
-    loss_of,
-    no_network,
 )
 
 from flowrl.config.objectives import GRPOOptions

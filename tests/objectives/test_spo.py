@@ -5,7 +5,8 @@ import torch
 from gaussian_flow import f64
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_policy import PROMPTS, SPLIT, Toy, collect, gradient, log_density, loss_of
+from toy_chains import gradient, loss_of
+from toy_policy import PROMPTS, SPLIT, Toy, collect, log_density
 
 from flowrl.config.objectives import SPOOptions
 from flowrl.functional.sde import KERNELS

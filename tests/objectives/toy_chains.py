@@ -70,7 +70,7 @@ def no_network(x, sigma, cond):
     raise AssertionError("this objective declares that it does not need this network")
 
 
-def loss_of(objective, toy, batch, *, reward=field, reference=no_network):
+def loss_of(objective, toy, batch, reference=no_network, *, reward=field):
     models = Models(policy=toy, reference=reference, old=no_network, reward_gradient=reward)
     loss, metrics = objective.loss(models, batch)
     assert not any(m.requires_grad for m in metrics.values())

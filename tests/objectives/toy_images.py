@@ -1,7 +1,8 @@
 """Rollouts of bare images, as a store gives them, and objectives that learn from them."""
 
 import torch
-from toy_policy import D, Toy, cond, no_network
+from toy_chains import no_network
+from toy_policy import D, Toy, cond
 from toy_rollout import rollout_of
 
 from flowrl.config import objectives as options

@@ -4,11 +4,9 @@ import math
 from dataclasses import replace
 
 import torch
-from toy_chains import no_network
 from toy_rollout import rollout_of
 
 from flowrl.functional.sde import KERNELS
-from flowrl.objectives.base import Models
 from flowrl.sampling.sampler import Schedule, sample_tree
 from flowrl.trajectory import Conditioning, Rollout, Transitions, transitions
 from flowrl.trees.plan import Step, TreePlan
@@ -19,7 +17,7 @@ REWARD = torch.tensor([0.1, 0.5, 0.9, 0.3, 0.2, 0.7])
 
 
 class Toy(torch.nn.Module):
-    """v = w * x + sigma * b + c[prompt], in float64."""
+    """v = w * x + sigma * b + c[prompt], in float64; velocities of training are in fp32."""
 
     def __init__(self, seed: int = 0):
         super().__init__()
@@ -73,18 +71,6 @@ def every_edge(rollout: Rollout) -> Transitions:
     tree = rollout.tree
     ones = torch.ones(len(tree), len(tree.edge))
     return transitions(tree, ones, ones.bool(), tree.prompt, rollout.cond)
-
-
-def loss_of(objective, toy, batch, reference=no_network):
-    # fp32 is the dtype of velocities in training; the toy stays in float64 to compare gradients.
-    models = Models(policy=toy, reference=reference, old=no_network)
-    loss, metrics = objective.loss(models, batch)
-    assert not any(m.requires_grad for m in metrics.values())
-    return loss, metrics
-
-
-def gradient(loss, toy):
-    return torch.cat(torch.autograd.grad(loss, list(toy.parameters())))
 
 
 def log_density(toy, rollout, kernel, t: Transitions | None = None):
