@@ -70,8 +70,8 @@ def no_network(x, sigma, cond):
     raise AssertionError("this objective declares that it does not need this network")
 
 
-def loss_of(objective, toy, batch, reference=no_network, *, reward=field):
-    models = Models(policy=toy, reference=reference, old=no_network, reward_gradient=reward)
+def loss_of(objective, toy, batch, reference=no_network, *, old=no_network, reward=field):
+    models = Models(policy=toy, reference=reference, old=old, reward_gradient=reward)
     loss, metrics = objective.loss(models, batch)
     assert not any(m.requires_grad for m in metrics.values())
     return loss, metrics

@@ -1,12 +1,12 @@
 """Rollouts of bare images, as a store gives them, and objectives that learn from them."""
 
 import torch
+import toy_chains
 from toy_chains import no_network
 from toy_policy import D, Toy, cond
 from toy_rollout import rollout_of
 
 from flowrl.config import objectives as options
-from flowrl.objectives.base import Models
 from flowrl.offline.source import single_node_trees
 from flowrl.trajectory import Rollout
 
@@ -53,19 +53,13 @@ def moved(toy: Toy, by: float = 0.05) -> Toy:
 
 def loss_of(objective, toy, batch, reference=None, old=None):
     needs = objective.needs
-    models = Models(
-        policy=toy,
-        reference=(reference or moved(toy)) if needs.reference else no_network,
-        old=(old or moved(toy, 0.02)) if needs.old is not None else no_network,
-    )
-    loss, metrics = objective.loss(models, batch)
-    assert not any(m.requires_grad for m in metrics.values())
-    return loss, metrics
+    reference = (reference or moved(toy)) if needs.reference else no_network
+    old = (old or moved(toy, 0.02)) if needs.old is not None else no_network
+    return toy_chains.loss_of(objective, toy, batch, reference, old=old)
 
 
 def at_the_reference(objective, rollout=None):
     """Loss, metrics and gradient where policy, reference and old policy are equal."""
     toy, batch = Toy(), objective.prepare(rollout or images())
     loss, metrics = loss_of(objective, toy, batch, moved(toy, 0.0), moved(toy, 0.0))
-    grads = torch.autograd.grad(loss, list(toy.parameters()))
-    return loss.item(), metrics, torch.cat(grads)
+    return loss.item(), metrics, toy_chains.gradient(loss, toy)
