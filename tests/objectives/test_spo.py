@@ -78,7 +78,7 @@ def test_children_are_ranked_by_the_mean_of_the_images_below_them():
         assert torch.equal(winner, x[p, w]) and torch.equal(loser, x[p, l])
 
 
-def test_of_many_children_only_the_best_and_the_worst_stay():
+def test_of_many_children_the_best_and_the_worst_stay_if_they_are_further_apart_than_the_gap():
     rollout = collect(Toy(), plan=SPLIT)  # rewards .1 .5 .9 and .3 .2 .7
     batch = spo().prepare(rollout)
     leaf_at_split = rollout.tree.edge[:3]
@@ -90,10 +90,7 @@ def test_of_many_children_only_the_best_and_the_worst_stay():
     # 6 + 6 trained edges, of which 2 + 2 are in pairs; lone children are never.
     assert batch.metrics()["tree/no_advantage"].item() == pytest.approx(8 / 12)
     assert batch.metrics()["tree/train_forwards"] == PROMPTS
-
-
-def test_a_pair_counts_if_the_softmax_of_the_two_is_further_apart_than_the_gap():
-    rollout = collect(Toy(), plan=SPLIT)  # extremes .8 and .5 apart
+    # A pair counts if the softmax of the two, .8 and .5 apart, is further apart than the gap.
     for tau, prompts in [(0.3, [0, 1]), (1.0, [0]), (10.0, [])]:
         apart = [math.tanh(distance / (2 * tau)) > 0.3 for distance in (0.8, 0.5)]
         assert [p for p in range(PROMPTS) if apart[p]] == prompts
