@@ -4,9 +4,9 @@ import asyncio
 import collections
 import json
 import logging
-import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,9 +15,8 @@ from chat_servers import Scripted, completion, free_port, text_of
 from flowrl_rewards.chat import client as chat_module
 from flowrl_rewards.chat.account import BudgetSpent
 from flowrl_rewards.chat.client import Chat, is_loopback
-from flowrl_rewards.chat.messages import Question, Reply
+from flowrl_rewards.chat.messages import Question
 from flowrl_rewards.images import pngs
-from virtual_time import Clock
 
 PICTURES = pngs(torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)), 8)
 KEY = "sk-proj-Zq8wLx7RtYuIoPaSdFgHjKl1234"
@@ -32,37 +31,62 @@ class Limited:
     """A judge that allows 3 requests in any second and says when to come back; of those it takes,
     5 % fail with 500 and 5 % are cut by the connection."""
 
-    def __init__(self, clock=time.monotonic):
-        self.clock, self.taken, self.refused = clock, collections.deque(), 0
-        self.count, self.lock = 0, threading.Lock()
+    def __init__(self, clock):
+        self.clock, self.taken, self.refused, self.count = clock, collections.deque(), 0, 0
 
     def __call__(self, body: dict):
-        with self.lock:
-            now = self.clock()
-            while self.taken and now - self.taken[0] >= 1:
-                self.taken.popleft()
-            if len(self.taken) >= RATE:
-                self.refused += 1
-                return 429, {"Retry-After": "1"}
-            self.taken.append(now)
-            self.count += 1
-            fault = self.count % 20
-            if fault == 7:
-                return 500, {}
-            if fault == 14:
-                return "broken", {}
+        now = self.clock()
+        while self.taken and now - self.taken[0] >= 1:
+            self.taken.popleft()
+        if len(self.taken) >= RATE:
+            self.refused += 1
+            return 429, {"Retry-After": "1"}
+        self.taken.append(now)
+        self.count += 1
+        fault = self.count % 20
+        if fault == 7:
+            return 500, {}
+        if fault == 14:
+            return "broken", {}
         return 200, completion(f"said {text_of(body)}")
 
 
-def assert_all(replies: list[Reply], count: int) -> None:
-    assert [reply.text for reply in replies] == [f"said q{n}" for n in range(count)]
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Minutes of waiting in no time: its clock jumps to the next thing that is due."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = 1000.0
+
+    def time(self) -> float:
+        return self.at
+
+    def _run_once(self) -> None:
+        scheduled = [handle for handle in self._scheduled if not handle._cancelled]  # type: ignore
+        if not self._ready and scheduled:  # type: ignore
+            self.at = max(self.at, min(handle._when for handle in scheduled))
+        super()._run_once()  # type: ignore
 
 
-@pytest.mark.parametrize("count", [24, 96])
-def test_a_judge_that_limits_answers_all_in_little_more_than_the_time_it_asks_for(
-    count, monkeypatch
-):
-    judge = Limited(lambda: clock())
+class Clock:
+    """A virtual clock for the client of judges, and the servers that it asks."""
+
+    def __init__(self, monkeypatch: Any, answer: Callable[[httpx.Request], Any]):
+        self.loop = VirtualLoop()
+
+        def connect(url: str, key: str) -> httpx.AsyncClient:
+            return httpx.AsyncClient(transport=httpx.MockTransport(answer))
+
+        monkeypatch.setattr(chat_module, "connect", connect)
+        monkeypatch.setattr(chat_module, "_run", self.loop.run_until_complete)
+        monkeypatch.setattr(chat_module, "now", self.loop.time)
+
+    def __call__(self) -> float:
+        return self.loop.at
+
+
+def test_a_judge_that_limits_answers_all_in_little_more_than_the_time_it_asks_for(monkeypatch):
+    judge, count = Limited(lambda: clock()), 96
 
     async def answer(request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(0.05)
@@ -75,8 +99,9 @@ def test_a_judge_that_limits_answers_all_in_little_more_than_the_time_it_asks_fo
 
     clock = Clock(monkeypatch, answer)
     began = clock()
-    assert_all(Chat("m", "http://example.com/v1").ask(questions(count)), count)
+    replies = Chat("m", "http://example.com/v1").ask(questions(count))
     assert clock() - began <= 1.3 * count / RATE
+    assert [reply.text for reply in replies] == [f"said q{n}" for n in range(count)]
     assert judge.count > count  # some were asked again
     assert judge.refused <= 2 * judge.count  # and not many in vain
 

@@ -114,9 +114,6 @@ def assert_right(answer: Answer) -> None:
     torch.testing.assert_close(answer.scores, images_of(len(answer.scores)).mean((1, 2, 3)))
 
 
-TRUNCATED = lambda server, _: server.truncated  # noqa: E731
-
-
 # --- what a run sees ------------------------------------------------------------------------------
 
 
