@@ -24,27 +24,16 @@ def read_as(lines: list[str], prompt: str, metadata: dict, **args) -> float:
 
 EDGES = [  # prompt, lines, score by hand
     ('a sign "OPEN"', ["OPEN"], 1),
-    ('a sign "OPEN"', ["open"], 1),
-    ('a sign "OPEN"', ["O P E N"], 1),
-    ('a sign "O P E N"', ["open"], 1),
-    ('a sign "OPEN"', ["WE ARE OPEN NOW"], 1),
     ('a sign "OPEN"', ["OP", "EN"], 1),
     ('a sign "OPEN"', ["EN", "OP"], 0),  # in the engine's order: "enop" is four edits away
-    ('a sign "OPEN"', ["OPENOPENOPEN"], 1),
-    ('a sign "OPEN"', [], 0),
-    ('a sign "OPEN"', [""], 0),
-    ('a sign "OPEN"', ["OPEM"], 3 / 4),
     ('a sign "OPEN"', ["OPE"], 3 / 4),
-    ('a sign "OPEN"', ["OPEEN"], 3 / 4),
     ('a sign "OPEN"', ["XXXXXXXXXXXX"], 0),  # a distance of 12 counts 4
     ('a sign "OPEN"', ["OPXEN is what the whole sign says"], 0),  # as long text counts against it
     ('a sign "OPEN" and "SHUT"', ["OPEN"], 1),  # with `first`, the first span alone
     ('a sign "OPEN" and "SHUT"', ["SHUT"], 0),
     ('a sign "OPEN', ["OPEN"], 1),  # to the end of the prompt
     ('a sign "don\'t"', ["dont"], 4 / 5),  # punctuation counts
-    ('a sign "50%!"', ["50%"], 3 / 4),
-    ('a sign "CAF\u00c9"', ["CAFE"], 3 / 4),  # no Unicode folding
-    ('a sign "\uff21"', ["A"], 0),
+    ('a sign "\uff21"', ["A"], 0),  # no Unicode folding
     ('a sign "A\u00a0B"', ["AB"], 2 / 3),  # only U+0020 is removed
     ('a sign "\u0130"', ["\u0130"], 1),  # lower() makes two characters of it, on both sides
     ('\u201cSHUT\u201d and "OPEN"', ["OPEN"], 1),  # straight quotes come first
@@ -92,15 +81,12 @@ def test_targets_are_the_quoted_spans_or_the_metadatas_texts():
         ("znak „GO”", ["GO"]),
         ("„GO“ and “STOP”", ["GO", "STOP"]),
         ("ein Schild „GO", ["GO"]),
-        ("ein Schild „“", []),
         ('a sign "GO" and "STOP"', ["GO", "STOP"]),
         ("a sign “GO” and “STOP”", ["GO", "STOP"]),
         ('a sign "GO', ["GO"]),
         ("a sign “GO", ["GO"]),
         ('a sign “GO"', ["GO"]),
-        ('a sign ""', []),
         ('a sign " "', []),
-        ('a sign "', []),
         ("a sign “”", []),
         ("a sign", []),
     ):
@@ -141,5 +127,3 @@ def test_a_failing_engine_gives_nan_with_a_reason_and_an_empty_page_gives_zero()
     scores, reasons = made(images, ["", ""], [{"ocr_text": "CAT"}] * 2)
     assert scores[0] == 0 and scores[1].isnan()
     assert list(reasons) == [1] and "RuntimeError: out of order" in reasons[1]
-    scores, reasons = made(0 * WHITE, [""], [{"ocr_text": "CAT"}])
-    assert scores.isnan().all() and 0 in reasons
