@@ -21,10 +21,8 @@ class Scripted:
     """Two cats, one of them doubtful."""
 
     threshold, counting_threshold = 0.3, 0.9
-    calls = 0
 
     def __call__(self, images):
-        type(self).calls += 1
         return [[cat(0.95), cat(0.5)] for _ in images]
 
 

@@ -48,12 +48,9 @@ ATTRIBUTES = [one("cat", color="red"), one("dog", color="blue")]
 CASES = [  # tag, found, include, exclude, official, strict, partial
     ("single_object", [CAT], ONE_CAT, [], 1, 1, 1),
     ("single_object", [], ONE_CAT, [], 0, 0, 0),
-    ("single_object", [DOG], ONE_CAT, [], 0, 0, 0),
     ("single_object", [CAT, CAT], ONE_CAT, [], 1, 0, 0),
-    ("single_object", [CAT] * 16, ONE_CAT, [], 1, 0, 0),
     ("two_object", [CAT, DOG], PAIR, [], 1, 1, 1),
     ("two_object", [CAT], PAIR, [], 0, 0, 1 / 2),
-    ("two_object", [CAT, CAT, DOG], PAIR, [], 1, 0, 1 / 2),
     ("counting", [CAT] * 2, TWO_CATS, NO_THIRD, 1, 1, 1),
     ("counting", [CAT], TWO_CATS, NO_THIRD, 0, 0, 1 / 2),
     ("counting", [CAT] * 3, TWO_CATS, NO_THIRD, 0, 0, 1 / 2),
@@ -61,16 +58,13 @@ CASES = [  # tag, found, include, exclude, official, strict, partial
     ("counting", [CAT] * 9, TWO_CATS, NO_THIRD, 0, 0, 0),
     ("colors", [RED_CAT], COLORED, [], 1, 1, 1),
     ("colors", [BLUE_CAT], COLORED, [], 0, 0, 1 / 2),
-    ("colors", [CAT], COLORED, [], 0, 0, 1 / 2),
     ("colors", [RED_CAT, RED_CAT], COLORED, [], 1, 0, 0),
     ("position", [CAT, DOG], LEFT, [], 1, 1, 1),
     ("position", [CAT, DOG], RIGHT, [], 0, 0, 2 / 3),
     ("position", [CAT], LEFT, [], 0, 0, 1 / 3),
-    ("position", [CAT, DOG, DOG], LEFT, [], 1, 0, 1 / 3),
     ("color_attr", [RED_CAT, BLUE_DOG], ATTRIBUTES, [], 1, 1, 1),
     ("color_attr", [BLUE_CAT, RED_DOG], ATTRIBUTES, [], 0, 0, 1 / 2),
     ("color_attr", [RED_CAT, RED_DOG], ATTRIBUTES, [], 0, 0, 3 / 4),
-    ("color_attr", [BLUE_DOG], ATTRIBUTES, [], 0, 0, 1 / 2),
 ]
 
 
@@ -147,7 +141,6 @@ def test_a_prompt_that_could_never_be_met_is_refused_with_what_is_wrong():
     for tag, include, says in (
         ("shapes", ONE_CAT, "'shapes'.*single_object"),
         ("counting", [], "no object"),
-        ("counting", [{"class": "cat"}], "count"),
         ("single_object", [{"class": "cat", "count": True}], "count"),
         ("counting", [{"count": 2}], "class"),
         ("single_object", ["circle"], "'circle'.* class"),
@@ -155,10 +148,8 @@ def test_a_prompt_that_could_never_be_met_is_refused_with_what_is_wrong():
         ("position", cat_at(["on", 0]), "left of"),
         ("position", [one("cat", position=["above", 0])], "earlier"),
         ("position", cat_at("left of"), "'left of'"),
-        ("position", cat_at([["above"], 0]), "earlier"),
         ("position", PAIR, "no position"),
         ("colors", ONE_CAT, "no color"),
-        ("colors", [one("cat", color=["red"])], "color"),
         ("single_object", [one("cat", size=7)], "size"),
         ("single_object", [one("cat", place=["top left"])], "place"),
     ):
