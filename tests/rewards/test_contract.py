@@ -60,7 +60,6 @@ class Case:
 def server() -> Iterator[Scripted]:
     def answer(body: dict) -> dict:
         likes = 0.1 + 0.8 * redness(images_of(body)[0])
-        tokens = {"5": likes, "0": 1 - likes, "yes": likes}
         if "first picture" in body["messages"][0]["content"][-1]["text"]:
             tokens = {"1": likes, "2": 1 - likes}
         elif "Is it red" in body["messages"][0]["content"][-1]["text"]:

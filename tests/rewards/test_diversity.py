@@ -46,10 +46,13 @@ def test_the_odd_image_out_scores_highest_and_images_that_are_all_the_same_0():
     assert judged(*[red] * 4)[0].abs().max() < 1e-7
 
 
-def test_two_images_have_no_score_and_the_reason_says_what_to_do():
+def test_two_images_and_a_group_that_cannot_be_split_have_no_scores_and_a_reason():
     scores, reasons = judged(square("red", 32), square("blue", 32))
     assert all(map(math.isnan, scores))
     assert set(reasons) == {0, 1} and "rollout.group_size" in reasons[0]
+    images = torch.stack([square("red", 32)] * 8)
+    scores, reasons = SetDiversity(sets=3)(images, ["p"] * 8, [{}] * 8)
+    assert all(map(math.isnan, scores)) and "split into 3 sets" in reasons[0]
 
 
 @given(size=st.integers(3, 6), sets=st.integers(2, 4), seed=st.integers(0, 1000))
@@ -80,9 +83,3 @@ def test_an_image_that_has_a_twin_earns_least_of_an_advantage_and_pays_most_of_a
 def test_equal_sets_have_no_advantage():
     rows = torch.rand(3, 5).double().repeat(4, 1)
     assert supergroup_advantage(torch.cdist(rows, rows), 4).abs().max() < 1e-12
-
-
-def test_a_group_that_cannot_be_split_has_no_scores():
-    images = torch.stack([square("red", 32)] * 8)
-    scores, reasons = SetDiversity(sets=3)(images, ["p"] * 8, [{}] * 8)
-    assert all(map(math.isnan, scores)) and "split into 3 sets" in reasons[0]

@@ -9,7 +9,6 @@ from flowrl_rewards.vlm_judge import VLMJudge
 
 IMAGES = torch.stack([square("red", 32), square("blue", 32)])
 PROMPTS = ["a red square", "a red square"]
-AXES = "Consistency: {}\nRealism: {}\nAesthetic Quality: {}"
 
 
 def judged(script, rubric="expectation", images=IMAGES, prompts=PROMPTS, **args):
@@ -44,7 +43,6 @@ def test_each_image_is_judged_by_what_it_shows_with_one_token_of_twenty_alternat
         ({"base": "expectation", "tokens": {"A": 4, "B": 2, "C": 1}}, {"b": 0.5, "A": 0.5}, 0.75),
         ("deqa", {" excellent": 0.5, " Good": 0.25, " bad": 0.25}, 0.75),
         ("expectation", {"The": 0.6, "0": 0.4}, None),
-        ("deqa", {"the": 0.9, "good": 0.1}, None),
     ],
 )
 def test_the_score_is_the_mean_over_answer_tokens_which_hold_half_of_the_probability(
@@ -63,12 +61,10 @@ def test_the_score_is_the_mean_over_answer_tokens_which_hold_half_of_the_probabi
         ("text", "I see <Score>1</Score> no, <Score> 4 </Score>", 0.8),
         ({"base": "text", "highest": 10, "patterns": {"score": r"(\d+)/10"}}, "7/10", 0.7),
         ("qwenvl", "<Thought>a cat</Thought><Score>4</Score>", 0.8),
-        ("wise", AXES.format(2, 1, 0), 0.8),
         *(("text", text, None) for text in (
             "", "4", "<Score>four</Score>", "<Score>9</Score>", "<Score>-1</Score>",
             "<Score>4/10</Score>", "<Score>4</Score>, I mean <Score>4,5</Score>",
         )),
-        ("wise", AXES.format(2, 1, 3), None),
         ("wise", "Consistency: 2", None),
     ],
 )  # fmt: skip
@@ -103,7 +99,6 @@ def test_a_text_that_was_cut_is_missing_but_one_token_counts():
         ({"rubric": {"base": "text", "patterns": {"score": r"\d+"}}}, "score"),
         ({"server": None}, "server"),
         ({"server": {"base_url": "http://127.0.0.1/v1"}}, "model"),
-        ({"server": {"model": "m", "url": "http://127.0.0.1/v1"}}, "url"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(args, names):
