@@ -1,6 +1,5 @@
 """The colour reward on squares painted by hand and on images of the drawing program."""
 
-import functools
 import random
 
 import numpy as np
@@ -63,17 +62,12 @@ def test_painting_the_background_does_not_pay(color):
     assert score(everywhere / 255, prompt) < 0.01 < falling[0] - 0.9
 
 
-@functools.cache
-def drawn(tag: str, count: int = 100) -> tuple[Tensor, list[str]]:
-    rng = random.Random(tag)
-    prompts = [rng.choice(all_prompts(tag)) for _ in range(count)]
-    images = torch.from_numpy(np.stack([program.draw(prompt, rng) for prompt in prompts]))
-    return images.permute(0, 3, 1, 2) / 255, [prompt["prompt"] for prompt in prompts]
-
-
 def test_drawn_images_score_high_and_those_of_other_colours_low():
     for tag in ("colors", "color_attr"):
-        images, prompts = drawn(tag)
+        rng = random.Random(tag)
+        asked = [rng.choice(all_prompts(tag)) for _ in range(100)]
+        drawn = torch.from_numpy(np.stack([program.draw(prompt, rng) for prompt in asked]))
+        images, prompts = drawn.permute(0, 3, 1, 2) / 255, [prompt["prompt"] for prompt in asked]
         metadata: list[dict] = [{}] * len(prompts)
         right = TinyColors()(images, prompts, metadata)
         small = torch.tensor(["small" in prompt for prompt in prompts])

@@ -51,6 +51,22 @@ def random_images(count: int = 3, height: int = 48, width: int = 64) -> np.ndarr
     return np.random.default_rng(0).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
 
 
+def seeing(find: Mask2FormerDetector, masks) -> Mask2FormerDetector:
+    """The detector with a network that finds one computer mouse, on the masks of its pixels."""
+    from transformers.models.mask2former.modeling_mask2former import (
+        Mask2FormerForUniversalSegmentationOutput as Output,
+    )
+
+    def network(pixel_values):
+        classes = torch.full((len(pixel_values), 12, 4), -20.0)
+        classes[:, :, 3], classes[:, 0, 1], classes[:, 0, 3] = 20, 20, -20
+        return Output(class_queries_logits=classes, masks_queries_logits=masks(pixel_values))
+
+    network.device, network.config = find.network.device, find.network.config
+    find.__dict__["network"] = network
+    return find
+
+
 def alike(one, other) -> bool:
     return len(one) == len(other) and all(
         a.box == b.box and a.name == b.name and abs(a.score - b.score) < 1e-5
@@ -80,26 +96,14 @@ def test_an_image_has_the_same_objects_alone_and_among_others(folder):
 
 def test_masks_lie_where_the_network_saw_the_object(folder):
     """A network whose one object is wherever the image is bright, in the lower right."""
-    find = made(folder)
-    network = find.network
 
-    def bright(pixel_values):
-        light = pixel_values.mean(1, keepdim=True)
-        masks = torch.where(light > 0, 20.0, -20.0)[..., ::4, ::4].repeat(1, 12, 1, 1)
-        classes = torch.full((len(light), 12, 4), -20.0)
-        classes[:, :, 3] = 20
-        classes[:, 0, 1], classes[:, 0, 3] = 20, -20
-        from transformers.models.mask2former.modeling_mask2former import (
-            Mask2FormerForUniversalSegmentationOutput as Output,
-        )
+    def bright(pixels):
+        light = pixels.mean(1, keepdim=True)
+        return torch.where(light > 0, 20.0, -20.0)[..., ::4, ::4].repeat(1, 12, 1, 1)
 
-        return Output(class_queries_logits=classes, masks_queries_logits=masks)
-
-    bright.device, bright.config = network.device, network.config
-    find.__dict__["network"] = bright
     image = np.zeros((1, 48, 96, 3), np.uint8)  # not square: each axis has its own scale
     image[:, 24:, 64:] = 255
-    (found,) = find(image)
+    (found,) = seeing(made(folder), bright)(image)
     assert [item.name for item in found] == ["computer mouse"]
     assert found[0].box == pytest.approx((64, 24, 96, 48), abs=2)
 
@@ -107,24 +111,14 @@ def test_masks_lie_where_the_network_saw_the_object(folder):
 def test_images_keep_their_proportions_as_published(folder):
     """512 x 512 is seen as 800 x 800, a panorama by its longer edge; sides become multiples of 32
     by zeros that no mask keeps."""
-    find = Mask2FormerDetector(folder, classes=CLASSES, device="cpu")
-    shapes, network = [], find.network
+    shapes = []
 
-    def seen(pixel_values):
-        shapes.append(tuple(pixel_values.shape[2:]))
-        rest = pixel_values[..., -1, -1].abs().max()
-        assert rest == 0 or shapes[-1][0] % 32 == 0
-        from transformers.models.mask2former.modeling_mask2former import (
-            Mask2FormerForUniversalSegmentationOutput as Output,
-        )
+    def everything(pixels):
+        shapes.append(tuple(pixels.shape[2:]))
+        assert pixels[..., -1, -1].abs().max() == 0 or shapes[-1][0] % 32 == 0
+        return torch.full((1, 12, shapes[-1][0] // 4, shapes[-1][1] // 4), 20.0)
 
-        classes = torch.full((1, 12, 4), -20.0)
-        classes[:, :, 3], classes[:, 0, 1], classes[:, 0, 3] = 20, 20, -20
-        masks = torch.full((1, 12, shapes[-1][0] // 4, shapes[-1][1] // 4), 20.0)
-        return Output(class_queries_logits=classes, masks_queries_logits=masks)
-
-    seen.device, seen.config = network.device, network.config
-    find.__dict__["network"] = seen
+    find = seeing(Mask2FormerDetector(folder, classes=CLASSES, device="cpu"), everything)
     for (height, width), expected in [((512, 512), (800, 800)), ((100, 400), (352, 1344))]:
         (found,) = find(np.full((1, height, width, 3), 200, np.uint8))
         assert shapes[-1] == expected
