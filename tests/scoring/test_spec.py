@@ -59,11 +59,8 @@ def test_a_reward_that_cannot_be_loaded_is_a_sentence(name, args, words):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("undefined_name", "NameError: name 'undefined_name' is not defined"),
-        ("def (", "SyntaxError"),
         ("{}['key']", "KeyError: 'key'"),
         ("import no_such_thing", "No module named 'no_such_thing'"),
-        ("class Mine:\n  def __init__(self): raise RuntimeError('no GPU')", "RuntimeError: no GPU"),
         ("class Mine:\n  def __init__(self): raise NotImplementedError", "NotImplementedError"),
         (
             "from flowrl.errors import UserError\nclass Mine:\n"
