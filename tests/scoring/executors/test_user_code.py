@@ -1,11 +1,9 @@
 """Code of a user's reward: what it changes in the process, and where it failed."""
 
-import importlib
 import logging
 import os
 import random
 import signal
-import sys
 import threading
 import warnings
 
@@ -15,6 +13,7 @@ import torch
 
 from flowrl.config.rewards import InlineOptions
 from flowrl.scoring.executors.base import InlineExecutor, ask
+from flowrl.scoring.spec import load_reward
 
 IMAGE = torch.zeros(1, 3, 8, 8)
 CHANGES = {  # by the name in the warning: a change, and what reads the setting
@@ -32,28 +31,22 @@ CHANGES = {  # by the name in the warning: a change, and what reads the setting
         lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu"),
     ),
     "os.chdir": (lambda: os.chdir("/"), os.getcwd),
-}  # fmt: skip
-IN_MAIN = {  # of calls in the main thread alone
     "signal.SIGINT": (
         lambda: signal.signal(signal.SIGINT, lambda *_: None),
         lambda: signal.getsignal(signal.SIGINT),
     ),
 }  # fmt: skip
-CASES = [(name, background) for name in CHANGES for background in (False, True)]
-CASES += [(name, False) for name in IN_MAIN]
-
-
-@pytest.fixture
-def elsewhere(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+CASES = [(name, False) for name in CHANGES]
+CASES += [(name, True) for name in CHANGES if name != "signal.SIGINT"]  # of the main thread alone
 
 
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize(("setting", "background"), CASES)
 def test_a_setting_of_the_process_is_restored_in_any_thread_and_reported_once(
-    setting, background, raises, elsewhere
+    setting, background, raises, monkeypatch, tmp_path
 ):
-    change, read = (CHANGES | IN_MAIN)[setting]
+    monkeypatch.chdir(tmp_path)
+    change, read = CHANGES[setting]
     before = read()
 
     def reward(images, prompts, metadata):
@@ -135,16 +128,13 @@ def mine(images, prompts, metadata):
 """
 
 
-@pytest.fixture
-def broken(tmp_path, monkeypatch):
+def test_the_reason_has_the_users_own_file_and_line_and_the_log_the_whole_traceback(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_reward.py").write_text(BROKEN)
-    sys.modules.pop("broken_reward", None)
-    return importlib.import_module("broken_reward").mine
-
-
-def test_the_reason_has_the_users_own_file_and_line_and_the_log_the_whole_traceback(broken, caplog):
+    broken = load_reward("broken_reward:mine")
     with caplog.at_level(logging.DEBUG, "flowrl"):
         answer = ask(broken, "mine", IMAGE, ["p"], [{}])
     line = "broken_reward.py:4: return json.loads(text)  # the line to look at"
