@@ -107,13 +107,10 @@ def test_images_are_not_read_and_bad_columns_are_refused(tmp_path):
     )
     datasets.Dataset.from_list(rows, features=kinds).save_to_disk(tmp_path / "saved")
     assert load_prompts(tmp_path / "saved")[0].metadata == {}
-    # Other columns another split and an empty text are sentences.
+    # Other columns and an empty text are sentences.
     table([{"words": "a"}]).to_parquet(tmp_path / "p.parquet")
     with pytest.raises(UserError, match="have the columns words; expected one of prompt, text"):
         load_prompts(tmp_path / "p.parquet")
-    datasets.DatasetDict({"train": table()}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(UserError, match="Unknown split 'dev'. Available splits: train"):
-        load_prompts(f"hf:{tmp_path}/saved:dev")
     table([{"prompt": "a"}, {"prompt": None}]).to_parquet(tmp_path / "gap.parquet")
     with pytest.raises(UserError, match="gap.parquet, row 2: expected .* a text"):
         load_prompts(tmp_path / "gap.parquet")

@@ -83,17 +83,15 @@ def test_a_row_is_text_negative_prompt_and_metadata(row, text, negative, metadat
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"prompt": ', "JSON"), ("[" * 100_000, "JSON"), ("[1]", "object"), ("[]", "object"),
+        ('{"prompt": ', "JSON"), ("[" * 100_000, "JSON"), ("[1]", "object"),
         ('{"prompt": "a", "n": ' + "1" * 5000 + "}", "JSON"), ('{"title": "a"}', "title"),
         ('{"prompt": " "}', '"prompt"'), ('{"prompt": "a", "negative": 3}', '"negative"'),
-        ('{"prompt": "a", "negative_prompt": 3}', '"negative"'),
         ('{"prompt": "a", "negative": "b", "negative_prompt": "c"}', '"negative_prompt"'),
         ('{"prompt": "a", "metadata": "{tag"}', '"metadata"'),
         ('{"prompt": "a", "metadata": "[1]"}', '"metadata"'),
-        ('{"prompt": [{"role": "system", "content": "draw"}]}', '"prompt"'),
         ('{"prompt": "a \\ud800 cat"}', "ud800"), ('{"prompt": "a", "negative": "\\udfff"}', "udf"),
     ],
-    ids=range(15),
+    ids=range(12),
 )  # fmt: skip
 def test_a_malformed_row_is_refused_with_its_line(row, message, tmp_path):
     path = tmp_path / "prompts.jsonl"
@@ -107,13 +105,7 @@ def test_sources_that_cannot_be_read_are_refused(tmp_path):
         (tmp_path / name).write_text(content)
         with pytest.raises(UserError, match=name):
             load_prompts(tmp_path / name)
-    for source in (
-        "none.txt",
-        "tiny:geneval",
-        "tiny:cats:train",
-        "tiny:ocr:dev",
-        "tiny:ocr:test:x",
-    ):
+    for source in ("none.txt", "tiny:geneval", "tiny:cats:train", "tiny:ocr:test:x"):
         with pytest.raises(UserError, match="cannot read prompts"):
             load_prompts(source)
     with pytest.raises(UserError, match="prompt 1"):
