@@ -76,46 +76,34 @@ def test_pairs_become_groups_of_two_that_decode_to_the_images(config, stored_ima
     assert files(folder / "s") == before
 
 
-def test_a_bad_pair_is_named_by_its_line_and_left_out(config, stored_images, load_tiny):
-    folder, (a, b), _ = stored_images
+def test_bad_pairs_are_named_by_their_lines_and_taken_in_when_mended(
+    config, stored_images, load_tiny
+):
+    """First all are bad, then three of four, then none."""
+    folder, _, _ = stored_images
     (folder / "broken.png").write_bytes((folder / "p" / "0.png").read_bytes()[:60])
-    source = write_file(
-        folder,
-        [
-            {"prompt": a, "chosen": "p/0.png", "rejected": "p/9.png"},
-            None,
-            {"prompt": a, "chosen": "p/0.png", "rejected": "p/0.png"},
-            {"prompt": a, "chosen": "broken.png", "rejected": "p/0.png"},
-            {"prompt": b, "chosen": "p/1.png", "rejected": "p/0.png"},
-        ],
-    )
-    (row,), left_out = collect_pairs(config, source, folder / "s", pipeline=load_tiny())
-    assert row["groups"] == 1 and open_dataset(folder / "s").groups[0].record.text == b
-    expected = [(1, "rejected image .*9.png"), (3, "the same image"), (4, "chosen .*broken.png")]
-    for text, (line, reason) in zip(left_out, expected, strict=True):
-        assert re.search(f"pairs.jsonl, line {line}: .*{reason}", text), text
-
-
-def test_images_that_are_mended_are_taken_in(config, stored_images, load_tiny):
-    """First all are missing, then one pair, then none."""
-    folder, (a, b), _ = stored_images
+    shutil.copy(folder / "p" / "0.png", folder / "twin.png")
     rows = [
-        {"prompt": a, "chosen": "q/0.png", "rejected": "q/1.png"},
-        {"prompt": b, "chosen": "q/2.png", "rejected": "q/3.png"},
+        {"prompt": "a", "chosen": "p/0.png", "rejected": "q/9.png"},
+        None,
+        {"prompt": "b", "chosen": "p/0.png", "rejected": "twin.png"},
+        {"prompt": "c", "chosen": "broken.png", "rejected": "p/0.png"},
+        {"prompt": "d", "chosen": "q/2.png", "rejected": "q/3.png"},
     ]
     source, pipeline = write_file(folder, rows), load_tiny()
-    with pytest.raises(UserError, match="none of the 2 pairs .*line 1"):
+    with pytest.raises(UserError, match="none of the 4 pairs .*line 1"):
         collect_pairs(config, source, folder / "s", pipeline=pipeline)
-    (folder / "q").mkdir()
-    for i in range(2):
-        shutil.copy(folder / "p" / f"{i}.png", folder / "q")
-    for _ in range(2):  # the missing one is named each time
+    shutil.copytree(folder / "p", folder / "q")
+    expected = [(1, "rejected image .*9.png"), (3, "the same image"), (4, "chosen .*broken.png")]
+    for _ in range(2):  # the bad ones are named each time
         (row,), left_out = collect_pairs(config, source, folder / "s", pipeline=pipeline)
-        assert row["groups"] == 1 and len(left_out) == 1 and "line 2" in left_out[0]
-    for i in (2, 3):
-        shutil.copy(folder / "p" / f"{i}.png", folder / "q")
+        assert row["groups"] == 1 and open_dataset(folder / "s").groups[0].record.text == "d"
+        for text, (line, reason) in zip(left_out, expected, strict=True):
+            assert re.search(f"pairs.jsonl, line {line}: .*{reason}", text), text
+    for name in ("q/9.png", "twin.png", "broken.png"):
+        shutil.copy(folder / "p" / "1.png", folder / name)
     (row,), left_out = collect_pairs(config, source, folder / "s", pipeline=pipeline)
-    assert row["groups"] == 2 and not left_out
+    assert row["groups"] == 4 and not left_out
     before = files(folder / "s")
     shutil.rmtree(folder / "q")  # encoded, hence not needed
     assert collect_pairs(config, source, folder / "s", pipeline=pipeline)[1] == []

@@ -7,11 +7,6 @@ from flowrl_rewards.images import pngs, to_uint8
 from PIL import Image
 
 
-def test_every_level_survives_the_round_trip():
-    levels = torch.arange(256, dtype=torch.float32).reshape(1, 1, 16, 16).repeat(1, 3, 1, 1)
-    assert (to_uint8(levels / 255)[0, :, :, 0] == levels[0, 0].numpy()).all()
-
-
 def test_broken_pixels_are_an_error_and_never_a_colour():
     images = torch.zeros(1, 3, 2, 2)
     images[0, 0, 0, 0] = torch.nan
@@ -24,7 +19,7 @@ def opened(images, longest):
 
 
 def test_files_hold_every_level_and_are_shrunk_in_their_proportions_and_never_enlarged():
-    images = torch.randint(0, 256, (2, 3, 5, 9), generator=torch.Generator().manual_seed(0)) / 255
-    assert np.array_equal(opened(images, 64), to_uint8(images))
+    levels = torch.arange(256).byte().view(1, 1, 16, 16).repeat(2, 3, 1, 1)
+    assert np.array_equal(opened(levels / 255, 64), levels.permute(0, 2, 3, 1))
     for size, expected in (((40, 80), (16, 32)), ((32, 8), (32, 8))):
         assert opened(torch.rand(1, 3, *size), 32).shape == (1, *expected, 3)
