@@ -15,8 +15,6 @@ from typing import Any, Self
 import numpy as np
 from PIL import Image
 
-Script = Callable[[dict], Any]
-
 
 def completion(text: str = "", tokens: dict[str, float] | None = None, **message: Any) -> dict:
     """A chat completion; tokens: probabilities of spellings of its first token."""
@@ -58,7 +56,7 @@ class Scripted:
     """script(body) -> a completion (dict), bytes for a body of its own, (status, headers, body),
     or a callable that is given the raw connection. The body of a GET is empty."""
 
-    def __init__(self, script: Script):
+    def __init__(self, script: Callable[[dict], Any]):
         self.asked: list[dict] = []
         self.keys: list[str | None] = []
         self.ending = threading.Event()

@@ -85,14 +85,13 @@ def _spread(model: torch.nn.Module) -> None:
             parameter.data.mul_(4)
 
 
-def images_of_noise(count: int, height: int = SIDE, width: int = SIDE) -> torch.Tensor:
-    """(count, 3, height, width), multiples of 1/255, within [0.2, 0.8]: nothing is clipped."""
-    generator = torch.Generator().manual_seed(count * height * width)
-    levels = torch.randint(51, 205, (count, 3, height, width), generator=generator)
-    return levels.float() / 255
-
-
 @pytest.fixture(scope="session")
 def random_images():
-    """`images_of_noise`, for tests."""
-    return images_of_noise
+    """(count, 3, height, width), multiples of 1/255, within [0.2, 0.8]: nothing is clipped."""
+
+    def make(count: int, height: int = SIDE, width: int = SIDE) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(count * height * width)
+        levels = torch.randint(51, 205, (count, 3, height, width), generator=generator)
+        return levels.float() / 255
+
+    return make

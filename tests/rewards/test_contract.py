@@ -143,8 +143,18 @@ def test_an_unscorable_item_is_missing_with_a_reason_and_never_0(cases, random_i
     assert answer.scores.isnan().all() and answer.reasons[0]
 
 
-def assert_slopes(score, images: torch.Tensor) -> None:
+@pytest.mark.parametrize("name", ["brightness", "tiny_colors", *NETWORKS[:4]])
+def test_gradients_of_differentiable_rewards_are_the_slopes_of_their_scores(
+    cases, random_images, name
+):
     """The gradient of the summed scores agrees with differences: along itself, and at pixels."""
+    case, images = cases(name), random_images(3, 40, 56)
+    reward = case.load()
+    assert reward.differentiable is True
+
+    def score(images: torch.Tensor) -> torch.Tensor:
+        return reward(images, case.prompts, [METADATA] * 3)
+
     leaf = images.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(score(leaf).sum(), leaf)
     generator = torch.Generator().manual_seed(0)
@@ -165,18 +175,6 @@ def assert_slopes(score, images: torch.Tensor) -> None:
     assert expected[0] > 0.01
     for slope, wanted, (_, h) in zip(slopes, expected, directions, strict=True):
         assert slope == pytest.approx(wanted, rel=2e-3, abs=max(2e-5, rounding / h))
-
-
-@pytest.mark.parametrize("name", ["brightness", "tiny_colors", *NETWORKS[:4]])
-def test_gradients_of_differentiable_rewards_are_the_slopes_of_their_scores(
-    cases, random_images, name
-):
-    case = cases(name)
-    reward = case.load()
-    assert reward.differentiable is True
-    assert_slopes(
-        lambda images: reward(images, case.prompts, [METADATA] * 3), random_images(3, 40, 56)
-    )
 
 
 @pytest.mark.parametrize("name", NETWORKS)

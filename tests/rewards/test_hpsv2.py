@@ -1,16 +1,8 @@
-import pytest
 import torch
 import torch.nn.functional as F
 from flowrl_rewards.hpsv2 import HPSv2
 
 PROMPTS = ["a red circle", "two blue stars", "a red circle", "a green ring"]
-BLANK = [{}] * 4
-
-
-@pytest.fixture(scope="module")
-def made(tiny_hps):
-    architecture, folder = tiny_hps
-    return HPSv2(model=folder, architecture=architecture, device="cpu")
 
 
 def reference(tiny_hps, images, prompts):
@@ -32,13 +24,11 @@ def reference(tiny_hps, images, prompts):
     return (vectors[0] @ vectors[1].T).diagonal()
 
 
-def test_it_is_the_cosine_of_open_clips_own_forward_without_its_scale(
-    made, tiny_hps, random_images
-):
+def test_it_is_the_cosine_of_open_clips_own_forward_without_its_scale(tiny_hps, random_images):
+    made = HPSv2(architecture=tiny_hps[0], model=tiny_hps[1], device="cpu")
     for size in [(32, 32), (32, 20), (14, 32)]:
         images = random_images(4, *size)
-        scores = made(images, PROMPTS, BLANK)
-        assert scores.shape == (4,) and scores.dtype == torch.float32
+        scores = made(images, PROMPTS, [{}] * 4)
         expected = reference(tiny_hps, images, PROMPTS)
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
         assert expected.std() > 0.01

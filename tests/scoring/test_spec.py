@@ -13,10 +13,6 @@ from flowrl.scoring.spec import (
 )
 
 
-def constant(images, prompts, metadata, factor=0.25):
-    return [factor] * len(images)
-
-
 class Tagged:
     """Applies to prompts with a tag, and to no cats."""
 
@@ -111,7 +107,8 @@ def test_prompts_that_rewards_cannot_score_are_named_before_training():
     geneval, ocr, plain = (
         RewardSpec(name=name, reward=reward)
         for name, reward in (
-            ("geneval", load_reward("geneval")), ("ocr", load_reward("ocr")), ("any", constant),
+            ("geneval", load_reward("geneval")), ("ocr", load_reward("ocr")),
+            ("any", lambda *_: [0.25]),
         )
     )  # fmt: skip
     mixed, cat = load_prompts("tiny:all:test", limit=14), PromptRecord(uid="0", text="a cat")

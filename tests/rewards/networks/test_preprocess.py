@@ -29,20 +29,13 @@ def on_levels(images):
     return (images * 255).round() / 255
 
 
-def image(images):
-    return Image.fromarray((images[0] * 255).round().byte().permute(1, 2, 0).numpy())
-
-
 def processed(images):
     """By the processor that works on PIL's images: the default depends on what is installed."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    pixels = CLIPImageProcessorPil()(image(images), return_tensors="np")["pixel_values"]
+    image = Image.fromarray((images[0] * 255).round().byte().permute(1, 2, 0).numpy())
+    pixels = CLIPImageProcessorPil()(image, return_tensors="np")["pixel_values"]
     return torch.from_numpy(np.array(pixels))
-
-
-def normalised(images):
-    return (images - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
 
 
 def test_it_is_within_the_documented_bound_of_clips_processor():

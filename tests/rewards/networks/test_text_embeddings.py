@@ -5,20 +5,16 @@ from flowrl_rewards.networks.clip import Clip
 from flowrl_rewards.networks.text_embeddings import TextEmbeddings
 
 
-def numbered(calls):
-    """An encoder that gives each text it is shown the next number."""
+def test_equal_prompts_are_encoded_once_and_come_back_in_place(monkeypatch):
+    calls = []
 
-    def encode(texts):
+    def numbered(texts):
+        """Each text has the next number."""
         calls.append(list(texts))
         seen = sum(map(len, calls)) - len(texts)
         return torch.arange(seen, seen + len(texts)).float()[:, None]
 
-    return encode
-
-
-def test_equal_prompts_are_encoded_once_and_come_back_in_place(monkeypatch):
-    calls = []
-    texts = TextEmbeddings(numbered(calls))
+    texts = TextEmbeddings(numbered)
     assert texts(["a", "b", "a", "a"]).flatten().tolist() == [0, 1, 0, 0]
     assert texts(["c", "a"]).flatten().tolist() == [2, 0]
     assert calls == [["a", "b"], ["c"]]
