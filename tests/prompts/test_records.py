@@ -71,15 +71,6 @@ def test_an_epoch_is_a_function_of_iteration_and_seed(tmp_path):
     assert prompt_uid("a cat", None, {}) == "c5188dd6a29bbcaf"  # the same on every machine
 
 
-@given(st.integers(1, 9), st.integers(2, 30))
-def test_balance_gives_rare_kinds_as_many_turns(size, iterations):
-    prompts = records(40, "common") + records(3, "rare") + records(1, "single")
-    sampler = PromptSampler(prompts, size, seed=0, balance="tag")
-    uses = Counter(p.metadata["tag"] for i in range(iterations) for p in sampler.at(i))
-    counts = [uses[tag] for tag in ("common", "rare", "single")]
-    assert max(counts) - min(counts) <= 1
-
-
 @given(
     st.integers(0, 3), st.integers(0, 4), st.integers(1, 3), st.integers(1, 9), st.integers(1, 6)
 )
