@@ -46,13 +46,6 @@ class Process:
     rank: int = 0
     local_rows = Runtime.local_rows
 
-    @property
-    def is_main(self):
-        return self.rank == 0
-
-    def wait(self):
-        pass
-
 
 def reward(images, prompts, metadata):
     raise AssertionError("a stored image is not judged again")
@@ -87,13 +80,14 @@ def write(folder, scores, *, first=0.0, names=("a", "b")):
         numbers = range(start * SIZE, min(start + SHARD, GROUPS) * SIZE)
         x0 = first + torch.tensor([*numbers]).float().view(-1, 1, 1, 1).expand(-1, *SHAPE)
         groups = [i // SIZE for i in numbers]
-        append_shard(folder, shard, x0, scores[[*numbers]], [record(g) for g in groups], groups)
+        records = [
+            PromptRecord(
+                uid=f"u{g}", text="x" * (g + 1), metadata={"kind": ("square", "round")[g % 2]}
+            )
+            for g in groups
+        ]
+        append_shard(folder, shard, x0, scores[[*numbers]], records, groups)
     return open_dataset(folder)
-
-
-def record(group):
-    kind = "round" if group % 2 else "square"
-    return PromptRecord(uid=f"u{group}", text="x" * (group + 1), metadata={"kind": kind})
 
 
 def plain_scores():

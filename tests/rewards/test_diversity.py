@@ -78,8 +78,6 @@ def test_an_image_that_has_a_twin_earns_least_of_an_advantage_and_pays_most_of_a
     first, second = supergroup_advantage(torch.cdist(spread, spread), 2).view(2, 4)
     assert first.argmin() in (2, 3) and first.min() > 0
     assert second.argmin() in (2, 3) and second.max() < 0
-
-
-def test_equal_sets_have_no_advantage():
+    # Equal sets have no advantage.
     rows = torch.rand(3, 5).double().repeat(4, 1)
     assert supergroup_advantage(torch.cdist(rows, rows), 4).abs().max() < 1e-12

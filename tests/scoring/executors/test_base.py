@@ -181,17 +181,17 @@ def current_gpu(images, prompts, metadata):
     return [float(torch.cuda.current_device())] * len(images)
 
 
-@pytest.fixture
-def cuda(monkeypatch):
-    """A process that accelerate has put on GPU 2."""
+def test_every_executor_puts_a_reward_on_the_gpu_of_its_process(make_learner, monkeypatch):
+    """In a process that accelerate has put on GPU 2."""
     current = threading.local()
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(current, "gpu", gpu))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "gpu", 0))
     torch.cuda.set_device(2)
-    return current
-
-
-def test_every_executor_puts_a_reward_on_the_gpu_of_its_process(cuda, make_learner, monkeypatch):
+    runtime = Runtime(device="cpu")
+    assert runtime.gpu is None
+    for name, expected in (("cuda:3", 3), ("cuda", 2)):
+        runtime.device = torch.device(name)
+        assert runtime.gpu == expected
     monkeypatch.setattr(Runtime, "gpu", 2)  # on this machine the runtime has no GPU
     learner = make_learner(
         specs=[
@@ -204,11 +204,3 @@ def test_every_executor_puts_a_reward_on_the_gpu_of_its_process(cuda, make_learn
         executor = spec.get_executor()
         assert executor.submit(IMAGE, ["p"], [{}]).result(60).scores.tolist() == [2.0]
         executor.close()
-
-
-def test_the_runtime_knows_its_gpu(cuda):
-    runtime = Runtime(device="cpu")
-    assert runtime.gpu is None
-    for name, expected in (("cuda:3", 3), ("cuda", 2)):
-        runtime.device = torch.device(name)
-        assert runtime.gpu == expected
