@@ -80,14 +80,13 @@ def write(folder, scores, *, first=0.0, names=("a", "b")):
         numbers = range(start * SIZE, min(start + SHARD, GROUPS) * SIZE)
         x0 = first + torch.tensor([*numbers]).float().view(-1, 1, 1, 1).expand(-1, *SHAPE)
         groups = [i // SIZE for i in numbers]
-        records = [
-            PromptRecord(
-                uid=f"u{g}", text="x" * (g + 1), metadata={"kind": ("square", "round")[g % 2]}
-            )
-            for g in groups
-        ]
-        append_shard(folder, shard, x0, scores[[*numbers]], records, groups)
+        append_shard(folder, shard, x0, scores[[*numbers]], [record(g) for g in groups], groups)
     return open_dataset(folder)
+
+
+def record(group):
+    kind = "round" if group % 2 else "square"
+    return PromptRecord(uid=f"u{group}", text="x" * (group + 1), metadata={"kind": kind})
 
 
 def plain_scores():

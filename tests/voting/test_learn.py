@@ -22,7 +22,7 @@ from flowrl.voting.learn import (
 from flowrl.voting.taste import TastePosterior
 
 
-def test_dpo_and_kto_keep_the_options_of_the_recipe(tmp_path):
+def test_training_keeps_the_options_of_the_recipe_and_begins_with_its_lora(tmp_path):
     for kind, beta in (("dpo", 7.0), ("kto", 9.0)):
         changes = [f"objective={{kind: {kind}, implicit_beta: {beta}}}"]
         config = training_config(load_config("quickstart-sana", changes), tmp_path, tmp_path, None)
@@ -30,10 +30,7 @@ def test_dpo_and_kto_keep_the_options_of_the_recipe(tmp_path):
         assert (objective.kind, objective.implicit_beta) == (kind, beta)
     recipe = load_config("quickstart-vote")
     assert training_config(recipe, tmp_path, tmp_path, None).objective == recipe.objective
-
-
-def test_training_starts_from_the_lora_that_drew_the_images(tmp_path):
-    recipe = load_config("quickstart-vote")
+    # Training starts from the LoRA that drew the images.
     config = training_config(recipe, tmp_path, tmp_path, "runs/mine")
     assert config.lora.init_from == "runs/mine" and recipe.lora.init_from is None
     (tmp_path / "drawn.json").write_text(json.dumps({"lora": "0123abcd"}))
@@ -93,13 +90,8 @@ def test_a_vote_for_an_image_that_leaves_its_prompt_does_not_count():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_votes_become_a_lora_that_diffusers_loads(tmp_path):
-    changes = [
-        "pipeline.device=cpu",
-        "evaluation.num_images=6",
-        "run.iterations=2",
-        "run.trackers=[]",
-    ]
-    config = load_config("quickstart-sana", changes)
+    changes = ["evaluation.num_images=6", "run.iterations=2", "run.trackers=[]"]
+    config = load_config("quickstart-sana", ["pipeline.device=cpu", *changes])
     draw_candidates(config, tmp_path, prompts=4, per_prompt=2, lora=None, seed=0)
     ballot = Ballot(tmp_path)
     for place in sorted(tmp_path.glob("0*")):
