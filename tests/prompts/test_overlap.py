@@ -74,12 +74,7 @@ def test_metadata_decide_where_both_have_any_and_texts_otherwise():
         record("a house on a hill"),
     ]
     shared = [text for text, _ in overlaps(training, held_out)]
-    assert shared == [
-        "2 cats",
-        "a house by the  lake",
-        "a house, by the lake",
-        "a photo of two cats",
-    ]
+    assert shared == [prompt.text for prompt in held_out[1:-1]]
 
 
 def test_overlap_is_refused_with_the_first_pair_unless_allowed():

@@ -72,7 +72,11 @@ def test_images_get_the_published_size_and_patches(random_images):
     )
 
 
-def test_the_question_is_read_from_the_package_and_nothing_of_it_is_run(tmp_path, monkeypatch):
+def test_the_question_is_needed_and_read_from_the_package_and_nothing_of_it_is_run(
+    tiny_hpsv3, random_images, tmp_path, monkeypatch
+):
+    with pytest.raises(FileNotFoundError, match="`pip install --no-deps hpsv3`"):
+        HPSv3(model=tiny_hpsv3, device="cpu")(random_images(1), ["a"], [{}])
     package = tmp_path / "hpsv3"
     (package / "dataset").mkdir(parents=True)
     (package / "__init__.py").write_text("raise SystemExit('it was run')")
@@ -83,12 +87,6 @@ def test_the_question_is_read_from_the_package_and_nothing_of_it_is_run(tmp_path
     (tmp_path / "other.py").write_text("INSTRUCTION = 'Rate {text_prompt}'")
     with pytest.raises(ValueError, match="other.py does not hold HPSv3's question"):
         read_question(str(tmp_path / "other.py"))
-
-
-def test_a_missing_question_and_a_prompt_with_the_models_own_token_are_refused(
-    tiny_hpsv3, random_images
-):
-    with pytest.raises(FileNotFoundError, match="`pip install --no-deps hpsv3`"):
-        HPSv3(model=tiny_hpsv3, device="cpu")(random_images(1), ["a"], [{}])
+    # Its own token in a prompt would be taken for the question's.
     with pytest.raises(ValueError, match=r"<\|Reward\|>"):
         make(tiny_hpsv3)(random_images(1), ["a <|Reward|>"], [{}])

@@ -97,7 +97,6 @@ MISSING = ModuleNotFoundError("No module named 'oldpackage'", name="oldpackage")
 def test_what_is_not_there_is_told_apart_from_what_is_wrong():
     hub = OSError("We couldn't connect to 'https://huggingface.co' to load the files")
     for error, state in (
-        (ImportError("judging needs the package x"), "missing"),
         (MISSING, "missing"),
         (FileNotFoundError("weights.bin"), "missing"),
         (hub, "missing"),

@@ -68,16 +68,11 @@ def test_held_out_votes_are_predicted_where_a_rule_made_them():
 def test_a_description_tells_colours_places_and_edges():
     left = torch.ones(1, 3, 64, 64)
     left[..., :32] = 0.0
-    right, parts = left.flip(3), {}
-    for name, image in (
-        ("left", left),
-        ("right", right),
-        ("red", left * torch.tensor([1.0, 0, 0])[:, None, None]),
-    ):
-        parts[name] = describe(image).split(WIDTHS, 1)
-    cells, edges, means, spreads, palettes = zip(parts["left"], parts["right"], strict=True)
+    red = left * torch.tensor([1.0, 0, 0])[:, None, None]
+    parts = [describe(image).split(WIDTHS, 1) for image in (left, left.flip(3), red)]
+    cells, edges, means, spreads, palettes = zip(*parts[:2], strict=True)
     assert not torch.allclose(*cells) and all(
         torch.allclose(*x) for x in (means, spreads, palettes)
     )
     assert (edges[0].view(8, 8).sum(0) > 0.01).nonzero().flatten().tolist() in ([3], [4], [3, 4])
-    assert not torch.allclose(parts["left"][4], parts["red"][4])
+    assert not torch.allclose(parts[0][4], parts[2][4])

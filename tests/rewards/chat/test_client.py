@@ -105,7 +105,6 @@ FAULTS = (  # what the server answers, or a function of it; the words of the rea
     (lambda server: server.hang, "0.3 s"),
     (lambda server: server.drip, "0.3 s"),
     (lambda server: server.truncated, "broke off"),
-    (b"<html>", "without a chat completion"),
     ({"choices": []}, "without a chat completion"),
     (b"[" * 100_000, "without a chat completion"),
     (NO_PROBABILITY, "without a chat completion"),

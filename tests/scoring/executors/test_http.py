@@ -36,9 +36,8 @@ class Faulty(Scripted):
     def __init__(
         self, *faults: Fault, version: str = "v1", limits: dict | None = None, **info: Any
     ):
-        self.limits, self.faults, self.version, self.info = (
-            limits or {}, list(faults), version, info,
-        )  # fmt: skip
+        self.limits, self.faults = limits or {}, list(faults)
+        self.version, self.info = version, info
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
         super().__init__(self.answer)
