@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from chat_servers import Scripted, completion, text_of
-from flowrl_rewards.vlm_questions import VLMQuestions, accepted
+from flowrl_rewards.vlm_questions import VLMQuestions
 
 ANSWERS = {
     "How many?": {"Two": 0.5, "2": 0.3, "three": 0.2},
@@ -25,8 +25,9 @@ def asked(*lists, **args):
 
 def test_the_score_is_the_mean_probability_of_the_right_answers():
     both = [["How many?", "two"], ["Red?", "yes"]]
-    scores, reasons = asked(both, both[1:], [["Red?", ["no", "yes"]]])
-    assert scores == [pytest.approx(0.6), pytest.approx(0.4), pytest.approx(1.0)] and not reasons
+    # Numbers may be written in letters and digits.
+    scores, reasons = asked(both, both[1:], [["Red?", ["no", "yes"]]], [["How many?", "2"]])
+    assert scores == pytest.approx([0.6, 0.4, 1.0, 0.8]) and not reasons
     scores, _ = asked(both, mean="geometric")
     assert scores == [pytest.approx(math.sqrt(0.8 * 0.4))]
 
@@ -35,12 +36,6 @@ def test_an_answer_the_model_does_not_think_of_scores_0_and_one_it_does_not_give
     scores, reasons = asked([["Red?", "blue"]], [["Red?", "yes"], ["Why?", "because"]])
     assert scores[0] == 0 and math.isnan(scores[1])
     assert list(reasons) == [1] and "0.30 of the probability" in reasons[1]
-
-
-def test_numbers_may_be_written_in_letters_and_digits():
-    assert set(accepted("two")) == set(accepted("2")) == {"two", "2"}
-    assert accepted("Red") == ("Red",)
-    assert set(accepted(["many", "12"])) == {"many", "twelve", "12"}
 
 
 def test_question_lists_of_another_form_are_refused_before_anything_is_sampled():
