@@ -97,15 +97,10 @@ def test_text_of_columns_is_read_as_json_only_where_it_is(tmp_path):
 def test_images_are_not_read_and_bad_columns_are_refused(tmp_path):
     # Images and bytes are not read and what is empty is left out.
     rows = [{"prompt": "a", "raw": b"x", "n": None, "image": {"bytes": b"no image", "path": "p"}}]
-    kinds = datasets.Features(
-        {
-            "prompt": datasets.Value("string"),
-            "raw": datasets.Value("binary"),
-            "n": datasets.Value("int64"),
-            "image": datasets.Image(),
-        }
-    )
-    datasets.Dataset.from_list(rows, features=kinds).save_to_disk(tmp_path / "saved")
+    kinds = {"prompt": "string", "raw": "binary", "n": "int64"}
+    columns = {name: datasets.Value(kind) for name, kind in kinds.items()}
+    features = datasets.Features(columns | {"image": datasets.Image()})
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "saved")
     assert load_prompts(tmp_path / "saved")[0].metadata == {}
     # Other columns and an empty text are sentences.
     table([{"words": "a"}]).to_parquet(tmp_path / "p.parquet")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from published_layout import save_aesthetic, save_hpsv3
 
 SIDE = 32  # of the images that the tiny networks read
 ENDS = ("bos", "eos", "pad")
@@ -62,8 +63,6 @@ def tiny_hps(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def tiny_hpsv3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from published_layout import save_hpsv3
-
     folder = tmp_path_factory.mktemp("hpsv3")
     save_hpsv3(folder)
     return str(folder)
@@ -71,8 +70,6 @@ def tiny_hpsv3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_aesthetic(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from published_layout import save_aesthetic
-
     folder = tmp_path_factory.mktemp("aesthetic")
     save_aesthetic(folder)
     return str(folder)

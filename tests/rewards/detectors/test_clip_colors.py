@@ -40,10 +40,8 @@ def test_the_colour_is_the_nearest_mean_of_the_three_templates(tiny_clip):
     found = [thing(box, name=name) for name, box in boxes.items()]
     names = find(random_image(), found)
 
-    model, tokenizer = (
-        CLIPModel.from_pretrained(tiny_clip),
-        AutoTokenizer.from_pretrained(tiny_clip),
-    )
+    model = CLIPModel.from_pretrained(tiny_clip)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_clip)
     mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])[:, None, None]
     std = torch.tensor([0.26862954, 0.26130258, 0.27577711])[:, None, None]
     for detection, name in zip(found, names, strict=True):
@@ -56,11 +54,7 @@ def test_the_colour_is_the_nearest_mean_of_the_three_templates(tiny_clip):
                 text = template.format(color=color, name=detection.name)
                 told = tokenizer(text, truncation=True, max_length=14, return_tensors="pt")
                 with torch.no_grad():
-                    out = model(
-                        input_ids=told["input_ids"],
-                        attention_mask=told["attention_mask"],
-                        pixel_values=pixels,
-                    )
+                    out = model(**told, pixel_values=pixels)
                 texts.append(out.text_embeds[0])
             text = F.normalize(torch.stack(texts).mean(0), dim=0)
             cosines.append((text @ out.image_embeds[0]).item())
