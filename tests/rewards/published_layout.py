@@ -6,7 +6,6 @@ must give them too.
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,12 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 
-def weights_by_name(shapes: Mapping[str, Sequence[int]], gain: float = 1.5) -> dict[str, Tensor]:
+def numbers(name: str, shape: tuple[int, ...], gain: float = 1.5) -> Tensor:
     """Numbers that look random. Norms are near 1 and 0, other biases small."""
-    return {name: _numbers(name, tuple(shape), gain) for name, shape in shapes.items()}
-
-
-def _numbers(name: str, shape: tuple[int, ...], gain: float) -> Tensor:
     count = torch.Size(shape).numel()
     mixed = torch.arange(count, dtype=torch.int64) + zlib.crc32(name.encode())
     for factor in (2654435761, 2246822519):  # Knuth's and xxHash's
@@ -110,9 +105,6 @@ def hpsv3_shapes(text: dict, vision: dict, words: int) -> dict[str, tuple[int, .
     return shapes
 
 
-TINY_HPSV3 = hpsv3_shapes(BASE, BASE["vision_config"], REWARD + 1)
-
-
 def save_hpsv3(folder: Path) -> None:
     """Save the file, the base's sizes and tokenizer (bytes), and the package's source."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -126,7 +118,9 @@ def save_hpsv3(folder: Path) -> None:
         tokenizer_object=letters, pad_token=SPECIAL[0], additional_special_tokens=[*SPECIAL[1:]]
     )
     tokenizer.save_pretrained(folder)
-    save_file(weights_by_name(TINY_HPSV3), folder / "HPSv3.safetensors")
+    shapes = hpsv3_shapes(BASE, BASE["vision_config"], REWARD + 1)
+    weights = {name: numbers(name, shape) for name, shape in shapes.items()}
+    save_file(weights, folder / "HPSv3.safetensors")
     (folder / "config.json").write_text(json.dumps(BASE))
     (folder / "data_collator_qwen.py").write_text(QUESTION)
 

@@ -22,7 +22,7 @@ class Redness:
     version = "redness-1"
 
     def __init__(self, fault: str = ""):
-        self.fault, self.asked = fault, []
+        self.fault = fault
         if fault == "not deterministic":
             self.deterministic = False
 
@@ -33,7 +33,6 @@ class Redness:
         ]
 
     def __call__(self, images, prompts, metadata):
-        self.asked.append(len(images))
         score = (images[:, 0] - images[:, 2]).mean((1, 2))
         noise = torch.rand(len(images))
         nan = torch.full_like(score, torch.nan)
@@ -51,9 +50,8 @@ class Redness:
         }.get(self.fault, score)
 
 
-def found(fault: str, **changes):
-    spec = RewardSpec(name="redness", reward=Redness(fault), **changes)
-    return check_reward(spec).results
+def found(fault: str):
+    return check_reward(RewardSpec(name="redness", reward=Redness(fault))).results
 
 
 def test_a_planted_fault_is_a_problem_in_one_sentence():

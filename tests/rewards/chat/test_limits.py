@@ -31,24 +31,27 @@ class Limited:
     """A judge that allows 3 requests in any second and says when to come back; of those it takes,
     5 % fail with 500 and 5 % are cut by the connection."""
 
-    def __init__(self, clock):
-        self.clock, self.taken, self.refused, self.count = clock, collections.deque(), 0, 0
+    clock: Callable[[], float]
 
-    def __call__(self, body: dict):
+    def __init__(self):
+        self.taken, self.refused, self.count = collections.deque(), 0, 0
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0.05)
         now = self.clock()
         while self.taken and now - self.taken[0] >= 1:
             self.taken.popleft()
         if len(self.taken) >= RATE:
             self.refused += 1
-            return 429, {"Retry-After": "1"}
+            return httpx.Response(429, headers={"Retry-After": "1"}, json={})
         self.taken.append(now)
         self.count += 1
-        fault = self.count % 20
-        if fault == 7:
-            return 500, {}
-        if fault == 14:
-            return "broken", {}
-        return 200, completion(f"said {text_of(body)}")
+        if self.count % 20 == 7:
+            return httpx.Response(500, json={})
+        if self.count % 20 == 14:
+            raise httpx.RemoteProtocolError("peer closed connection", request=request)
+        text = text_of(json.loads(request.content))
+        return httpx.Response(200, json=completion(f"said {text}"))
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -86,18 +89,8 @@ class Clock:
 
 
 def test_a_judge_that_limits_answers_all_in_little_more_than_the_time_it_asks_for(monkeypatch):
-    judge, count = Limited(lambda: clock()), 96
-
-    async def answer(request: httpx.Request) -> httpx.Response:
-        await asyncio.sleep(0.05)
-        status, more = judge(json.loads(request.content))
-        if status == "broken":
-            raise httpx.RemoteProtocolError("peer closed connection", request=request)
-        if status == 200:
-            return httpx.Response(200, json=more)
-        return httpx.Response(status, headers=more, json={"error": {"message": "told to"}})
-
-    clock = Clock(monkeypatch, answer)
+    judge, count = Limited(), 96
+    judge.clock = clock = Clock(monkeypatch, judge)
     began = clock()
     replies = Chat("m", "http://example.com/v1").ask(questions(count))
     assert clock() - began <= 1.3 * count / RATE

@@ -16,23 +16,20 @@ from flowrl.scoring.executors.base import InlineExecutor, ask
 from flowrl.scoring.spec import load_reward
 
 IMAGE = torch.zeros(1, 3, 8, 8)
-CHANGES = {  # by the name in the warning: a change, and what reads the setting
-    "torch.set_default_dtype": (
-        lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype,
-    ),
-    "torch.set_num_threads": (lambda: torch.set_num_threads(7), torch.get_num_threads),
+CHANGES = {  # by the name in the warning: what changes the setting, to what, and what reads it
+    "torch.set_default_dtype": (torch.set_default_dtype, torch.float64, torch.get_default_dtype),
+    "torch.set_num_threads": (torch.set_num_threads, 7, torch.get_num_threads),
     "torch.set_float32_matmul_precision": (
-        lambda: torch.set_float32_matmul_precision("medium"), torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision, "medium", torch.get_float32_matmul_precision,
     ),
-    "torch.set_default_device": (
-        lambda: torch.set_default_device("meta"), torch.get_default_device,
-    ),
+    "torch.set_default_device": (torch.set_default_device, "meta", torch.get_default_device),
     "torch.set_autocast_enabled": (
-        lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu"),
+        lambda on: torch.set_autocast_enabled("cpu", on), True,
+        lambda: torch.is_autocast_enabled("cpu"),
     ),
-    "os.chdir": (lambda: os.chdir("/"), os.getcwd),
+    "os.chdir": (os.chdir, "/", os.getcwd),
     "signal.SIGINT": (
-        lambda: signal.signal(signal.SIGINT, lambda *_: None),
+        lambda handler: signal.signal(signal.SIGINT, handler), signal.SIG_IGN,
         lambda: signal.getsignal(signal.SIGINT),
     ),
 }  # fmt: skip
@@ -46,12 +43,12 @@ def test_a_setting_of_the_process_is_restored_in_any_thread_and_reported_once(
     setting, background, raises, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    change, read = CHANGES[setting]
+    change, value, read = CHANGES[setting]
     before = read()
 
     def reward(images, prompts, metadata):
         in_thread = read()
-        change()
+        change(value)
         assert read() != in_thread
         if raises:
             raise RuntimeError("after the change")
