@@ -17,9 +17,6 @@ from flowrl_rewards.geneval_rules import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-COLORS = ("red", "blue")
-NAMES = ("cat", "dog")
-
 
 def box(x: float, y: float, size: float = 10) -> tuple[float, float, float, float]:
     return (x - size / 2, y - size / 2, x + size / 2, y + size / 2)
@@ -104,10 +101,10 @@ def test_confidence_must_exceed_the_threshold_and_only_sixteen_boxes_count():
 
 detections = st.builds(
     thing,
-    st.sampled_from(NAMES),
+    st.sampled_from(("cat", "dog")),
     st.integers(5, 60),
     st.integers(5, 60),
-    st.sampled_from((*COLORS, None)),
+    st.sampled_from(("red", "blue", None)),
     st.sampled_from((0.2, 0.5, 0.9)),
 )
 prompts = st.sampled_from([ONE_CAT, PAIR, TWO_CATS, LEFT, RIGHT, COLORED, ATTRIBUTES])
@@ -122,15 +119,11 @@ def test_partial_lies_in_0_to_1_and_is_1_exactly_when_strict_is(found, include):
     assert not strict(objects, include) or official(objects, include, []) == 1
 
 
-spots = st.tuples(st.integers(-100, 100), st.integers(-100, 100), st.integers(1, 40))
-
-
-@given(spots)
-def test_relations_point_the_right_way_diagonals_have_two_and_one_centre_none(spot):
+@given(st.integers(-100, 100), st.integers(-100, 100), st.integers(1, 40))
+def test_relations_point_the_right_way_diagonals_have_two_and_one_centre_none(x, y, size):
     assert relations(box(20, 50), box(80, 50)) == {"left of"}
     assert relations(box(50, 20), box(50, 80)) == {"above"}  # y points down
     assert relations(box(80, 80), box(20, 20)) == {"right of", "below"}
-    x, y, size = spot
     assert relations(box(x, y, size), box(x, y, 2 * size)) == set()
 
 
