@@ -1,14 +1,13 @@
 """Questions to a judge: what is sent, what is read, and what becomes of faults."""
 
-import numpy as np
 import pytest
 import torch
-from chat_servers import Scripted, completion, free_port, images_of, refusal, text_of
+from chat_servers import Scripted, completion, free_port, refusal, text_of
 from chat_servers import within as no_longer_than
 from flowrl_rewards.chat import client as chat_module
 from flowrl_rewards.chat.client import Chat
 from flowrl_rewards.chat.messages import Question, Reply
-from flowrl_rewards.images import pngs, to_uint8
+from flowrl_rewards.images import pngs
 
 RED = pngs(torch.tensor([1.0, 0, 0])[None, :, None, None].expand(1, 3, 8, 8), 8)[0]
 BLUE = pngs(torch.tensor([0, 0, 1.0])[None, :, None, None].expand(1, 3, 8, 8), 8)[0]
@@ -43,15 +42,6 @@ def test_answers_are_greedy_in_order_and_thinking_is_switched_off_where_the_serv
             assert body["chat_template_kwargs"] == {"enable_thinking": False}
         ask(server, thinking=None)
         assert "chat_template_kwargs" not in server.asked[-1]
-
-
-def test_images_arrive_without_loss_and_before_the_text():
-    images = torch.randint(0, 256, (2, 3, 5, 9), generator=torch.Generator().manual_seed(0)) / 255
-    with Scripted(lambda body: completion("ok")) as server:
-        ask(server, question("what?", *pngs(images, 64)))
-    assert np.array_equal(np.stack(images_of(server.asked[0])), to_uint8(images))
-    parts = server.asked[0]["messages"][0]["content"]
-    assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
 
 
 def test_probabilities_of_the_first_token_are_asked_for_and_read_and_told_when_absent():
