@@ -57,14 +57,6 @@ def test_counting_has_a_threshold_of_its_own():
         assert scores_of(scripted(), WHITE, [wanted]).item() == score
 
 
-def test_a_prompt_of_another_form_is_missing_with_a_reason_and_spoils_no_other():
-    position = {"tag": "position", "include": ["cat"]}
-    for wrong in ({"tag": "single_object"}, position, TWO | {"exclude": 3}):
-        scores, reasons = scripted(Mean())(WHITE.repeat(2, 1, 1, 1), ["", ""], [wrong, CAT])
-        assert scores[0].isnan() and scores[1] == 1, wrong
-        assert list(reasons) == [0] and "clude" in reasons[0], wrong
-
-
 def test_a_misspelled_tag_or_a_colour_that_nothing_can_tell_is_found_before_training():
     wrong = CAT | {"tag": "colours"}
     assert GenEval().applies("", wrong) and not GenEval().applies("", {"tag": "ocr"})
@@ -85,7 +77,7 @@ def test_the_detector_gets_red_green_blue_in_this_order():
     assert scores_of(made, image.flip(1), wanted).tolist() == [0.0, 1.0, 0.0]
 
 
-def test_an_image_on_which_the_detector_fails_is_missing_in_every_mode_and_spoils_no_other():
+def test_what_cannot_be_judged_is_missing_with_a_reason_in_every_mode_and_spoils_no_other():
     def picky(images):
         if (images == 0).all((1, 2, 3)).any():
             raise RuntimeError("too dark")
@@ -96,6 +88,11 @@ def test_an_image_on_which_the_detector_fails_is_missing_in_every_mode_and_spoil
         scores, reasons = scripted(picky, mode=mode)(images, [""] * 3, [CAT] * 3)
         assert scores[0] == scores[2] == 1 and scores[1].isnan()
         assert list(reasons) == [1] and "RuntimeError: too dark" in reasons[1]
+    position = {"tag": "position", "include": ["cat"]}
+    for wrong in ({"tag": "single_object"}, position, TWO | {"exclude": 3}):
+        scores, reasons = scripted(Mean())(WHITE.repeat(2, 1, 1, 1), ["", ""], [wrong, CAT])
+        assert scores[0].isnan() and scores[1] == 1, wrong
+        assert list(reasons) == [0] and "clude" in reasons[0], wrong
 
 
 @pytest.mark.weights

@@ -46,19 +46,14 @@ def counts(monkeypatch) -> Counter[str]:
     return found
 
 
-def scored(rewards: list[dict], images: torch.Tensor, metadata: dict):
-    entries = [RewardOptions.model_validate(entry) for entry in rewards]
-    specs = build_rewards(load_config("quickstart").model_copy(update={"rewards": entries}))
-    return score(specs, images, ["a red square"] * len(images), [metadata] * len(images))
-
-
 def test_three_rules_of_geneval_look_at_each_image_once(counts):
     images = torch.stack([square("red", 64), square("blue", 64), square("red", 64) * 0.9])
     alone = [GenEval(mode)(images, [""] * 3, [RED] * 3)[0] for mode in MODES]
     gc.collect()
     counts.clear()
-    rewards = [{"name": "geneval", "args": {"mode": mode}} for mode in MODES]
-    result = scored(rewards, images, RED)
+    entries = [RewardOptions(name="geneval", args={"mode": mode}) for mode in MODES]
+    specs = build_rewards(load_config("quickstart").model_copy(update={"rewards": entries}))
+    result = score(specs, images, ["a red square"] * 3, [RED] * 3)
     assert result.names == ("geneval", "geneval_strict", "geneval_official")
     assert torch.equal(result.scores, torch.stack(alone, 1))
     assert (counts["detectors"], counts["detected"]) == (1, 3)
