@@ -79,9 +79,7 @@ def test_metadata_decide_where_both_have_any_and_texts_otherwise():
 
 def test_overlap_is_refused_with_the_first_pair_unless_allowed():
     training, held_out = [record("a red cat")], [record("a dog"), record("A red cat.")]
-    with pytest.raises(
-        UserError, match=r"1 of the 2 .*'A red cat.' and 'a red cat'.*allow_overlap"
-    ):
+    with pytest.raises(UserError, match="'A red cat.' and 'a red cat'.*allow_overlap"):
         check_overlap(training, held_out, allowed=False)
     check_overlap(training, held_out, allowed=True)
     check_overlap(training, held_out[:1], allowed=False)

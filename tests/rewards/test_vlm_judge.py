@@ -36,28 +36,13 @@ def test_each_image_is_judged_by_what_it_shows_with_one_token_of_twenty_alternat
 
 
 @pytest.mark.parametrize(
-    "rubric, tokens, expected",
+    "rubric, said, expected",  # what is said: tokens' probabilities, or a text
     [
         *(("expectation", {f" {answer}": 1.0}, answer / 5) for answer in range(6)),
         ("yes_no", {"Yes": 0.45, "yes": 0.15, "No": 0.2}, 0.75),
         ({"base": "expectation", "tokens": {"A": 4, "B": 2, "C": 1}}, {"b": 0.5, "A": 0.5}, 0.75),
         ("deqa", {" excellent": 0.5, " Good": 0.25, " bad": 0.25}, 0.75),
         ("expectation", {"The": 0.6, "0": 0.4}, None),
-    ],
-)
-def test_the_score_is_the_mean_over_answer_tokens_which_hold_half_of_the_probability(
-    rubric, tokens, expected
-):
-    scores, reasons, _ = judged(completion("", tokens), rubric)
-    if expected is None:
-        assert all(map(math.isnan, scores)) and set(reasons) == {0, 1}
-    else:
-        assert scores == [pytest.approx(expected)] * 2 and not reasons
-
-
-@pytest.mark.parametrize(
-    "rubric, text, expected",
-    [
         ("text", "I see <Score>1</Score> no, <Score> 4 </Score>", 0.8),
         ({"base": "text", "highest": 10, "patterns": {"score": r"(\d+)/10"}}, "7/10", 0.7),
         ("qwenvl", "<Thought>a cat</Thought><Score>4</Score>", 0.8),
@@ -68,20 +53,23 @@ def test_the_score_is_the_mean_over_answer_tokens_which_hold_half_of_the_probabi
         ("wise", "Consistency: 2", None),
     ],
 )  # fmt: skip
-def test_a_text_is_read_by_the_rubrics_patterns_and_missing_without_a_score(rubric, text, expected):
-    scores, reasons, sent = judged(completion(text), rubric, max_tokens=99)
+def test_a_score_is_the_mean_over_most_of_the_answer_tokens_or_what_the_rubrics_patterns_find(
+    rubric, said, expected
+):
+    reply = completion("", said) if isinstance(said, dict) else completion(said)
+    scores, reasons, _ = judged(reply, rubric)
     if expected is None:
         assert all(map(math.isnan, scores)) and set(reasons) == {0, 1}
     else:
         assert scores == [pytest.approx(expected)] * 2 and not reasons
-    assert sent[0]["max_tokens"] == 99 and "logprobs" not in sent[0]
 
 
 def test_a_text_that_was_cut_is_missing_but_one_token_counts():
     cut = completion("as a draft <Score>1</Score> but it is", {"5": 1.0})
     cut["choices"][0]["finish_reason"] = "length"
-    scores, reasons, _ = judged(cut, "text")
+    scores, reasons, sent = judged(cut, "text", max_tokens=99)
     assert all(map(math.isnan, scores)) and "max_tokens" in reasons[0]
+    assert sent[0]["max_tokens"] == 99 and "logprobs" not in sent[0]
     assert judged(cut)[0] == [1.0, 1.0]
 
 
