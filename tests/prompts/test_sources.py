@@ -30,8 +30,6 @@ def test_files_of_published_benchmarks_are_read(name, tmp_path):
     if name == "drawbench.csv":
         assert first.text == "A red, old car" and first.metadata == {"Category": "Colors"}
         assert second.metadata == {}
-    if name == "parti.TSV":
-        assert first.text == '"A red, old car'
 
 
 def test_a_column_is_chosen_by_name_and_an_ambiguous_or_missing_one_is_refused(tmp_path):

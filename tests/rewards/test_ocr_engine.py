@@ -39,17 +39,11 @@ def test_clean_words_are_read_at_all_sizes(reader, size):
     right = 0
     for i in range(300):
         word, ink = words[i % len(words)], 20 if i % 2 else 235
-        image = _word(word, size, rng.uniform(0.5, 0.9), ink)
-        right += "".join(reader(image)).upper() == word
+        image = Image.new("RGB", (size, size), (255 - ink,) * 3)
+        pen, share = ImageDraw.Draw(image), rng.uniform(0.5, 0.9)  # of the image's width
+        width = pen.textlength(word, ImageFont.load_default(size))
+        font = ImageFont.load_default(size * share * size / width)
+        pen.text((size / 2, size / 2), word, fill=(ink,) * 3, font=font, anchor="mm")
+        right += "".join(reader(np.asarray(image))).upper() == word
     print(f"{size} pixels: {right / 300:.1%} of 300 words read exactly")
     assert right == 300
-
-
-def _word(word: str, size: int, share: float, ink: int) -> np.ndarray:
-    """Draw a word that is so much of the image wide, in the middle."""
-    image = Image.new("RGB", (size, size), (255 - ink,) * 3)
-    pen = ImageDraw.Draw(image)
-    font = ImageFont.load_default(size)
-    font = ImageFont.load_default(size * share * size / pen.textlength(word, font))
-    pen.text((size / 2, size / 2), word, fill=(ink,) * 3, font=font, anchor="mm")
-    return np.asarray(image)

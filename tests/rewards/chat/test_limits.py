@@ -31,14 +31,14 @@ class Limited:
     """A judge that allows 3 requests in any second and says when to come back; of those it takes,
     5 % fail with 500 and 5 % are cut by the connection."""
 
-    clock: Callable[[], float]
+    clock: "Clock"
 
     def __init__(self):
         self.taken, self.refused, self.count = collections.deque(), 0, 0
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(0.05)
-        now = self.clock()
+        now = self.clock.time()
         while self.taken and now - self.taken[0] >= 1:
             self.taken.popleft()
         if len(self.taken) >= RATE:
@@ -54,12 +54,20 @@ class Limited:
         return httpx.Response(200, json=completion(f"said {text}"))
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Minutes of waiting in no time: its clock jumps to the next thing that is due."""
+class Clock(asyncio.SelectorEventLoop):
+    """The loop and the clock of the client of judges, and the servers that it asks: minutes of
+    waiting in no time, since the time jumps to the next thing that is due."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: Any, answer: Callable[[httpx.Request], Any]):
         super().__init__()
         self.at = 1000.0
+
+        def connect(url: str, key: str) -> httpx.AsyncClient:
+            return httpx.AsyncClient(transport=httpx.MockTransport(answer))
+
+        monkeypatch.setattr(chat_module, "connect", connect)
+        monkeypatch.setattr(chat_module, "_run", self.run_until_complete)
+        monkeypatch.setattr(chat_module, "now", self.time)
 
     def time(self) -> float:
         return self.at
@@ -71,29 +79,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super()._run_once()  # type: ignore
 
 
-class Clock:
-    """A virtual clock for the client of judges, and the servers that it asks."""
-
-    def __init__(self, monkeypatch: Any, answer: Callable[[httpx.Request], Any]):
-        self.loop = VirtualLoop()
-
-        def connect(url: str, key: str) -> httpx.AsyncClient:
-            return httpx.AsyncClient(transport=httpx.MockTransport(answer))
-
-        monkeypatch.setattr(chat_module, "connect", connect)
-        monkeypatch.setattr(chat_module, "_run", self.loop.run_until_complete)
-        monkeypatch.setattr(chat_module, "now", self.loop.time)
-
-    def __call__(self) -> float:
-        return self.loop.at
-
-
 def test_a_judge_that_limits_answers_all_in_little_more_than_the_time_it_asks_for(monkeypatch):
     judge, count = Limited(), 96
     judge.clock = clock = Clock(monkeypatch, judge)
-    began = clock()
+    began = clock.time()
     replies = Chat("m", "http://example.com/v1").ask(questions(count))
-    assert clock() - began <= 1.3 * count / RATE
+    assert clock.time() - began <= 1.3 * count / RATE
     assert [reply.text for reply in replies] == [f"said q{n}" for n in range(count)]
     assert judge.count > count  # some were asked again
     assert judge.refused <= 2 * judge.count  # and not many in vain
@@ -103,7 +94,7 @@ def test_a_rest_is_kept_by_all_questions(monkeypatch):
     asked: list[float] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(clock())
+        asked.append(clock.time())
         if len(asked) == 1:
             return httpx.Response(429, headers={"Retry-After": "20"}, json={})
         return httpx.Response(200, json=completion("ok"))
