@@ -37,10 +37,9 @@ def test_saved_folders_and_parquet_files_give_the_prompts_of_the_same_jsonl(tmp_
     table().save_to_disk(tmp_path / "saved")
     table().to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "many").mkdir()
-    for i, row in enumerate(ROWS):
+    for i in range(len(ROWS)):
         # Every file with the columns of all, as one table has them.
         table(ROWS).select([i]).to_parquet(tmp_path / "many" / f"part-{i}.parquet")
-        assert row["prompt"] == expected[i].text
     for name in ("saved", "rows.parquet", "many"):
         assert load_prompts(tmp_path / name) == expected, name
     assert load_prompts(f"hf:{tmp_path}/saved") == expected

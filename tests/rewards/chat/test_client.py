@@ -86,8 +86,6 @@ NO_PROBABILITY = completion("5")
 NO_PROBABILITY["choices"][0]["logprobs"] = {
     "content": [{"top_logprobs": [{"token": "5", "logprob": None}]}]
 }
-REFUSED = completion("")
-REFUSED["choices"][0]["message"]["refusal"] = "I cannot judge people"
 WITHHELD = completion("")
 WITHHELD["choices"][0]["finish_reason"] = "content_filter"
 FAULTS = (  # what the server answers, or a function of it; the words of the reason
@@ -98,7 +96,7 @@ FAULTS = (  # what the server answers, or a function of it; the words of the rea
     ({"choices": []}, "without a chat completion"),
     (b"[" * 100_000, "without a chat completion"),
     (NO_PROBABILITY, "without a chat completion"),
-    (REFUSED, "I cannot judge people"),
+    (completion("", refusal="I cannot judge people"), "I cannot judge people"),
     (WITHHELD, "content_filter"),
     ({"error": {"message": "model is loading", "code": 503}}, r"\(model is loading\)"),
     ({"object": "error", "message": "no such adapter"}, "no such adapter"),
