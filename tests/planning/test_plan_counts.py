@@ -21,7 +21,11 @@ CASES = {
         {"kind": "nft", "noising": {"count": 2}, "kl_coef": 0.1},
         1,
     ),
-    "teachers": ({}, {"kind": "distill", "teachers": [{"lora": None}, {"lora": None}]}, 1),
+    "teachers": (
+        {},
+        {"kind": "distill", "noising": {"count": 3}, "teachers": [{"lora": None}, {"lora": None}]},
+        1,
+    ),
     "groups": ({}, {"kind": "gdro", "noising": {"count": 2}}, 1),
 }
 

@@ -29,7 +29,7 @@ CHANGES = {  # by the name in the warning: what changes the setting, to what, an
     ),
     "os.chdir": (os.chdir, "/", os.getcwd),
     "signal.SIGINT": (
-        lambda handler: signal.signal(signal.SIGINT, handler), signal.SIG_IGN,
+        lambda handler: signal.signal(signal.SIGINT, handler), print,
         lambda: signal.getsignal(signal.SIGINT),
     ),
 }  # fmt: skip
