@@ -17,9 +17,10 @@ import torch
 
 from flowrl.assembly.auditing import (
     audit_configs,
-    candidate_row,
+    candidate_rows,
     compare_ranks,
     exact_samples,
+    explore_options,
     rollout_parts,
     sampler_of,
 )
@@ -564,10 +565,15 @@ def audit(
         exact, rows = exact_samples(config, learner), []
         if bar is not None:
             bar.advance({"seconds per image": exact.seconds})
-        for parts in previews:
-            rows.append(candidate_row(parts, sampler_of(learner).generator, exact))
-            if bar is not None:
-                bar.advance({"rho": rows[-1]["rho"]})
+        generator = sampler_of(learner).generator
+        by_precision = itertools.groupby(
+            previews, key=lambda parts: explore_options(parts.config).precision
+        )
+        for _, recipes in by_precision:
+            for row in candidate_rows(list(recipes), generator, exact):
+                rows.append(row)
+                if bar is not None:
+                    bar.advance({"rho": row["rho"]})
     steps_of_exact = config.rollout.num_inference_steps
     rows.append(
         {"steps": steps_of_exact, "precision": "exact", "quantised": 0.0}

@@ -1,7 +1,7 @@
 """Audit the candidates of a recipe that explores: sample and score them exactly and as previews."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,21 +68,30 @@ def exact_samples(config: Config, learner: Learner) -> ExactSamples:
     return ExactSamples(request=request, scores=scores, seconds=seconds)
 
 
-def candidate_row(parts: RolloutParts, exact_stage: RolloutGenerator, exact: ExactSamples) -> Row:
-    """Generate the candidates as previews of the recipe in `parts`, and compare."""
-    config = parts.config
-    resolved, layers, _ = preview_layers(parts)
-    stage = build_preview_generator(parts, exact_stage)
-    plan = config.rollout.candidates(0, config.run.seed)
-    scores, seconds = _timed(stage, exact.request, plan, compiled=config.pipeline.compile)
+def candidate_rows(
+    recipes: Sequence[RolloutParts], exact_stage: RolloutGenerator, exact: ExactSamples
+) -> Iterator[Row]:
+    """Generate the candidates of recipes in one precision, and compare them with the exact images.
+
+    The recipes differ in steps alone, so that one copy of the network serves them all.
+    """
+    resolved, layers, _ = preview_layers(recipes[0])
+    stage = build_preview_generator(recipes[0], exact_stage)
     share = quantised_share(layers) if layers else 0.0
-    return (
-        {"steps": explore_options(config).forwards(config.rollout.num_inference_steps)}
-        | {"precision": resolved.precision}
-        | {"quantised": share}
-        | compare_ranks(config, scores, exact.scores)
-        | {"seconds_per_image": seconds, "ratio_to_exact": seconds / exact.seconds}
-    )
+    for config in (parts.config for parts in recipes):
+        explore, whole = explore_options(config), config.rollout.num_inference_steps
+        scores, seconds = _timed(
+            replace(stage, num_inference_steps=explore.num_inference_steps or whole),
+            exact.request,
+            config.rollout.candidates(0, config.run.seed),
+            compiled=config.pipeline.compile,
+        )
+        steps = explore.forwards(whole)
+        yield (
+            {"steps": steps, "precision": resolved.precision, "quantised": share}
+            | compare_ranks(config, scores, exact.scores)
+            | {"seconds_per_image": seconds, "ratio_to_exact": seconds / exact.seconds}
+        )
 
 
 def compare_ranks(config: Config, proxy: Tensor, true: Tensor) -> Row:

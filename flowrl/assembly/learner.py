@@ -100,9 +100,7 @@ def build_learner(
     needed = all_prompts_to_encode(config, provided) if needed is None else needed
     stored = stored_prompts(config, specs)
     check_overlap([p for _, p in stored], held_out, allowed=config.prompts.allow_overlap)
-    if isinstance(config.objective, DistillOptions):  # each prompt has a teacher
-        for prompt in prompts if r.store is None else [p for _, p in stored]:
-            teacher_of(prompt.metadata, config.objective)
+    check_teachers(config, prompts if r.store is None else [p for _, p in stored])
     with phase("encode"):  # before the transformer is placed, unless the encoders are kept
         loaded = caches.encode_first([*needed, *stored], runtime)
     pipeline = build_pipeline(
@@ -139,6 +137,13 @@ def build_learner(
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
         checks_ratio=not isinstance(source, Ahead),
     )
+
+
+def check_teachers(config: Config, prompts: Sequence[PromptRecord]) -> None:
+    """Raise UserError for a prompt that objective.teachers leaves without a teacher."""
+    if isinstance(config.objective, DistillOptions):
+        for prompt in prompts:
+            teacher_of(prompt.metadata, config.objective)
 
 
 def check_velocity(

@@ -71,7 +71,7 @@ class ExploreOptions(Options):
         None,
         "Stop candidates, which are sampled without noise, after this many steps of the rollout's "
         "schedule and score their estimated clean images; null samples them to the end. Needs "
-        "num_inference_steps: null, and rank well only where rollout.tree has no noise.",
+        "num_inference_steps: null, and a rollout.tree without noise, whose images it can predict.",
         "ARRoL, arXiv 2603.24840, prunes texts so; for flows the estimate is x - sigma v",
     )
     select: SelectRule = option(
@@ -96,7 +96,9 @@ class ExploreOptions(Options):
 
     def forwards(self, steps: int) -> int:
         """Return the forwards of a candidate without branches; steps: of the rollout."""
-        return self.num_inference_steps or steps if self.stop_at is None else self.stop_at + 1
+        if self.stop_at is not None:
+            return self.stop_at + 1  # the last one estimates the clean image
+        return self.num_inference_steps or steps
 
 
 class WorkerOptions(Options):

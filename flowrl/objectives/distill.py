@@ -1,7 +1,7 @@
 """On-policy distillation: LoRAs as teachers of one student, on the student's own images."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,24 +28,21 @@ class Distill:
 
     @property
     def needs(self) -> Needs:
+        """Declare the states that `prepare` reads, and the teachers that `loss` calls."""
         loras = tuple(teacher.lora for teacher in self.options.teachers)
         return Needs(states="endpoints", teachers=loras)
 
     def prepare(self, rollout: Rollout) -> Endpoints:
         """Return the images; the signal is the number of their prompt's teacher."""
-        tree = rollout.tree
+        images = torch.ones(len(rollout.reward), dtype=torch.bool)  # rewards or none
+        batch = Endpoints.from_rollout(
+            rollout, images.float(), images, forwards=self.options.noising.count, compared="image"
+        )
         of_prompt = torch.tensor([teacher_of(m, self.options) for m in rollout.metadata])
-        # Images on other processes keep 0; they are not in this process's batch.
-        leaves = torch.arange(len(tree.leaf))
-        image = (rollout.trees.cpu()[:, None] * len(tree.leaf) + leaves).flatten()
-        signal = torch.zeros(len(rollout.reward))
-        signal[image] = of_prompt[tree.prompt_of_leaves().cpu()].to(signal)
-        return Endpoints.from_rollout(
-            rollout, signal, torch.ones_like(signal, dtype=torch.bool),
-            forwards=self.options.noising.count, compared="image",
-        )  # fmt: skip
+        return replace(batch, signal=of_prompt[batch.prompt].float())
 
     def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
+        """Return the mean squared distance of the student's velocities from the teachers'."""
         points = noise_images(batch, self.options.noising)
         with torch.no_grad():  # of all teachers, as sharded processes must call alike
             taught = torch.stack([points.velocity(teacher) for teacher in models.teachers])

@@ -21,6 +21,7 @@ from flowrl.backbones.loading import check_pipeline, diffusers_class
 from flowrl.backbones.small import small_folder
 from flowrl.config import Config, parse_config
 from flowrl.config.load import differences, merge
+from flowrl.config.objectives import DistillOptions
 from flowrl.config.rewards import HTTPOptions, RewardOptions
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import pipeline_class
@@ -110,8 +111,10 @@ def _small_training(config: Config, folder: Path) -> dict[str, Any]:
     lora, optim, e, run = config.lora, config.optim, config.evaluation, config.run
     objective = config.objective
     # No LoRA of the real network fits the tiny one, and made-up prompts have other metadata.
-    taught = getattr(objective, "teachers", ())
-    teachers = [teacher.model_dump() | {"lora": None, "where": {}} for teacher in taught]
+    taught: dict[str, Any] = {}
+    if isinstance(objective, DistillOptions):
+        teachers = [{"lora": None} for _ in objective.teachers]
+        taught = {"objective": {"kind": objective.kind, "teachers": teachers}}
     rank, counts = min(lora.rank, RANK), e.step_counts
     # As many numbers of steps as the recipe evaluates at, each once and small.
     steps = min(counts[0], 4) if len(counts) == 1 else [2 + i for i in range(len(counts))]
@@ -120,7 +123,7 @@ def _small_training(config: Config, folder: Path) -> dict[str, Any]:
             "rank": rank, "alpha": lora.alpha / lora.rank * rank, "init_from": None,
             "targets": None,
         },
-        **({"objective": {"kind": objective.kind, "teachers": teachers}} if taught else {}),
+        **taught,
         "optim": {
             "updates_per_rollout": min(optim.updates_per_rollout, PROMPTS),
             "micro_batch": min(optim.micro_batch, ROWS),
