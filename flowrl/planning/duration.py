@@ -31,7 +31,7 @@ CARDS: Mapping[str, PublishedGPU] = {
 }
 # Shares of the peak that whole networks reach in training, at most and at least, by whether their
 # blocks are compiled: an assumption around the one card that was measured, an H100, where forwards
-# reach 0.34 and 0.17, and learning about 0.8 of that.
+# reach 0.34 to 0.44 and 0.17 to 0.18, and learning about 0.8 of that.
 SHARES: Mapping[bool, tuple[float, float]] = {True: (0.5, 0.25), False: (0.25, 0.12)}
 
 
