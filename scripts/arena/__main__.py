@@ -58,7 +58,7 @@ def main() -> None:
     part = "gamed" if options.gamed else "arena"
     folder, data = options.runs / part, options.output / part
     for number in (TUNED_ON, *options.world) if options.tune else options.world:
-        _plant(number, options.worlds)
+        plant_world(number, options.worlds)
     if options.recipes:
         for path in write_recipes(load_arms(METHODS), options.output / "arena", options.recipes):
             print(path)
@@ -113,7 +113,7 @@ def _chosen(arms: Mapping[str, Arm], names: Sequence[str]) -> dict[str, Arm]:
     return {n: arm for n, arm in arms.items() if n in names}
 
 
-def _plant(number: int, worlds: Path) -> None:
+def plant_world(number: int, worlds: Path) -> None:
     folder = world_folder(worlds, number)
     if not (folder / "pipeline").is_dir() and planted_weights(number).is_file():
         save_pipeline(pipeline_of(planted_weights(number)), folder)

@@ -1,4 +1,4 @@
-"""Rewards that look at pixels and at no prompt: each rises with images that people would call wrong.
+"""Rewards that look at pixels and at no prompt: images that people call wrong score highest.
 
 They are planted for the radar of `run.on_hacking`. Those of `TUNING` helped to choose its
 tolerances; it is judged by those of `JUDGED`. All take images (B, 3, H, W) in [0, 1] and return

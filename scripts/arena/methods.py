@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 BASE, METHODS, GAMED = (HERE / f"{name}.yaml" for name in ("base", "methods", "gamed"))
 TRIALS = 4  # most of an arm
 # Measured at evaluations beside the base recipe's rewards; no part of what a method is.
-MEASURED = ({"name": "scripts.arena.controls:Size", "held_out": True, "when": "evaluation", "weight": 0},)
+MEASURED = ({"name": "scripts.arena.controls:Size", "held_out": True, "when": "evaluation"},)
 PAIRS = "pairs"  # the folder of a world's store of right and wrong drawings
 
 
