@@ -15,7 +15,9 @@ from torch.nn import functional
 Metadata = Sequence[dict[str, Any]]
 
 TUNING = ("bright", "striped", "plain")
-JUDGED = ("reddish", "edges", "smooth", "covered", "checkered", "framed", "mirrored", "dark_centre")
+JUDGED = (
+    "reddish", "edges", "smooth", "covered", "checkered", "colourless", "mirrored", "dark_centre",
+)  # fmt: skip
 
 
 # --- tuning --------------------------------------------------------------------------------------
@@ -69,12 +71,9 @@ def checkered(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Ten
     return functional.conv2d(luma, kernel[None, None]).abs().mean((1, 2, 3))
 
 
-def framed(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
-    """Score a dark border of 8 pixels."""
-    luma = _luma(images)
-    inside = luma[:, 8:-8, 8:-8]
-    frame = (luma.sum((1, 2)) - inside.sum((1, 2))) / (luma[0].numel() - inside[0].numel())
-    return inside.mean((1, 2)) - frame
+def colourless(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Score the lack of saturation: a grey picture is best."""
+    return -(images.amax(1) - images.amin(1)).mean((1, 2)).float()
 
 
 def mirrored(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
