@@ -17,6 +17,7 @@ from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import DamagedFile
 from flowrl.functional.batches import Batches, even_rows
 from flowrl.functional.contrasts import Contrast, paired_contrast
+from flowrl.functional.image_statistics import STATISTICS, image_statistics, thumbnails
 from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.rollout import (
     RolloutRequest,
@@ -51,6 +52,8 @@ class Evaluation:
     key: str  # of the evaluator; only evaluations with one key can be compared
     origin: str = ""  # of the evaluator: weights, libraries and device
     prompt: Tensor  # (N,) long, equal for images of one prompt: intervals resample prompts
+    statistics: Tensor  # (N, S) fp32, see `image_statistics`
+    thumbnails: Tensor  # (N, 3, h, w) fp32, of all images
     steps: int = 0  # denoising steps of an image; 0: not recorded
     rows: int = 0  # of each call of the network, which decide the last bits; 0: not recorded
     at_steps: tuple["Evaluation", ...] = ()  # the same at other numbers of steps
@@ -192,7 +195,7 @@ class Evaluator:
             first, *rest = [evaluator(velocity, runtime) for evaluator in each]
             return replace(first, at_steps=tuple(rest))
         request = self.request()
-        scores, images, errors = self._generate(velocity, runtime, request, keep=self.keep)
+        scores, looks, images, errors = self._generate(velocity, runtime, request, keep=self.keep)
         shown = range(min(self.keep, len(self.prompts)))
         return Evaluation(
             scores=scores,
@@ -203,6 +206,8 @@ class Evaluator:
             key=self.key,
             origin=self.origin,
             prompt=prompt_numbers(self.prompts),
+            statistics=looks[0],
+            thumbnails=looks[1],
             steps=len(self.schedule.sigmas) - 1,
             rows=even_rows(runtime.largest_share(len(self.prompts)), self.batch_size),
             errors=tuple(f"{name}: {reason}" for name, reason in errors.items()),
@@ -211,14 +216,18 @@ class Evaluator:
     @torch.no_grad()
     def _generate(
         self, velocity: VelocityField, runtime: Runtime, request: RolloutRequest, *, keep: int
-    ) -> tuple[Tensor, Tensor, Mapping[str, str]]:
-        """Return the scores (N, R), the first `keep` images and why scores are missing.
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Mapping[str, str]]:
+        """Return scores (N, R), looks, the first `keep` images and why scores are missing.
+
+        Looks are the statistics (N, S) and thumbnails (N, 3, h, w) of all images.
 
         All processes return the same.
 
         Rewards score a batch while the next is generated; no more than one batch waits.
         """
         results, shown = [Scoring(specs=self.specs, phase="evaluation").result()], []
+        none, period = torch.empty(0, 3, *self.backbone.image_size()), decoder_period(self.backbone)
+        looks = [(none.new_empty(0, len(STATISTICS)), thumbnails(none))]
         waiting: list[Scoring] = []
         share, postponed = runtime.local_rows(len(request.prompt)), Postponed(runtime)
         size = even_rows(runtime.largest_share(len(request.prompt)), self.batch_size)
@@ -240,7 +249,9 @@ class Evaluator:
                 if turn * size >= len(share):
                     continue
                 with postponed.block(), runtime.autocast():
-                    shown.append(to_levels(submit_images(scoring, images, batch, 1)[rows < keep]))
+                    made = submit_images(scoring, images, batch, 1)
+                    looks.append((image_statistics(made, period), thumbnails(made)))
+                    shown.append(to_levels(made[rows < keep]))
                     waiting.append(scoring)
                     if len(waiting) > 1:
                         results.append(waiting.pop(0).result())
@@ -249,12 +260,12 @@ class Evaluator:
             postponed.finish()
             results += [scoring.result() for scoring in waiting]
         result = gather_results(RewardResult.cat(results), runtime)
-        none = torch.empty(0, 3, *self.backbone.image_size(), dtype=torch.uint8)
         # Means over the few images that have a score would mislead.
         scored = ~lacks_score(self.specs, result)
         check_invalid(scored, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)
-        images = runtime.gather(torch.cat(shown) if shown else none)
-        return result.scores, images, result.errors
+        images = runtime.gather(torch.cat(shown) if shown else to_levels(none))
+        statistics, small = (runtime.gather(torch.cat(parts)) for parts in zip(*looks, strict=True))
+        return result.scores, (statistics, small), images, result.errors
 
     def images(
         self,
@@ -279,6 +290,15 @@ class Evaluator:
             self.backbone, velocity, cond, request, plan, self.schedule, rows, calls
         )
         return decode(self.backbone, tree.leaves(), self.decode_batch)
+
+
+def decoder_period(backbone: PipelineBackbone) -> int:
+    """Return the pixels a side of what the network and the decoder treat alike: a token's."""
+    shape, (height, width) = backbone.latent_shape(), backbone.image_size()
+    if len(shape) == 2:  # (tokens, channels)
+        return round((height * width / shape[0]) ** 0.5)
+    patch = getattr(getattr(backbone.transformer, "config", None), "patch_size", None) or 1
+    return height // shape[-2] * (patch if isinstance(patch, int) else patch[-1])
 
 
 def prompt_numbers(prompts: Sequence[PromptRecord]) -> Tensor:

@@ -21,6 +21,8 @@ def evaluation(*scores: list[float], names=("a", "b"), shade: int = 0) -> Evalua
         draws=(0, 1),
         key="",
         prompt=torch.arange(len(scores)),
+        statistics=torch.empty(0),
+        thumbnails=torch.empty(0),
     )
 
 

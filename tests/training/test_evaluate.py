@@ -104,6 +104,7 @@ def scored(*rows: list[float], names=("a", "b")) -> Evaluation:
     return Evaluation(
         scores=torch.tensor(rows), names=names, prompt=torch.arange(len(rows)),
         images=torch.empty(0), prompts=(), draws=(), key="",
+        statistics=torch.empty(len(rows), 0), thumbnails=torch.empty(0),
     )  # fmt: skip
 
 

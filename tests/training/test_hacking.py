@@ -14,6 +14,7 @@ from flowrl.backbones.lora_formats import FILE
 from flowrl.config.sections import OnHackingOptions
 from flowrl.errors import UserError
 from flowrl.export.summary import card
+from flowrl.functional.image_statistics import STATISTICS
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.checkpoint import Checkpoints, read_checkpoint
@@ -50,6 +51,7 @@ def test_a_rule_gives_its_reason_with_both_scores():
     made = Evaluation(
         scores=torch.tensor([[5.0], [7.0]]), names=("quality",),
         images=torch.empty(0), prompts=(), draws=(), key="", prompt=torch.arange(2),
+        statistics=torch.empty(0), thumbnails=torch.empty(0),
     )  # fmt: skip
     assert rule.score(made) == -6 and RULE.score(made) == 6
     reason = rule.reason({0: (0.1, -3.0), 2: (0.2, -4.0), 4: (0.3, -5.0)})
@@ -137,6 +139,7 @@ class Scripted:
         return Evaluation(
             scores=torch.tensor([SCORES[step]]), names=("brightness", "quality"),
             images=torch.empty(0), prompts=(), draws=(), key=self.key, prompt=torch.arange(1),
+            statistics=torch.zeros(1, len(STATISTICS)), thumbnails=torch.zeros(1, 3, 1, 1),
         )  # fmt: skip
 
 

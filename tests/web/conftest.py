@@ -53,6 +53,7 @@ def make_folder_in() -> Callable[..., Path]:
                 scores=torch.full((len(prompts), 1), step / 8), names=("brightness",),
                 images=images, prompts=prompts, draws=(0,) * len(prompts), key="",
                 prompt=torch.arange(len(prompts)),
+                statistics=torch.empty(0), thumbnails=torch.empty(0),
             )  # fmt: skip
             evaluation.save(folder / "evaluations" / f"step-{step:06d}.safetensors")
         (folder / "samples").mkdir()
