@@ -54,6 +54,7 @@ from flowrl.training.evaluate import Evaluation, Evaluator, PipelineCall
 from flowrl.training.hacking import hacking_rule
 from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner, Source
+from flowrl.training.radar import radar_of
 from flowrl.training.run import Run
 from flowrl.training.tracking import Report
 from flowrl.utils.digests import content_digest, digest
@@ -483,6 +484,7 @@ def build_run(
         ledger=ledger,
         evaluator=evaluator,
         score=score,
+        radar=radar_of(learner.specs),
         report=Report(folder, trackers=config.run.trackers, resume_step=done if resumed else None)
         if runtime.is_main
         else None,

@@ -190,18 +190,28 @@ class EvaluationOptions(Options):
 
 
 class OnHackingOptions(Options):
-    """What happens when the trained reward rises at the cost of one that is only measured."""
+    """What happens when the trained reward rises at the cost of what it does not measure."""
 
-    held_out: Text = option(..., "Name of the reward that is only measured; it must be held_out.")
+    held_out: Text | None = option(
+        None,
+        "Name of a reward that is only measured, with held_out: true, which decides what hacking "
+        "is. null: the images decide, by hacking/score, which is 0.5 where one of its detectors is "
+        "at its tolerance.",
+    )
+    score: Annotated[Positive, Field(lt=1)] = option(
+        0.5, "Without held_out: the hacking/score above which an evaluation looks like hacking."
+    )
     patience: Count = option(
         3,
-        "Evaluations in a row with a trained reward above, and the held-out one below, what they "
-        "were at the evaluation where the held-out one was best.",
+        "Evaluations in a row that look like hacking: with a trained reward above, and the "
+        "held-out one below, what they were at the evaluation where the held-out one was best; or "
+        "with a hacking/score above `score`.",
     )
     action: Literal["stop", "rollback", "raise_kl", "warn"] = option(
         "stop",
         "stop ends the run with the weights it has; rollback ends it with those of the evaluation "
-        "where the held-out reward was best; raise_kl returns to those weights and trains on with "
+        "where the held-out reward was best, or the trained one while hacking/score was not above "
+        "`score`, and else with the base's; raise_kl returns to those weights and trains on with "
         "a stronger penalty; warn prints a line.",
     )
     kl_coef: Positive = option(
@@ -245,7 +255,7 @@ class RunOptions(Options):
     on_hacking: OnHackingOptions | None = option(
         None,
         "Stop, roll back or raise the KL penalty when the trained reward rises while a held-out "
-        "one falls; the best checkpoint is then the one that the held-out reward rates highest. "
+        "one falls, or when the images look hacked; the best checkpoint is then one before that. "
         "null is never.",
     )
 

@@ -52,6 +52,7 @@ class Card:
     command: str  # what makes the run again
     config: str  # the resolved configuration, YAML
     evaluation: str = ""  # what the summary was measured on, no full stop
+    hacking: str = ""  # a sentence: what the radar says
     planted: str = ""  # what is wrong with the base on purpose, of a built-in pipeline
     summary: Sequence[EvaluationComparison] = ()
     curves: Mapping[str, Points] = field(default_factory=dict)

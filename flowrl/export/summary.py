@@ -89,14 +89,15 @@ def write_summary(
     before = run.evaluation(0)
     summary = compare(before, after) if before and after else []
     rows = gallery_rows(before, after) if before and after else []
+    hacking = str(run.radar(before, after)) if summary and before and after else ""
     if rows:
         name = config.pipeline.path
         how = f"{run.done} iterations of {method_name(config)}, seed {config.run.seed}"
         write_gallery(
             run.folder / "gallery", rows, title=f"{name}: base and aligned", summary=summary,
-            caption=f"{name}, {how}" + (f". {run.stopped}" if run.stopped else ""),
+            caption=f"{name}, {how}. {hacking} {run.stopped}".strip(),
         )  # fmt: skip
-    write_card(run.folder, card(config, learner, run, summary, rows))
+    write_card(run.folder, card(config, learner, run, summary, rows, hacking=hacking))
     return summary
 
 
@@ -135,6 +136,8 @@ def card(
     run: Run,
     summary: list[EvaluationComparison],
     rows: list[GalleryRow],
+    *,
+    hacking: str = "",
 ) -> Card:
     """Return what the model card of a run says."""
     p, e = config.pipeline, config.evaluation
@@ -167,6 +170,7 @@ def card(
         config=public_config(config_yaml(config)),
         evaluation=measured,
         planted=planted() if built_in else "",
+        hacking=hacking,
         summary=summary,
         curves=reward_curves(
             read_metrics(run.folder), [spec.name for spec in learner.specs if spec.held_out]

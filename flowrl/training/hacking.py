@@ -1,4 +1,4 @@
-"""Notice that the trained reward rises while a held-out one falls, and decide what follows."""
+"""Notice that the trained reward is being hacked, by a held-out one or the radar, and decide."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,41 @@ from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.spec import RewardSpec, trained
 from flowrl.training.evaluate import Evaluation
+from flowrl.training.radar import HackingScore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What decides about the weights of one evaluation. NaN where it was not measured."""
+
+    trained: float
+    quality: float  # the highest is the best; NaN too where the images look hacked
+    hacking: HackingScore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HackingRule:
-    """Act after `patience` evaluations in a row that look like hacking, see `is_hacking`."""
+    """Act after `patience` evaluations in a row that look like hacking.
+
+    By a held-out reward, see `is_hacking`; without, by the score of the radar.
+    """
 
     options: OnHackingOptions
     sign: float = 1.0  # -1 where less of the held-out reward is better
 
-    def score(self, evaluation: Evaluation) -> float:
-        """Return the held-out mean, higher is better; NaN when no image has it."""
-        return self.sign * evaluation.mean(self.options.held_out)
+    @property
+    def best_by(self) -> str:
+        """Return what decides the best checkpoint: scores by anything else do not compare."""
+        return self.options.held_out or f"hacking/score to {self.options.score:g}"
+
+    def quality(self, evaluation: Evaluation, trained: float, hacking: HackingScore) -> float:
+        """Return the held-out mean, higher is better; NaN when no image has it.
+
+        Without a held-out reward the trained score, NaN where the images look hacked.
+        """
+        if self.options.held_out is not None:
+            return self.sign * evaluation.mean(self.options.held_out)
+        return math.nan if hacking.score > self.options.score else trained
 
     def kl_coef(self, times: int) -> float | None:
         """Return the coefficient of the penalty after hacking was seen so many times.
@@ -29,21 +52,32 @@ class HackingRule:
         """
         return self.options.kl_coef * 4.0 ** (times - 1) if times else None
 
-    def reason(self, history: Mapping[int, tuple[float, float]]) -> str:
+    def reason(self, history: Mapping[int, Judged]) -> str:
         """Return a sentence that says what was seen, or "" where nothing was.
 
-        history: (trained score, `score`) of evaluations by their iteration.
+        history: of evaluations by their iteration.
         """
-        steps = [step for step in sorted(history) if not any(map(math.isnan, history[step]))]
-        scores, held_out = ([history[step][i] for step in steps] for i in (0, 1))
+        by_images = self.options.held_out is None
+        return self._looks_hacked(history) if by_images else self._falls(history)
+
+    def _looks_hacked(self, history: Mapping[int, Judged]) -> str:
+        latest = [history[step].hacking for step in sorted(history)][-self.options.patience :]
+        if len(history) <= self.options.patience:  # the base is one of them
+            return ""
+        return str(latest[-1]) if all(h.score > self.options.score for h in latest) else ""
+
+    def _falls(self, history: Mapping[int, Judged]) -> str:
+        pairs = {step: (history[step].trained, history[step].quality) for step in sorted(history)}
+        seen = {step: pair for step, pair in pairs.items() if not any(map(math.isnan, pair))}
+        scores, held_out = ([pair[i] for pair in seen.values()] for i in (0, 1))
         o = self.options
         if not is_hacking(scores, held_out, o.patience):
             return ""
-        best, last = max(steps, key=lambda step: (history[step][1], step)), steps[-1]
-        values = [self.sign * history[step][1] for step in (best, last)]
+        best, last = max(seen, key=lambda step: (seen[step][1], step)), max(seen)
+        values = [self.sign * seen[step][1] for step in (best, last)]
         return (
-            f"since iteration {best} the trained reward went from {history[best][0]:.4g} to "
-            f"{history[last][0]:.4g}, while the held-out {o.held_out} went from {values[0]:.4g} to "
+            f"since iteration {best} the trained reward went from {seen[best][0]:.4g} to "
+            f"{seen[last][0]:.4g}, while the held-out {o.held_out} went from {values[0]:.4g} to "
             f"{values[1]:.4g}."
         )
 
@@ -58,7 +92,29 @@ def hacking_rule(
     """
     if options is None:
         return None
-    name = options.held_out
+    # Rewards that compare images are never measured in an evaluation.
+    needed = [s for s in trained(specs) if not s.whole_groups and s.asked_in("evaluation")]
+    sign = 1.0
+    if options.held_out is not None:
+        spec = _held_out_spec(options.held_out, specs)
+        needed, sign = [spec, *needed], math.copysign(1, spec.weight)
+    elif not needed:
+        raise UserError(
+            "run.on_hacking compares the trained rewards of evaluations, which measure none of "
+            "them: name one that looks at single images, or set the rule to null"
+        )
+    for spec in needed:
+        if not any(spec.applies(p.text, p.metadata) for p in prompts):
+            raise UserError(
+                f"run.on_hacking compares evaluations of the trained rewards, but {spec.name!r} "
+                f"applies to none of the {len(prompts)} held-out prompts: give evaluation.prompts "
+                "that it can judge, or more evaluation.num_images, or set the rule to null"
+            )
+    return HackingRule(options=options, sign=sign)
+
+
+def _held_out_spec(name: str, specs: Sequence[RewardSpec]) -> RewardSpec:
+    """Return the held-out reward of a name. Raises UserError unless evaluations measure it."""
     option = f"run.on_hacking.held_out is {name!r}"
     spec = next((spec for spec in specs if spec.name == name), None)
     if spec is None:
@@ -78,15 +134,7 @@ def hacking_rule(
             f"{option}, which compares the images of a prompt, and evaluation makes one image at a "
             "time: name a reward that looks at single images"
         )
-    # Rewards that compare images are never measured in an evaluation.
-    for needed in (spec, *(other for other in trained(specs) if not other.whole_groups)):
-        if not any(needed.applies(p.text, p.metadata) for p in prompts):
-            raise UserError(
-                f"run.on_hacking compares {name!r} with the trained rewards, but {needed.name!r} "
-                f"applies to none of the {len(prompts)} held-out prompts: give evaluation.prompts "
-                "that it can judge, or more evaluation.num_images, or set the rule to null"
-            )
-    return HackingRule(options=options, sign=-1.0 if spec.weight < 0 else 1.0)
+    return spec
 
 
 def is_hacking(scores: Sequence[float], held_out: Sequence[float], patience: int) -> bool:

@@ -5,12 +5,14 @@ measures one change that training on a good reward seldom makes, in multiples of
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
 from flowrl.functional.image_statistics import STATISTICS
+from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation
 
 TOLERANCES = {
@@ -44,6 +46,11 @@ class HackingScore:
     def __str__(self) -> str:
         reasons = "; ".join(self.reasons) or "nothing beyond its tolerance"
         return f"Hacking score {self.score:.2f}: {reasons}."
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged; nothing where nothing was measured."""
+        metrics = {f"hacking/{name}": value for name, value in self.values.items()}
+        return {"hacking/score": self.score, **metrics} if metrics else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +91,18 @@ def radar(
     return HackingScore(
         values={name: value for name, (value, _) in values.items()},
         reasons=tuple(f"{text} ({value:.1f} times its tolerance)" for value, text in beyond),
+    )
+
+
+def radar_of(specs: Sequence[RewardSpec]) -> Callable[[Evaluation, Evaluation], HackingScore]:
+    """Return `radar` for the rewards of a run that its evaluations measure."""
+    measured = [s for s in specs if s.asked_in("evaluation") and not s.whole_groups]
+    trained = [spec for spec in measured if spec.trained]
+    return partial(
+        radar,
+        trained={spec.name: spec.weight for spec in trained},
+        held_out={spec.name: spec.weight for spec in measured if spec.held_out},
+        bounds={s.name: getattr(s.reward, "bounds", None) or (None, None) for s in trained},
     )
 
 

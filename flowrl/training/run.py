@@ -26,8 +26,9 @@ from flowrl.training.checkpoint import (
     check_finite,
 )
 from flowrl.training.evaluate import Evaluation, Evaluator, evaluation_file
-from flowrl.training.hacking import HackingRule
+from flowrl.training.hacking import HackingRule, Judged
 from flowrl.training.ledger import Ledger
+from flowrl.training.radar import HackingScore
 from flowrl.training.tracking import Report
 from flowrl.trajectory import Rollout
 from flowrl.utils.digests import sealed_digest
@@ -55,9 +56,10 @@ class Run:
     ledger: Ledger
     evaluator: Evaluator | None  # None without held-out prompts
     score: Callable[[Evaluation], float]  # what training raises; its highest value is the best
+    radar: Callable[[Evaluation, Evaluation], HackingScore]  # of the base and another evaluation
     report: Report | None  # None on other processes
     steps: Steps | None
-    hacking: HackingRule | None = None  # with it, the highest held-out score is the best
+    hacking: HackingRule | None = None  # with it, the highest `quality` is the best
     resume: dict[str, Any] | None = None  # a checkpoint's state
     done: int = 0  # iterations
     elapsed: float = 0.0  # seconds of training in earlier sessions
@@ -71,8 +73,8 @@ class Run:
     _optimizer: torch.optim.Optimizer = field(init=False)
     _began: float = field(init=False, default_factory=time.monotonic)
     _request: StopRequest = field(init=False, default_factory=StopRequest)
-    # (trained score, held-out score) of the evaluations by iteration, on the main process
-    _history: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
+    # of the evaluations by iteration, on the main process
+    _history: dict[int, Judged] = field(init=False, default_factory=dict)
     _latest: tuple[int, Evaluation] | None = field(init=False, default=None)
     out_of_time: bool = field(init=False, default=False)
 
@@ -92,12 +94,12 @@ class Run:
                 self._renew_lora()
         else:
             self.save()  # from here on the run can be resumed
-        self._load_history()
         if self.evaluator is not None and not (
             self._main_finds(self._base_is_evaluated) or self._main_finds(self._take_base)
         ):
             with policy.disabled():
                 self._evaluate(0, whole=True)
+        self._load_history()
         if self.hacking is not None and self.best is None:
             self._find_best()
         every = self.evaluate_every
@@ -118,10 +120,10 @@ class Run:
         def find() -> bytes:
             saved, history = self.checkpoints.steps(), self._current_history()
             scored = [
-                (held_out, step)
-                for step, (_, held_out) in history.items()
+                (judged.quality, step)
+                for step, judged in history.items()
                 if step in saved and (step or self._policy.starts_at_base)
-                and not math.isnan(held_out)
+                and not math.isnan(judged.quality)
             ]  # fmt: skip
             return json.dumps(max(scored, default=None)).encode()
 
@@ -164,7 +166,16 @@ class Run:
         for step in range(0, self.done + 1, self.evaluate_every):
             evaluation = self.evaluation(step)
             if evaluation is not None and evaluation.key == self.evaluator.key:
-                self._history[step] = self.score(evaluation), self.hacking.score(evaluation)
+                self._history[step] = self._judge(step, evaluation)
+
+    def _judge(self, step: int, evaluation: Evaluation) -> Judged:
+        """Compare an evaluation with the base's, on the main process, which has the files."""
+        trained, base = self.score(evaluation), self.evaluation(0) if step else None
+        comparable = base is not None and base.key == evaluation.key
+        hacking = self.radar(base, evaluation) if base and comparable else HackingScore()
+        rule = self.hacking
+        quality = trained if rule is None else rule.quality(evaluation, trained, hacking)
+        return Judged(trained=trained, quality=quality, hacking=hacking)
 
     def _renew_lora(self) -> None:
         """Put the checkpoint's LoRA at the root, where that of a later iteration may lie."""
@@ -192,8 +203,8 @@ class Run:
 
     @property
     def _best_by(self) -> str | None:
-        """The held-out reward that decides the best checkpoint, None for the trained score."""
-        return None if self.hacking is None else self.hacking.options.held_out
+        """What the rule decides the best checkpoint by, None for the trained score."""
+        return None if self.hacking is None else self.hacking.best_by
 
     # --- in the loop ------------------------------------------------------------------------
 
@@ -238,7 +249,11 @@ class Run:
         with self._policy.using(self._policy.export_adapter):
             evaluation = self._evaluate(self.done, whole=whole)
         self._latest = self.done, evaluation
-        score = self.score(evaluation) if self.hacking is None else self.hacking.score(evaluation)
+        # The main process knows, which has the base's evaluation.
+        judged = self.runtime.from_main(
+            lambda: json.dumps(self._history[self.done].quality).encode()
+        )
+        score = json.loads(judged)
         # NaN is no score: as the first one it would stay the best for good.
         if not math.isnan(score) and (self.best is None or score > self.best[0]):
             self.best = (score, self.done)
@@ -263,13 +278,17 @@ class Run:
         """Log and save an evaluation, on the main process."""
         measures = evaluation.measures()
         scores = {f"eval/{name}": values.nanmean().item() for name, values in measures.items()}
+        judged = self._history[step] = self._judge(step, evaluation)
+        scores |= judged.hacking.metrics()
         # The line first: a resumed run evaluates the base again only if the file is missing.
         if self.report is not None:
             self.report.log(step, scores)
             self.report.sync()
         evaluation.save(self.evaluation_path(step))
-        if self.hacking is not None:
-            self._history[step] = self.score(evaluation), self.hacking.score(evaluation)
+        if judged.hacking.reasons:
+            if self.ledger.last("hacking") is None:
+                self._print(f"Iteration {step} may be hacking its reward. {judged.hacking}")
+            self.ledger.append("hacking", step=step, detail=str(judged.hacking))
 
     # --- what follows hacking ---------------------------------------------------------------
 
@@ -294,7 +313,8 @@ class Run:
             return
         name = self.checkpoints.path(best[1]).name
         if action == "stop":
-            self._end(f"{reason} The best checkpoint by that reward is {name}.")
+            by = "by that reward" if self.hacking.options.held_out else "before that"
+            self._end(f"{reason} The best checkpoint {by} is {name}.")
             return
         self._roll_back(best[1])
         reason = f"{reason} The weights are again those of {name}."
@@ -309,11 +329,11 @@ class Run:
         self.stopped = f"Stopped at iteration {self.done} by run.on_hacking: {reason}"
         self._print(self.stopped)
 
-    def _current_history(self) -> dict[int, tuple[float, float]]:
+    def _current_history(self) -> dict[int, Judged]:
         """Return the evaluations of the weights that today's came from."""
         return {
-            step: scores
-            for step, scores in self._history.items()
+            step: judged
+            for step, judged in self._history.items()
             if not any(best < step <= at for best, at in self.rollbacks)
         }
 

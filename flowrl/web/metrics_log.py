@@ -144,8 +144,8 @@ def _held_out(name: str) -> bool:
 def held_out_first(names: Iterable[str]) -> list[str]:
     """Return names of metrics in the order in which people should look at them."""
     order = (
-        "eval/", "reward/mean", "reward/", "groups/", "policy/kl", "policy/", "explore/",
-        "grad/", "loss", "image/", "latent/", "tree/", "time/",
+        "eval/", "hacking/score", "hacking/", "reward/mean", "reward/", "groups/", "policy/kl",
+        "policy/", "explore/", "grad/", "loss", "image/", "latent/", "tree/", "time/",
     )  # fmt: skip
 
     def place(name: str) -> tuple[int, int, str]:
@@ -158,5 +158,8 @@ def held_out_first(names: Iterable[str]) -> list[str]:
 def chosen_first(names: Sequence[str]) -> list[str]:
     """Return the metrics to show before anybody has chosen: held-out scores, then training's."""
     held_out = [n for n in names if _held_out(n) and n.count("/") == 1]
-    usual = ("reward/mean", "reward/std_in_group", "groups/no_signal", "policy/kl", "grad/norm")
+    usual = (
+        "hacking/score", "reward/mean", "reward/std_in_group", "groups/no_signal", "policy/kl",
+        "grad/norm",
+    )  # fmt: skip
     return [n for n in [*held_out[:4], *usual] if n in names]

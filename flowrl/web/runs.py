@@ -150,6 +150,7 @@ class RunFiles:
         """Return a line of the list of runs."""
         self.log.read()
         state, recipe, ends = self.state(), self.recipe(), self.log.ends()
+        hacking = self.last("hacking")
         return {
             "run": self.name,
             "state": state.name,
@@ -162,6 +163,8 @@ class RunFiles:
             "base": ends["base"],
             "held_out": ends["held_out"],
             "held_out_step": ends["held_out_step"],
+            "hacking": _text(hacking.get("detail")),
+            "hacking_step": _whole(hacking.get("step")),
             "updated": _time(self.path / METRICS) or _time(self.path / LEDGER),
         }
 

@@ -19,8 +19,9 @@ from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.checkpoint import Checkpoints, read_checkpoint
 from flowrl.training.evaluate import Evaluation
-from flowrl.training.hacking import HackingRule, hacking_rule, is_hacking
+from flowrl.training.hacking import HackingRule, Judged, hacking_rule, is_hacking
 from flowrl.training.loop import train
+from flowrl.training.radar import HackingScore
 from flowrl.training.tracking import read_metrics
 
 NAN = math.nan
@@ -33,19 +34,27 @@ def options_of(held_out: str) -> OnHackingOptions:
 RULE = HackingRule(options=options_of("quality"))
 
 
+def judged(history: dict[int, tuple[float, float]]) -> dict[int, Judged]:
+    """(trained score, held-out score) by iteration."""
+    return {
+        step: Judged(trained=trained, quality=quality, hacking=HackingScore())
+        for step, (trained, quality) in history.items()
+    }
+
+
 def test_a_rule_gives_its_reason_with_both_scores():
     history = {0: (0.1, 3.0), 2: (0.2, 4.0), 4: (0.3, 3.5), 6: (0.4, 3.25)}
-    assert RULE.reason(history) == (
+    assert RULE.reason(judged(history)) == (
         "since iteration 2 the trained reward went from 0.2 to 0.4, while the held-out quality "
         "went from 4 to 3.25."
     )
-    assert RULE.reason(dict(reversed(history.items()))) == RULE.reason(history)
+    assert RULE.reason(dict(reversed(judged(history).items()))) == RULE.reason(judged(history))
     assert RULE.reason({}) == ""
     # Evaluations without a score are passed over.
     history = {0: (0.1, 3.0), 2: (0.2, NAN), 4: (0.3, 2.5), 6: (0.4, 2.0), 8: (NAN, 9.0)}
-    assert RULE.reason(history).endswith("went from 3 to 2.")
-    assert RULE.reason(history).startswith("since iteration 0")
-    assert RULE.reason({0: (0.1, NAN), 2: (0.2, NAN)}) == ""
+    assert RULE.reason(judged(history)).endswith("went from 3 to 2.")
+    assert RULE.reason(judged(history)).startswith("since iteration 0")
+    assert RULE.reason(judged({0: (0.1, NAN), 2: (0.2, NAN)})) == ""
     # Where less is better a rise is the harm.
     rule = replace(RULE, sign=-1.0)
     made = Evaluation(
@@ -53,8 +62,8 @@ def test_a_rule_gives_its_reason_with_both_scores():
         images=torch.empty(0), prompts=(), draws=(), key="", prompt=torch.arange(2),
         statistics=torch.empty(0), thumbnails=torch.empty(0),
     )  # fmt: skip
-    assert rule.score(made) == -6 and RULE.score(made) == 6
-    reason = rule.reason({0: (0.1, -3.0), 2: (0.2, -4.0), 4: (0.3, -5.0)})
+    assert [r.quality(made, 0.5, HackingScore()) for r in (rule, RULE)] == [-6, 6]
+    reason = rule.reason(judged({0: (0.1, -3.0), 2: (0.2, -4.0), 4: (0.3, -5.0)}))
     assert reason.endswith("went from 3 to 5.")
 
 

@@ -85,7 +85,8 @@ class Progress {
     this.pace = el("p", {});
     this.bar = el("progress", { max: 1, value: 0, "aria-label": "Iterations done" });
     this.scores = el("div", { class: "held-out" });
-    this.root = el("section", {}, el("h2", {}, "Progress"), this.facts, this.bar, this.pace, this.scores);
+    this.hacking = el("p", {});
+    this.root = el("section", {}, el("h2", {}, "Progress"), this.facts, this.bar, this.pace, this.scores, this.hacking);
   }
 
   show(run, changed) {
@@ -97,6 +98,7 @@ class Progress {
     this.bar.hidden = !run.iterations;
     setText(this.pace, pace(run));
     this.scores.replaceChildren(...heldOut(run, 8));
+    setText(this.hacking, run.hacking && `Iteration ${run.hacking_step}: ${run.hacking}`);
   }
 }
 
