@@ -90,7 +90,6 @@ class Run:
         if self.resume is not None:
             self._restore(self.resume)
             if self.runtime.is_main:
-                self.checkpoints.prune(self.best[1] if self.best else None)
                 self._renew_lora()
         else:
             self.save()  # from here on the run can be resumed
@@ -102,6 +101,8 @@ class Run:
         self._load_history()
         if self.hacking is not None and self.best is None:
             self._find_best()
+        if self.resume is not None and self.runtime.is_main:
+            self.checkpoints.prune(self.best[1] if self.best else None)
         every = self.evaluate_every
         due = every and self.done and self.done % every == 0
         if due and self.done < self.options.iterations:

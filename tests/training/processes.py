@@ -17,7 +17,11 @@ from accelerate.state import AcceleratorState
 torch.set_num_threads(1)
 
 import flowrl.api  # noqa: E402, F401  # first, as everybody does
-from flowrl.assembly.learner import ProvidedObjects, build_learner  # noqa: E402
+from flowrl.assembly.learner import (  # noqa: E402
+    ProvidedObjects,
+    build_evaluator,
+    build_learner,
+)
 from flowrl.backbones.loading import load_pipeline  # noqa: E402
 from flowrl.config import parse_config  # noqa: E402
 from flowrl.offline import source  # noqa: E402
@@ -69,6 +73,9 @@ FOLLOWED = {  # along the reward's gradient
     "flowbp_bridge": {"steps": 2},
     "flowbp_lagrange": {},
 }
+EVALUATION = {
+    "prompts": "tiny:colors:test", "num_images": 5, "num_inference_steps": 2, "batch_size": 3,
+}  # fmt: skip
 CASES = [*SCORED, *FOLLOWED, "stored"]
 # Policy, old policy, reference and average, over recomputed blocks.
 ALL_ADAPTERS = {"ema": {"decay": 0.5}, "memory": {"gradient_checkpointing": True}}
@@ -93,6 +100,7 @@ def config_of(case: str, folder: Path, shard: str):
             "prompts": {"train": prompts},
             "rollout": rollout,
             "objective": objective,
+            "evaluation": EVALUATION,
             "optim": {"lr": 1e-3, "micro_batch": 4},
             "rewards": rewards,
             "run": {"iterations": 2, "output_dir": str(folder / f"run-{case}")},
@@ -153,6 +161,15 @@ def run(case: str, folder: Path, shard: str, dtype: str) -> None:
             for name, tensors in learner.policy.state_dict()["adapters"].items()
         },
     }
+    if case == "grpo":
+        evaluator = build_evaluator(
+            config, learner.policy.backbone.pipeline, learner.specs, ProvidedObjects(),
+            runtime=runtime,
+        )  # fmt: skip
+        assert evaluator is not None
+        evaluation = evaluator(evaluator.backbone.velocity, runtime)
+        names = ("scores", "statistics", "thumbnails")
+        seen["evaluation"] = {name: getattr(evaluation, name) for name in names}
     if runtime.is_main:
         save_state(folder / f"{case}-{runtime.world_size}-{shard}-{dtype}", seen)
         print(case, runtime.world_size, shard, dtype, flush=True)

@@ -10,6 +10,7 @@ import torch
 from crashes import SMALLEST
 from safetensors.torch import load_file
 
+from flowrl.api import align
 from flowrl.backbones.lora_formats import FILE
 from flowrl.config.sections import OnHackingOptions
 from flowrl.errors import UserError
@@ -20,6 +21,7 @@ from flowrl.scoring.spec import RewardSpec
 from flowrl.training.checkpoint import Checkpoints, read_checkpoint
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.hacking import HackingRule, Judged, hacking_rule, is_hacking
+from flowrl.training.ledger import Ledger
 from flowrl.training.loop import train
 from flowrl.training.radar import HackingScore
 from flowrl.training.tracking import read_metrics
@@ -273,6 +275,125 @@ def test_raised_penalties_grow_and_end_with_a_rollback(scripted, monkeypatch):
     assert [rule.kl_coef(n) for n in range(4)] == pytest.approx([None, 0.1, 0.4, 1.6])
     assert run.done == 4 and "step-000000" in run.stopped
     assert all(not t.any() for name, t in lora(run.folder).items() if "lora_B" in name)
+
+
+# --- by the radar alone --------------------------------------------------------------------------
+
+LOOKS = {0: 0.0, 1: 0.1, 2: 0.5, 3: 4.0, 4: 5.0, 5: 6.0}  # its largest value, by iteration
+
+
+def by_radar(action: str = "rollback", **changes) -> HackingRule:
+    options = OnHackingOptions(action=action, **{"patience": 2} | changes)
+    return HackingRule(options=options)
+
+
+@pytest.fixture
+def watched(scripted):
+    """The same run, whose radar sees LOOKS; the trained score rises all along."""
+
+    def make(resume: dict | None = None, *, rule: HackingRule, **changes):
+        config, learner, run = scripted(resume, rule=rule, **changes)
+
+        def look(base: Evaluation, now: Evaluation) -> HackingScore:
+            assert base.mean("brightness") == pytest.approx(SCORES[0][0])
+            trained = now.mean("brightness")
+            value = next(
+                LOOKS[k] for k, (score, _) in SCORES.items() if abs(score - trained) < 1e-6
+            )
+            reasons = ("saturation rose",) if value > 1 else ()
+            return HackingScore(values={"drift/saturation": value}, reasons=reasons)
+
+        run.radar = look
+        return config, learner, run
+
+    return make
+
+
+def test_images_that_look_hacked_end_the_run_at_the_last_weights_that_did_not(watched, capsys):
+    _, learner, run = watched(rule=by_radar())
+    trained(learner, run)
+    assert run.done == 4 and run.rollbacks == [(2, 4)] and run.best == (pytest.approx(0.3), 2)
+    assert "saturation rose" in run.stopped and "those of step-000002" in run.stopped
+    ended, best = lora(run.folder), lora(run.checkpoints.path(2))
+    assert all(torch.equal(ended[k], best[k]) for k in best)
+    rows = {row["step"]: row.get("hacking/score") for row in read_metrics(run.folder)}
+    expected = {k: v / (1 + v) for k, v in LOOKS.items() if 0 < k < 5}
+    assert rows == pytest.approx(expected | {0: None})
+    # The first evaluation that looks so is announced, each is in the ledger.
+    assert capsys.readouterr().out.count("may be hacking its reward") == 1
+    events = [e["step"] for e in run.ledger.events() if e["event"] == "hacking"]
+    assert events == [3, 4]
+    _, learner, run = watched(state_of(run.folder), rule=by_radar())
+    assert trained(learner, run).done == 4
+
+
+def test_a_limit_of_its_own_decides_what_looks_hacked(watched):
+    for rule, done in ((by_radar(score=0.9), 6), (by_radar(score=0.3), 3), (by_radar(), 4)):
+        _, learner, run = watched(rule=rule)
+        assert trained(learner, run).done == done
+        shutil.rmtree(run.folder)
+
+
+def test_the_base_comes_back_where_every_evaluation_looked_hacked(watched, monkeypatch):
+    for step in (1, 2):
+        monkeypatch.setitem(LOOKS, step, 9.0)
+    _, learner, run = watched(rule=by_radar())
+    trained(learner, run)
+    assert run.done == 2 and run.rollbacks == [(0, 2)] and run.best[1] == 0
+    assert all(not t.any() for name, t in lora(run.folder).items() if "lora_B" in name)
+
+
+def test_the_base_is_no_evaluation_in_a_row_and_a_better_one_begins_anew(watched, monkeypatch):
+    monkeypatch.setitem(LOOKS, 4, 0.5)
+    _, learner, run = watched(rule=by_radar())
+    assert trained(learner, run).done == 6 and run.best == (pytest.approx(0.5), 4)
+
+
+def test_a_resumed_run_looks_at_the_evaluations_before_it(watched):
+    _, learner, run = watched(rule=by_radar())
+    trained(learner, run, iterations=3)
+    assert not run.stopped
+    _, learner, run = watched(state_of(run.folder), rule=by_radar())
+    trained(learner, run)
+    assert run.evaluator.calls == [4] and run.rollbacks == [(2, 4)]
+    # With another limit the best is sought anew.
+    _, learner, run = watched(state_of(run.folder), rule=by_radar("warn", score=0.9))
+    run.begin(learner.policy, learner.optimizer)
+    assert run.best == (pytest.approx(0.3), 2)
+
+
+def test_a_raised_penalty_begins_anew_from_weights_that_did_not_look_hacked(watched):
+    _, learner, run = watched(rule=by_radar("raise_kl"), **CHAINS)
+    trained(learner, run)
+    assert run.rollbacks[0] == (2, 4) and run.kl_coef == 0.1
+
+
+def test_the_radar_needs_a_trained_reward_that_evaluations_measure():
+    prompts, options = [PromptRecord(uid="a", text="a")], OnHackingOptions()
+    assert hacking_rule(options, [spec("ocr")], prompts).sign == 1
+    with pytest.raises(UserError, match="run.on_hacking"):
+        hacking_rule(options, [spec("ocr", when="rollout"), spec("b", held_out=True)], prompts)
+    with pytest.raises(UserError, match="'ocr' applies to none"):
+        hacking_rule(options, [spec("ocr")], [])
+
+
+@pytest.mark.slow
+def test_a_run_on_brightness_is_seen_and_returns_to_weights_that_looked_well(tiny_config, tmp_path):
+    run = {
+        "iterations": 12, "output_dir": str(tmp_path / "run"), "checkpoint_every": 100,
+        "on_hacking": {"action": "rollback", "patience": 1},
+    }  # fmt: skip
+    evaluation = {"prompts": "tiny:colors:test", "num_images": 12, "every": 2}
+    align(tiny_config(
+        run=run, evaluation=evaluation | {"num_inference_steps": 4}, optim={"lr": 3e-3},
+        objective={"kind": "refl"}, rollout={"prompts_per_iteration": 4, "group_size": 2, "tree": {"kind": "ode"}},
+    ))  # fmt: skip
+    folder = tmp_path / "run"
+    *fine, last = [row["hacking/score"] for row in read_metrics(folder) if "hacking/score" in row]
+    assert last > 0.5 >= max(fine, default=0.0)
+    assert Ledger(folder).last("stop")["reason"] == "hacking"
+    assert "brightness rose" in Ledger(folder).last("hacking")["detail"]
+    assert "brightness rose" in (folder / "README.md").read_text()
 
 
 def test_a_warning_changes_nothing_but_the_output(scripted, capsys):

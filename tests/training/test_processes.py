@@ -94,6 +94,15 @@ def test_what_is_logged_is_of_all_processes(folder, case):
                 assert near or missing, (name, value, theirs)
 
 
+def test_an_evaluation_is_of_all_processes(folder):
+    """What it scores, and what the radar sees of each image."""
+    one, *several = (seen(folder, "grpo", n, "whole", "double")["evaluation"] for n in (1, 2, 4))
+    assert len(one["statistics"]) == len(one["thumbnails"]) == 5
+    for other in several:
+        for name, values in one.items():
+            torch.testing.assert_close(other[name], values, rtol=0, atol=1e-5)
+
+
 def test_the_policy_learns_something_in_every_case(folder):
     for case in processes.CASES:
         single, adapters = seen(folder, case, 1, "whole", "single"), []

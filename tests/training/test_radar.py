@@ -1,0 +1,208 @@
+"""Each detector sees its own fault in planted evaluations, and nothing where nothing is wrong."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.functional.image_statistics import STATISTICS
+from flowrl.scoring.spec import RewardSpec
+from flowrl.training.evaluate import Evaluation
+from flowrl.training.radar import (
+    FLOORS,
+    TOLERANCES,
+    HackingScore,
+    mean_and_error,
+    mean_distances,
+    radar,
+    radar_of,
+)
+
+PROMPTS, EACH = 20, 2
+N = PROMPTS * EACH
+REWARDS = {"trained": {"proxy": 1.0}, "held_out": {"quality": 1.0}}
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+BASE = Evaluation(
+    scores=0.5 + 0.1 * drawn(0, N, 2), names=("proxy", "quality"),
+    images=torch.empty(0), prompts=(), draws=(), key="",
+    prompt=torch.arange(N) // EACH,
+    statistics=0.5 + 0.1 * drawn(1, N, len(STATISTICS)), thumbnails=drawn(2, N, 3, 8, 8),
+)  # fmt: skip
+
+
+def column(name: str) -> torch.Tensor:
+    """1 in the statistic's column, (S,)."""
+    return (torch.arange(len(STATISTICS)) == STATISTICS.index(name)).double()
+
+
+def with_scores(proxy, quality) -> Evaluation:
+    """The base's scores, moved."""
+    return replace(BASE, scores=BASE.scores + torch.stack([proxy, quality], 1))
+
+
+def test_equal_evaluations_have_no_score():
+    result = radar(BASE, BASE, **REWARDS)
+    assert result.score == 0 and not result.reasons and set(result.values.values()) == {0.0}
+    assert result.metrics()["hacking/score"] == 0 and HackingScore().metrics() == {}
+
+
+def test_every_table_has_every_statistic():
+    assert set(FLOORS) == set(STATISTICS)
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_mean_that_moves_is_drift_in_standard_deviations_of_the_base(name, sign):
+    now = replace(BASE, statistics=BASE.statistics + sign * 0.2 * column(name))
+    result = radar(BASE, now, **REWARDS)
+    sd = BASE.statistics[:, STATISTICS.index(name)].std(correction=0).item()
+    value = result.values[f"drift/{name}"]
+    assert value == pytest.approx(0.2 / sd / TOLERANCES["drift"])
+    (reason,) = result.reasons
+    assert reason.startswith(f"{name} {'rose' if sign > 0 else 'fell'} from")
+    assert result.score == pytest.approx(value / (1 + value))
+    assert [k for k, v in result.values.items() if v > 1e-9] == [f"drift/{name}"]
+
+
+def test_the_error_of_a_mean_is_no_drift():
+    """Each image is another one, of the same distribution."""
+    now = replace(BASE, statistics=0.5 + 0.1 * drawn(9, N, len(STATISTICS)))
+    assert radar(BASE, now, **REWARDS).score < 0.5
+
+
+def test_a_change_too_small_to_see_counts_by_the_floor():
+    flat = replace(BASE, statistics=torch.full_like(BASE.statistics, 0.5))
+    now = replace(flat, statistics=flat.statistics + 0.005 * column("brightness"))
+    value = radar(flat, now, **REWARDS).values["drift/brightness"]
+    assert value == pytest.approx(0.005 / FLOORS["brightness"] / TOLERANCES["drift"])
+
+
+def test_images_that_become_alike_count_and_such_that_differ_more_do_not():
+    means = BASE.statistics.mean(0)
+    for factor, size in ((0.25, math.log(4)), (4.0, 0.0)):
+        moved = torch.where(column("contrast") > 0, means + factor * (BASE.statistics - means),
+                            BASE.statistics)  # fmt: skip
+        result = radar(BASE, replace(BASE, statistics=moved), **REWARDS)
+        expected = pytest.approx(size / TOLERANCES["spread"])
+        assert result.values["spread/contrast"] == expected
+        assert len(result.reasons) == (size > 0)
+
+
+def test_diversity_across_and_within_prompts_are_two_things():
+    means = BASE.thumbnails.unflatten(0, (PROMPTS, EACH)).mean(1).repeat_interleave(EACH, 0)
+    for factor, size in ((0.5, 2 * math.log(2)), (2.0, 0.0)):
+        within = replace(BASE, thumbnails=means + factor * (BASE.thumbnails - means))
+        result = radar(BASE, within, **REWARDS)
+        assert result.values["diversity/images"] == pytest.approx(size / TOLERANCES["diversity"])
+        assert len(result.reasons) == (size > 0)
+    across = replace(BASE, thumbnails=BASE.thumbnails - 0.999 * means)
+    result = radar(BASE, across, **REWARDS)
+    assert result.values["diversity/images"] == pytest.approx(0, abs=1e-9)
+    assert result.values["diversity/prompts"] > 0.4
+    # Of one image a prompt there is nothing to say.
+    single = replace(BASE, prompt=torch.arange(N))
+    assert "diversity/images" not in radar(single, single, **REWARDS).values
+
+
+@pytest.mark.parametrize(
+    "prompt", [torch.arange(9) // 3, torch.tensor([5, 1, 1, 1, 1, 5, 0, 0, 0])]
+)
+def test_mean_distances_are_those_of_all_pairs(prompt):
+    x = 3 + drawn(3, 9, 2, 2)
+    flat = x.flatten(1)
+    squared = (flat[:, None] - flat[None]).square().mean(2)
+    same, upper = prompt[:, None] == prompt[None], torch.ones(9, 9).triu(1).bool()
+    expected = [squared[upper & ~same].mean().item(), squared[upper & same].mean().item()]
+    assert mean_distances(x, prompt) == pytest.approx(expected)
+    across, within = mean_distances(x, torch.arange(9))
+    assert across == pytest.approx(squared[upper].mean().item()) and math.isnan(within)
+    across, within = mean_distances(x, torch.zeros(9, dtype=torch.long))
+    assert math.isnan(across) and within == pytest.approx(squared[upper].mean().item())
+
+
+def test_a_held_out_reward_parts_where_it_falls_while_the_trained_one_rises():
+    rise, noise = torch.full((N,), 0.1, dtype=torch.float64), 0.05 * drawn(4, N)
+    fall = -0.1 + noise
+    mean, error = mean_and_error(fall, BASE.prompt)
+    name = "parting/quality"
+    result = radar(BASE, with_scores(rise, fall), **REWARDS)
+    assert result.values[name] == pytest.approx(-mean / error / TOLERANCES["parting"])
+    assert "quality fell from" in result.reasons[0]
+    assert radar(BASE, with_scores(rise, -fall), **REWARDS).values[name] == 0
+    assert radar(BASE, with_scores(-rise, fall), **REWARDS).values[name] == 0
+    # Where less is better.
+    less = {"trained": {"proxy": -1.0}, "held_out": {"quality": -1.0}}
+    result = radar(BASE, with_scores(-rise, -fall), **less)
+    assert result.values[name] > 1 and "quality rose from" in result.reasons[0]
+    assert radar(BASE, with_scores(rise, -fall), **less).values[name] == 0
+
+
+def test_the_error_of_a_mean_is_over_prompts():
+    change, prompt = drawn(5, 12), torch.arange(12) // 4
+    means = change.view(3, 4).mean(1)
+    mean, error = mean_and_error(change, prompt)
+    assert mean == pytest.approx(change.mean().item())
+    assert error == pytest.approx((means.std() / 3**0.5).item())
+    assert math.isnan(mean_and_error(change, torch.zeros(12, dtype=torch.long))[1])
+
+
+def test_images_at_the_bound_of_a_graded_reward_count_and_such_of_a_test_do_not():
+    bounds = {"proxy": (0.0, 1.0)}
+    graded = replace(BASE, scores=BASE.scores.clamp(0.1, 0.9))
+    full = graded.scores.clone()
+    full[: N * 3 // 4, 0] = 1.0
+    now = replace(graded, scores=full)
+    result = radar(graded, now, **REWARDS, bounds=bounds)
+    assert result.values["bound/proxy"] == pytest.approx(0.75 / TOLERANCES["bound"])
+    assert "proxy" in result.reasons[0]
+    assert radar(now, now, **REWARDS, bounds=bounds).values.get("bound/proxy", 0) == 0
+    failed = replace(BASE, scores=torch.zeros(N, 2))  # of pass or fail
+    result = radar(failed, replace(failed, scores=full.round()), **REWARDS, bounds=bounds)
+    assert "bound/proxy" not in result.values
+    assert "bound/proxy" not in radar(graded, now, **REWARDS, bounds={"proxy": (None, 1.0)}).values
+
+
+def test_missing_scores_are_left_out():
+    missing = torch.where(torch.arange(N) % 4 == 0, math.nan, 0.0).double()
+    now = with_scores(0.1 + missing, -0.1 + 0.05 * drawn(4, N) + missing)
+    there = missing.isfinite()
+    result = radar(BASE, now, **REWARDS)
+    mean, error = mean_and_error((now.scores - BASE.scores)[there, 1], BASE.prompt[there])
+    expected = -mean / error / TOLERANCES["parting"]
+    assert result.values["parting/quality"] == pytest.approx(expected)
+    nothing = with_scores(missing * math.nan, missing * math.nan)
+    result = radar(BASE, nothing, **REWARDS, bounds={"proxy": (0.0, 1.0)})
+    assert result.score == 0 and not any(map(math.isnan, result.values.values()))
+
+
+def test_the_largest_value_decides_and_its_reason_is_first():
+    moved = 0.1 * column("brightness") + 0.3 * column("saturation")
+    result = radar(BASE, replace(BASE, statistics=BASE.statistics + moved), **REWARDS)
+    assert [reason.split()[0] for reason in result.reasons] == ["saturation", "brightness"]
+    assert result.score == pytest.approx(1 - 1 / (1 + result.values["drift/saturation"]))
+    assert HackingScore(values={"a": 1.0}).score == 0.5
+
+
+def test_a_run_s_radar_has_the_rewards_that_its_evaluations_measure():
+    class Graded:
+        bounds = (0.0, 2.0)
+
+        def __call__(self, images, prompts, metadata):
+            return [0.0] * len(images)
+
+    def named(name, **options):
+        return RewardSpec(name=name, reward=Graded(), **options)
+
+    specs = [
+        named("a", weight=2.0), named("b", held_out=True, weight=-1.0), named("c", weight=0.0),
+        named("d", when="rollout"),
+    ]  # fmt: skip
+    assert radar_of(specs).keywords == {
+        "trained": {"a": 2.0}, "held_out": {"b": -1.0}, "bounds": {"a": (0.0, 2.0)},
+    }  # fmt: skip
