@@ -378,22 +378,30 @@ def test_the_radar_needs_a_trained_reward_that_evaluations_measure():
 
 
 @pytest.mark.slow
-def test_a_run_on_brightness_is_seen_and_returns_to_weights_that_looked_well(tiny_config, tmp_path):
-    run = {
-        "iterations": 12, "output_dir": str(tmp_path / "run"), "checkpoint_every": 100,
-        "on_hacking": {"action": "rollback", "patience": 1},
-    }  # fmt: skip
-    evaluation = {"prompts": "tiny:colors:test", "num_images": 12, "every": 2}
+def test_a_run_that_games_brightness_is_seen_and_returns_to_the_weights_before(
+    tiny_config, tmp_path
+):
+    """Its images lose what they show: at this rate within a few iterations."""
     align(tiny_config(
-        run=run, evaluation=evaluation | {"num_inference_steps": 4}, optim={"lr": 3e-3},
-        objective={"kind": "refl"}, rollout={"prompts_per_iteration": 4, "group_size": 2, "tree": {"kind": "ode"}},
+        run={
+            "iterations": 8, "output_dir": str(tmp_path / "run"),
+            "on_hacking": {"action": "rollback", "patience": 1},
+        },
+        evaluation={
+            "prompts": "tiny:colors:test", "num_images": 12, "every": 1, "num_inference_steps": 4,
+        },
+        optim={"lr": 2e-2}, objective={"kind": "align_prop"}, rollout={"tree": {"kind": "ode"}},
     ))  # fmt: skip
     folder = tmp_path / "run"
-    *fine, last = [row["hacking/score"] for row in read_metrics(folder) if "hacking/score" in row]
-    assert last > 0.5 >= max(fine, default=0.0)
-    assert Ledger(folder).last("stop")["reason"] == "hacking"
-    assert "brightness rose" in Ledger(folder).last("hacking")["detail"]
-    assert "brightness rose" in (folder / "README.md").read_text()
+    (rollback,) = [e for e in Ledger(folder).events() if e["event"] == "rollback"]
+    assert rollback["step"] < 8 and Ledger(folder).last("stop")["reason"] == "hacking"
+    assert Ledger(folder).last("hacking")["step"] == rollback["step"]
+    ended = lora(folder)
+    best = lora(Checkpoints(folder, keep=1).path(rollback["to"]))
+    assert all(torch.equal(ended[k], best[k]) for k in best)
+    # The last evaluation is of these weights.
+    last = [row["hacking/score"] for row in read_metrics(folder) if "hacking/score" in row][-1]
+    assert last <= 0.5 and f"Hacking score {last:.2f}" in (folder / "README.md").read_text()
 
 
 def test_a_warning_changes_nothing_but_the_output(scripted, capsys):
