@@ -14,6 +14,7 @@ import torch
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import LATEST, claim
 from flowrl.training.evaluate import Evaluation
+from flowrl.training.ledger import Ledger
 from flowrl.training.owner import FILE as OWNER
 from flowrl.web.jobs import Jobs
 from flowrl.web.runs import RunFiles, RunFolders
@@ -21,6 +22,15 @@ from flowrl.web.runs import RunFiles, RunFolders
 
 def run_of(folder) -> RunFiles:
     return RunFiles(folder.name, folder)
+
+
+def test_a_run_says_what_its_radar_saw_last(make_folder):
+    folder = make_folder("run", stop={"reason": "finished", "complete": True, "detail": ""})
+    assert run_of(folder).summary()["hacking"] == ""
+    for step, detail in ((2, "first"), (4, "Hacking score 0.80: saturation rose.")):
+        Ledger(folder).append("hacking", step=step, detail=detail)
+    summary = run_of(folder).summary()
+    assert (summary["hacking"], summary["hacking_step"]) == (detail, 4)
 
 
 def test_the_state_is_what_ledger_and_process_say(make_folder):
