@@ -169,6 +169,7 @@ class Transitions:
     g: Tensor  # (E,)
     advantage: Tensor  # (E,)
     weight: Tensor  # (E,), of the edge in the loss
+    pull: Tensor  # (E,), of the edge in the KL penalty
     step: Tensor  # (E,) long, index of the parent's sigma
     cond: Conditioning  # P rows
     no_advantage: float  # share of the rollout's trained edges whose advantage is 0
@@ -201,7 +202,7 @@ class Transitions:
         place[rows] = torch.arange(len(rows))
         parent = place[self.parent]
         edges = parent >= 0
-        per_edge = ("child", "edge", "sigma_next", "g", "advantage", "weight", "step")
+        per_edge = ("child", "edge", "sigma_next", "g", "advantage", "weight", "pull", "step")
         return replace(
             self,
             **{name: getattr(self, name)[rows] for name in ("node", "sigma", "prompt", "group")},
@@ -232,7 +233,7 @@ class Transitions:
         part, device = self.take(torch.arange(first, last)), self.latents.device
         names = (
             "node", "sigma", "prompt", "parent", "child", "edge", "sigma_next", "g", "advantage",
-            "weight",
+            "weight", "pull",
         )  # fmt: skip
         return replace(part, **{name: send(getattr(part, name), device) for name in names})
 
@@ -244,6 +245,7 @@ def transitions(
     group: Tensor,
     cond: Conditioning,
     weight: Tensor | None = None,
+    pull: Tensor | None = None,
 ) -> Transitions:
     """Gather the trained edges that are kept under their parents, in the tree's order.
 
@@ -254,6 +256,7 @@ def transitions(
         advantage, keep: (R, e) on the CPU; keep is bool.
         group: (R,) long.
         weight: (e,), None for ones.
+        pull: (R, e), None for ones.
     """
     trees, nodes = tree.x.shape[:2]
     g, sigmas, prompt = tree.g.cpu(), tree.sigmas.cpu(), tree.prompt.cpu()
@@ -279,6 +282,7 @@ def transitions(
         g=g[child],
         advantage=advantage[owner, column],
         weight=(torch.ones_like(g[tree.edge]) if weight is None else weight)[column],
+        pull=(torch.ones_like(advantage) if pull is None else pull)[owner, column],
         step=tree.step[parent],
         cond=cond,
         no_advantage=(advantage == 0).double().mean().item() if advantage.numel() else 0.0,

@@ -83,6 +83,7 @@ def rows(groups: list[int], children: int = 1) -> Transitions:
         g=torch.full((edges,), 0.5),
         advantage=torch.arange(float(edges)) + 300,
         weight=torch.arange(float(edges)) + 400,
+        pull=torch.arange(float(edges)) + 500,
         step=torch.zeros(edges).long(),
         cond=Conditioning(tensors={"a": torch.zeros(max(groups, default=0) + 1, 2)}),
         no_advantage=0.0,
@@ -110,6 +111,7 @@ def test_rows_are_dealt_by_group_and_taken_with_their_edges():
     assert part.mean_old[:, 0].tolist() == [202, 203, 206, 207]
     assert part.advantage.tolist() == [302, 303, 306, 307]
     assert part.weight.tolist() == [402, 403, 406, 407]
+    assert part.pull.tolist() == [502, 503, 506, 507]
     # Conditioning is gathered and joined row by row.
     cond = Conditioning(tensors={"a": torch.arange(6.0).view(3, 2), "b": torch.arange(3.0)})
     joined = Conditioning.cat([cond, cond.take(torch.tensor([2, 0]))])

@@ -39,6 +39,7 @@ from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
 from flowrl.objectives.distill import teacher_of
 from flowrl.objectives.reward_backprop.decoder import RewardGradient, check_differentiable
+from flowrl.objectives.selective_kl import check_kl_on
 from flowrl.offline.format import open_dataset
 from flowrl.prompts.overlap import check_overlap, hold_out
 from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
@@ -202,6 +203,10 @@ def check_parts(
         check_offline(config, needs)
     if needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
+    store = config.rollout.store
+    scored = [s.name for s in specs if s.asked_in("rollout")]
+    scored = scored if store is None else open_dataset(store).metadata.names
+    check_kl_on(getattr(config.objective, "kl_on", None), specs, scored)
     check_evaluation(specs, held_out)
     hacking_rule(config.run.on_hacking, specs, held_out)
     for spec in specs:

@@ -104,6 +104,36 @@ class CreditOptions(AdvantageOptions):
     )
 
 
+# --- The pull to the base model, by image ------------------------------------------------------
+
+
+class KLOnOptions(Options):
+    """Which images pay the KL penalty: those that another reward ranks differently."""
+
+    reward: Text = option(
+        ...,
+        "Name of the other reward, trained or held out, which is asked in rollouts (when: both); "
+        "more of it must be better.",
+    )
+    share: Share = option(
+        0.2,
+        "Share of an iteration's images that pay: those whose ranks in their group, by the trained "
+        "reward and by this one, are furthest apart.",
+        "0.02 to 0.2, adapted during training, in Astrolabe, arXiv 2603.17051",
+    )
+
+
+class PullOptions(ObjectiveOptions):
+    """Options of objectives whose KL penalty is paid image by image."""
+
+    kl_on: KLOnOptions | None = option(
+        None,
+        "Which images pay the penalty of kl_coef: the share on which another reward disagrees most "
+        "with the trained one, as {reward: NAME, share: 0.2}; null is all.",
+        "selective KL of Astrolabe, arXiv 2603.17051",
+    )
+
+
 # --- Objectives on the reverse process: they learn from denoising steps -----------------------
 
 FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
@@ -119,7 +149,7 @@ class StepObjectiveOptions(ObjectiveOptions):
         return self._load()(self, KERNELS[kernel])
 
 
-class GRPOOptions(StepObjectiveOptions):
+class GRPOOptions(PullOptions, StepObjectiveOptions):
     component: ClassVar[str] = "flowrl.objectives.grpo:GRPO"
     kind: Literal["grpo"] = option("grpo", "Policy optimisation with a clipped ratio.", FLOW_GRPO)
     ratio: Literal["gaussian", "normalised"] = option(
@@ -150,6 +180,21 @@ class GRPOOptions(StepObjectiveOptions):
         "gives all steps equal gradients.",
         "noise: TempFlow-GRPO, arXiv 2508.04324; equal: GRPO-Guard, which divides by the step's "
         "length, the same for flow_sde after its first step",
+    )
+    step_share: Share = option(
+        1.0,
+        "Share of an iteration's trained steps to learn from, chosen among all prompts: those with "
+        "the largest |advantage| times the velocity's effect on the step. The rest costs no "
+        "forward, and no KL penalty holds it.",
+        "D3S, arXiv 2509.22115, which multiplies with a token's entropy; that of a step's noise is "
+        "the same for all images",
+    )
+    error_confidence: NonNegative = option(
+        0.0,
+        "Weigh a step of negative advantage by 1 + this times the nats, 0 to 5, by which the "
+        "sampling policy makes it likelier than the base model does; above 0 the base model takes "
+        "a forward. It acts once the policy has moved by nats.",
+        "ACE, arXiv 2602.21420; 0.5 to 2 elsewhere",
     )
     kl_coef: NonNegative = option(
         0.0, "Weight of the KL penalty to the base model; 0 is none.", "published: 0.01 to 0.04"
@@ -268,7 +313,7 @@ class OldDecayOptions(Options):
     )
 
 
-class NFTOptions(NoisedOptions):
+class NFTOptions(PullOptions, NoisedOptions):
     component: ClassVar[str] = "flowrl.objectives.nft:NFT"
     title: ClassVar[str] = "DiffusionNFT"
     kind: Literal["nft"] = option(
@@ -289,7 +334,7 @@ class NFTOptions(NoisedOptions):
     )
 
 
-class AWMOptions(NoisedOptions):
+class AWMOptions(PullOptions, NoisedOptions):
     component: ClassVar[str] = "flowrl.objectives.awm:AWM"
     title: ClassVar[str] = "AWM"
     kind: Literal["awm"] = option("awm", "Flow matching weighted by advantages.", AWM)
@@ -351,7 +396,7 @@ IMPLICIT_BETA = (
 )
 
 
-class ComparedOptions(NoisedOptions):
+class ComparedOptions(PullOptions, NoisedOptions):
     """Options of objectives that compare the policy's errors with an anchor's."""
 
     anchor_every: Count | None = option(

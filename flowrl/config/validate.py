@@ -205,9 +205,15 @@ def check_objective(objective: Objective, rollout: RolloutOptions, *, gates: boo
 
 
 def check_reference(reference: ReferenceOptions, objective: Objective, run: RunOptions) -> None:
-    """Check that a reference that moves is one that something pulls to."""
+    """Check that there is a pull where the reference moves or only some images are pulled."""
     raised = run.on_hacking is not None and run.on_hacking.action == "raise_kl"
-    if reference != ReferenceOptions() and not raised and not getattr(objective, "kl_coef", 0):
+    pulls = raised or getattr(objective, "kl_coef", 0)
+    if getattr(objective, "kl_on", None) is not None and not pulls:
+        raise ValueError(
+            "objective.kl_on chooses the images that pay the KL penalty, but objective.kl_coef is "
+            "0: set it above 0, for example 0.1, or kl_on to null"
+        )
+    if reference != ReferenceOptions() and not pulls:
         raise ValueError(
             "reference moves, but no penalty pulls to it: set objective.kl_coef, for an objective "
             "that has it, or leave reference out"

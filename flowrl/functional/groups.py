@@ -51,6 +51,23 @@ def undecided(reward: Tensor, group: Tensor) -> Tensor:
     return ~decided[rows.number]
 
 
+def ranks(value: Tensor, group: Tensor) -> Tensor:
+    """The share of the other rows of its group that a row is above, ties half. (N,) float64
+
+    0 is the lowest and 1 the highest; 0 in a group of one. value: (N,) finite.
+    """
+    rows = group_rows(group)
+    table = value[rows.index]
+    above, ties = (
+        (compare(table[:, :, None], table[:, None, :]) & rows.mask[:, None, :]).sum(2)
+        for compare in (torch.gt, torch.eq)
+    )
+    share = (above + (ties - 1) / 2.0) / (rows.mask.sum(1, keepdim=True) - 1).clamp(min=1)
+    return torch.zeros(len(value), dtype=torch.float64).index_copy(
+        0, rows.index[rows.mask], share[rows.mask].double()
+    )
+
+
 def best_and_worst(reward: Tensor, group: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """One best and one worst row of each group: winners (P,) and losers (P,), long.
 

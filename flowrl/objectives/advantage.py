@@ -1,5 +1,6 @@
 """Advantages: how much better an image, or a node of a tree, is than those it is compared with."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -115,6 +116,18 @@ def tie_break_noise(rollout: Rollout) -> Tensor:
         for image in range(len(rollout.reward))
     ]
     return keyed_uniform(seeds, (1,)).squeeze(1)
+
+
+def top_share(value: Tensor, share: float, lot: Tensor) -> Tensor:
+    """Mark the share of rows with the largest values, rounded up. (N,) bool
+
+    Of equal ones those with the smallest `lot`, (N,) random numbers.
+    """
+    order = lot.argsort(stable=True)
+    order = order[value[order].argsort(descending=True, stable=True)]
+    chosen = torch.zeros(len(value), dtype=torch.bool)
+    chosen[order[: math.ceil(share * len(value) - 1e-9)]] = True  # 0.07 * 100 > 7
+    return chosen
 
 
 def exact_rewards(reward: Tensor, valid: Tensor) -> Tensor:

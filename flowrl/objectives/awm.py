@@ -72,6 +72,7 @@ class AWM:
             keep,
             forwards=self.options.noising.count,
             compared="image",
+            kl_on=self.options.kl_on,
         )
 
     def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
@@ -90,5 +91,6 @@ class AWM:
         }
         if self.options.kl_coef > 0:
             kl = points.distance(v, models.reference)
-            loss, metrics["policy/kl"] = loss + self.options.kl_coef * kl, kl.detach()
+            loss = loss + self.options.kl_coef * (points.pull * kl).mean()
+            metrics["policy/kl"] = kl.detach().mean()
         return loss, metrics

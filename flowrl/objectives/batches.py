@@ -6,7 +6,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from flowrl.config.objectives import KLOnOptions
 from flowrl.functional.groups import lone, undecided
+from flowrl.objectives.selective_kl import kl_weights
 from flowrl.trajectory import Conditioning, Metrics, Rollout
 from flowrl.utils.devices import send
 
@@ -26,6 +28,7 @@ class Endpoints:
     image: Tensor  # (N,) long, number in the rollout
     reward: Tensor  # (N,) fp32, the weighted sum; NaN where a score is missing
     signal: Tensor  # (N,) fp32, a weight, an advantage or a label
+    pull: Tensor  # (N,) fp32, weight of the KL penalty, see `selective_kl`
     sigmas: Tensor  # (T+1,), the rollout's schedule
     cond: Conditioning  # P rows, one a prompt
     forwards: int  # noised versions of each image, a forward each
@@ -38,13 +41,20 @@ class Endpoints:
 
     @staticmethod
     def from_rollout(
-        rollout: Rollout, signal: Tensor, keep: Tensor, *, forwards: int, compared: Compared
+        rollout: Rollout,
+        signal: Tensor,
+        keep: Tensor,
+        *,
+        forwards: int,
+        compared: Compared,
+        kl_on: KLOnOptions | None = None,
     ) -> "Endpoints":
         """Gather this process's images that are kept, groups side by side.
 
         Args:
             signal: (G,), of all images of all processes.
             keep: (G,) bool.
+            kl_on: which of these images pay a KL penalty; None for all.
 
         Raises:
             ValueError: groups are compared, and one of them lies on several processes.
@@ -68,6 +78,7 @@ class Endpoints:
             image=image,
             reward=rollout.reward.cpu()[image].float(),
             signal=signal.cpu()[image].float(),
+            pull=kl_weights(rollout, kl_on, keep)[image],
             sigmas=tree.sigmas,
             cond=rollout.cond,
             forwards=forwards,
@@ -81,7 +92,7 @@ class Endpoints:
 
     def take(self, rows: Tensor) -> "Endpoints":
         """Return the images of `rows` (n,) long."""
-        names = ("prompt", "group", "image", "reward", "signal")
+        names = ("prompt", "group", "image", "reward", "signal", "pull")
         numbers = {name: getattr(self, name)[rows] for name in names}
         return replace(self, x0=self.x0[send(rows, self.x0.device)], **numbers)
 
@@ -112,7 +123,7 @@ class Endpoints:
             sizes = self._sizes()
             start = sum(sizes[:first])
             part = self.take(torch.arange(start, start + sum(sizes[first:last])))
-        numbers = ("prompt", "group", "reward", "signal")
+        numbers = ("prompt", "group", "reward", "signal", "pull")
         return replace(part, **{n: send(getattr(part, n), self.x0.device) for n in numbers})
 
     def _sizes(self) -> list[int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.config.objectives import GRPOOptions
+from flowrl.config.objectives import GRPOOptions, KLOnOptions
 from flowrl.functional.gaussian import (
     latent_kl,
     latent_kl_no_dt,
@@ -14,11 +14,14 @@ from flowrl.functional.gaussian import (
     velocity_kl,
 )
 from flowrl.functional.sde import Step, StepKernel
-from flowrl.objectives.advantage import image_advantages
+from flowrl.objectives.advantage import image_advantages, tie_break_noise, top_share
 from flowrl.objectives.base import Models, Needs
+from flowrl.objectives.selective_kl import kl_weights
 from flowrl.objectives.tree_credit import tree_credit
-from flowrl.trajectory import Metrics, Rollout, Transitions, Tree, transitions
+from flowrl.trajectory import Metrics, Rollout, Transitions, Tree, leaves_below, transitions
 from flowrl.utils.devices import send
+
+CONFIDENT = 5.0  # nats, above which an error is not pushed away harder
 
 
 def clipped_surrogate(
@@ -53,6 +56,17 @@ def trusted_surrogate(
     return (-log_ratio.exp() * advantage).masked_fill(dropped, 0.0), dropped
 
 
+def push_confident(advantage: Tensor, nats: Tensor, alpha: float) -> Tensor:
+    """Return advantages, the negative ones times 1 + alpha nats, nats within 0 to CONFIDENT. (E,)
+
+    ACE (2602.21420): errors that the policy has become sure of are pushed away harder than those
+    it still explores. nats: (E,), log pi / pi_reference of the step that was drawn. With d the
+    means' distance over the std, it is normal with mean d^2 / 2 and std d: the noise decides until
+    d^2 / 2 is some nats, and the bound keeps a single draw from deciding then.
+    """
+    return torch.where(advantage < 0, advantage * (1 + alpha * nats.clamp(0, CONFIDENT)), advantage)
+
+
 def velocity_gain(step: Step, sigma: Tensor, sigma_next: Tensor, g: Tensor) -> Tensor:
     """Return d mean / d velocity of a step, one number for all elements of a latent. (E,)
 
@@ -78,6 +92,19 @@ def mean_one(weight: Tensor, move: Tensor) -> Tensor:
     return weight / ((weight / size[number]).sum() / len(size))
 
 
+def edge_pull(rollout: Rollout, kl_on: KLOnOptions | None) -> Tensor | None:
+    """Return the KL weights of this process's trained edges, None for ones. (R, e) fp32
+
+    An edge has the mean weight of the images below it.
+    """
+    if kl_on is None:
+        return None
+    tree = rollout.tree
+    below = leaves_below(tree.parent, tree.leaf)[tree.edge].float()
+    weight = kl_weights(rollout, kl_on, torch.ones(len(rollout.reward), dtype=torch.bool))
+    return weight.view(-1, len(tree.leaf))[rollout.trees.cpu()] @ below.T / below.sum(1)
+
+
 @dataclass(frozen=True)
 class GRPO:
     """Clipped surrogate of each trained step, weighted by its advantage."""
@@ -87,7 +114,8 @@ class GRPO:
 
     @property
     def needs(self) -> Needs:
-        return Needs(states="transitions", ratio=True, reference=self.options.kl_coef > 0)
+        reference = self.options.kl_coef > 0 or self.options.error_confidence > 0
+        return Needs(states="transitions", ratio=True, reference=reference)
 
     def prepare(self, rollout: Rollout) -> Transitions:
         """Return the trained edges with their advantages, those of one parent side by side.
@@ -95,19 +123,23 @@ class GRPO:
         Edges without advantage are dropped: they have no gradient, but may cost a forward and a
         backward. They stay when the pull to the reference needs them.
         """
-        tree, options = rollout.tree, self.options.advantage
+        tree, options, local = rollout.tree, self.options.advantage, rollout.trees.cpu()
         plain = (options.scope, options.edges, options.keep) == ("prompt", "node", "all")
         if plain and len(tree.leaf) == 1:
             # The steps of a chain have the advantage of its image.
             of_image, _ = image_advantages(rollout, options)
-            advantage = of_image[rollout.trees.cpu()][:, None].expand(-1, len(tree.edge))
+            advantage = of_image[:, None].expand(-1, len(tree.edge))
             keep = torch.ones_like(advantage, dtype=torch.bool)
         else:
             advantage, keep = tree_credit(rollout, options)
         if self.options.kl_coef == 0:
             keep = keep & (advantage != 0)
+        keep = self.most_telling(rollout, advantage, keep)
         group = rollout.group.view(-1, len(tree.leaf))[rollout.trees, 0]
-        return transitions(tree, advantage, keep, group, rollout.cond, self.weights(tree))
+        return transitions(
+            tree, advantage[local], keep[local], group, rollout.cond, self.weights(tree),
+            edge_pull(rollout, self.options.kl_on),
+        )  # fmt: skip
 
     def loss(self, models: Models, batch: Transitions) -> tuple[Tensor, Metrics]:
         cond, sigma, parent = batch.cond.take(batch.prompt), batch.sigma, batch.parent
@@ -121,31 +153,49 @@ class GRPO:
         mean, std = step(v)
         normalised, size = self.options.ratio == "normalised", x[0].numel()
         form = ratio_norm if normalised else log_ratio
-        ratio = form(batch.x_next.float(), mean, batch.mean_old, std)
+        x_next, mean_old, advantage = batch.x_next.float(), batch.mean_old, batch.advantage
+        ratio = form(x_next, mean, mean_old, std)
+        if self.needs.reference:
+            v_ref = models.reference(batch.x, sigma, cond).float()[parent]
+            mean_ref, _ = step(v_ref)
+        if self.options.error_confidence > 0:
+            nats = size * log_ratio(x_next, mean_old, mean_ref, std)
+            advantage = push_confident(advantage, nats, self.options.error_confidence)
         if self.options.trust_nats is None:
             clip = self.clip(size, std)
-            surrogate, clipped = clipped_surrogate(ratio, batch.advantage, clip, clip)
+            surrogate, clipped = clipped_surrogate(ratio, advantage, clip, clip)
         else:
-            moved, bound = latent_kl(mean.detach(), batch.mean_old, std), self.options.trust_nats
-            surrogate, clipped = trusted_surrogate(ratio, moved, batch.advantage, bound / size)
+            moved, bound = latent_kl(mean.detach(), mean_old, std), self.options.trust_nats
+            surrogate, clipped = trusted_surrogate(ratio, moved, advantage, bound / size)
         loss = (batch.weight * surrogate).mean()
         metrics = _by_step(batch.step, log_ratio=ratio.detach(), clipped=clipped.float())
         nats = ratio.detach() * size / (std if normalised else 1)
         metrics["policy/ratio_error_max"] = nats.abs().max()
         if self.options.kl_coef > 0:
-            v_ref = models.reference(batch.x, sigma, cond).float()[parent]
-            kl = self.kl(v, v_ref, mean, step(v_ref)[0], std, dt).mean()
-            loss = loss + self.options.kl_coef * kl
-            metrics["policy/kl"] = kl.detach()
+            kl = self.kl(v, v_ref, mean, mean_ref, std, dt)
+            loss = loss + self.options.kl_coef * (batch.pull * kl).mean()
+            metrics["policy/kl"] = kl.detach().mean()
         return loss, metrics
+
+    def most_telling(self, rollout: Rollout, advantage: Tensor, keep: Tensor) -> Tensor:
+        """Mark the edges of all trees to learn from: `step_share` of them, of those in `keep`.
+
+        D3S (2509.22115), with the velocity's effect on a step in place of a token's entropy.
+        advantage, keep: (N, e). Of equal edges those of random trees.
+        """
+        if self.options.step_share == 1:
+            return keep
+        gain = velocity_gain(self.kernel.step, *_ends(rollout.tree)).abs()
+        size = (advantage.abs() * gain).masked_fill(~keep, -1.0)
+        lot = tie_break_noise(rollout).view(len(size), -1)[:, :1].expand_as(size)
+        chosen = top_share(size.flatten(), self.options.step_share, lot.flatten())
+        return keep & chosen.view_as(keep)
 
     def weights(self, tree: Tree) -> Tensor:
         """Return the weights of the trained edges, with mean 1 over the steps. (e,) fp32"""
-        edge, sigmas = tree.edge, tree.sigmas.cpu().double()
         if self.options.step_weight == "none":
-            return torch.ones(len(edge))
-        before, move, g = tree.parent[edge], tree.move[edge], tree.g.cpu()[edge].double()
-        sigma, sigma_next = (sigmas[tree.step[node]] for node in (before, edge))
+            return torch.ones(len(tree.edge))
+        (sigma, sigma_next, g), move = _ends(tree), tree.move[tree.edge]
         nothing = torch.zeros_like(sigma)[:, None]
         _, std = self.kernel.step(nothing, nothing, sigma, sigma_next, g)
         if self.options.step_weight == "noise":
@@ -172,6 +222,13 @@ class GRPO:
         if self.options.kl_form == "latent_dt":
             return latent_kl(mean, mean_ref, std)
         return latent_kl_no_dt(mean, mean_ref, std, dt)
+
+
+def _ends(tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sigma before and after each trained edge, and g of its noise. (e,) float64 each"""
+    edge, sigmas = tree.edge, tree.sigmas.cpu().double()
+    before, after = (sigmas[tree.step[node]] for node in (tree.parent[edge], edge))
+    return before, after, tree.g.cpu()[edge].double()
 
 
 def _by_step(step: Tensor, *, log_ratio: Tensor, clipped: Tensor) -> Metrics:

@@ -53,8 +53,9 @@ class ImplicitReward:
 
     def endpoints(self, rollout: Rollout, signal: Tensor, keep: Tensor) -> Endpoints:
         return Endpoints.from_rollout(
-            rollout, signal, keep, forwards=self.options.noising.count, compared=self.compared
-        )
+            rollout, signal, keep, forwards=self.options.noising.count, compared=self.compared,
+            kl_on=self.options.kl_on,
+        )  # fmt: skip
 
     def errors(self, models: Models, batch: Endpoints) -> Errors:
         """Return the errors of policy and anchor."""
@@ -65,9 +66,8 @@ class ImplicitReward:
         with torch.no_grad():
             v_anchor = points.velocity(models.old if moving else models.reference)
         if self.options.kl_coef > 0:
-            penalty = (
-                points.distance(v, models.reference) if moving else velocity_kl(v, v_anchor).mean()
-            )
+            kl = points.distance(v, models.reference) if moving else velocity_kl(v, v_anchor)
+            penalty = (points.pull * kl).mean()
         policy, anchor = (points.error(field).mean(1) for field in (v, v_anchor))
         return Errors(policy=policy, anchor=anchor, penalty=penalty)
 

@@ -80,7 +80,9 @@ class NFT:
             group = rollout.group.cpu()
             keep = keep & torch.isin(group, group[advantage != 0])
         r, forwards = reward_to_unit(advantage), self.options.noising.count
-        return Endpoints.from_rollout(rollout, r, keep, forwards=forwards, compared="image")
+        return Endpoints.from_rollout(
+            rollout, r, keep, forwards=forwards, compared="image", kl_on=self.options.kl_on
+        )
 
     def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
         points = noise_images(batch, self.options.noising)
@@ -96,5 +98,6 @@ class NFT:
         }
         if self.options.kl_coef > 0:
             kl = points.distance(v, models.reference)
-            loss, metrics["policy/kl"] = loss + self.options.kl_coef * kl, kl.detach()
+            loss = loss + self.options.kl_coef * (points.pull * kl).mean()
+            metrics["policy/kl"] = kl.detach().mean()
         return loss, metrics

@@ -26,6 +26,7 @@ class NoisedImages:
     x0: Tensor  # (N * D, *latent) fp32
     target: Tensor  # (N * D, *latent) fp32, the velocity noise - x0
     sigma: Tensor  # (N * D,) fp32
+    pull: Tensor  # (N * D,) fp32, weight of the KL penalty
     cond: Conditioning  # N * D rows
     count: int  # D
 
@@ -38,10 +39,10 @@ class NoisedImages:
         return velocity_error(v, self.target).view(-1, self.count)
 
     def distance(self, v: Tensor, field: VelocityField) -> Tensor:
-        """Return the mean squared distance of velocities from those of another field. ()"""
+        """Return the squared distances of velocities from those of another field. (N * D,)"""
         with torch.no_grad():
             other = self.velocity(field)
-        return velocity_kl(v, other).mean()
+        return velocity_kl(v, other)
 
 
 def noise_images(batch: Endpoints, options: NoisingOptions) -> NoisedImages:
@@ -73,6 +74,7 @@ def noise_images(batch: Endpoints, options: NoisingOptions) -> NoisedImages:
         x0=x0,
         target=velocity_target(x0, noise),
         sigma=sigma,
+        pull=batch.pull.repeat_interleave(count),
         cond=batch.cond.take(batch.prompt.repeat_interleave(count)),
         count=count,
     )

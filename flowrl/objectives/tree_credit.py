@@ -16,11 +16,11 @@ B2_THRESHOLD = 0.5  # advantage that B2-DiffuRL's code asks of a best child, and
 
 
 def tree_credit(rollout: Rollout, options: CreditOptions) -> tuple[Tensor, Tensor]:
-    """Return advantages (R, e) fp32 of this process's trained edges, and which are kept (R, e).
+    """Return advantages (N, e) fp32 of all trees' trained edges, and which are kept (N, e).
 
     Rewards of leaves become values of nodes (fusion), these are compared (scope), edges are
     credited (edges), and some images are selected (keep). The trees of all processes are credited,
-    since a group may lie on several of them; each process takes the edges of its trees.
+    since a group may lie on several of them.
     """
     tree = rollout.tree
     parent, leaf, edge = tree.parent, tree.leaf, tree.edge
@@ -38,8 +38,7 @@ def tree_credit(rollout: Rollout, options: CreditOptions) -> tuple[Tensor, Tenso
         last_split=last_split(parent, leaf),
     )
     keep = edges_above(below, KEEP[options.keep](images))
-    local = rollout.trees.cpu()
-    return clip_advantage(credit[local][:, edge]).float(), keep[local][:, edge]
+    return clip_advantage(credit[:, edge]).float(), keep[:, edge]
 
 
 # --- Advantages of nodes: each against the nodes or images it is compared with ------------------

@@ -12,6 +12,7 @@ def made(group: list[int], compared="group", forwards: int = 1) -> Endpoints:
     return Endpoints(
         x0=torch.arange(n * 2.0).view(n, 2), prompt=torch.tensor(group), group=torch.tensor(group),
         image=torch.arange(n), reward=torch.arange(float(n)), signal=torch.ones(n),
+        pull=torch.ones(n),
         sigmas=torch.linspace(1, 0, 3),
         cond=Conditioning(tensors={"a": torch.zeros(max(group, default=0) + 1, 1)}),
         forwards=forwards, compared=compared, seed=7, left_out={"invalid": 0.25},
