@@ -72,7 +72,7 @@ class AWM:
             keep,
             forwards=self.options.noising.count,
             compared="image",
-            kl_on=self.options.kl_on,
+            pull_on=self.options.kl_on,
         )
 
     def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:

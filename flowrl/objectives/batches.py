@@ -47,14 +47,14 @@ class Endpoints:
         *,
         forwards: int,
         compared: Compared,
-        kl_on: KLOnOptions | None = None,
+        pull_on: KLOnOptions | None = None,
     ) -> "Endpoints":
         """Gather this process's images that are kept, groups side by side.
 
         Args:
             signal: (G,), of all images of all processes.
             keep: (G,) bool.
-            kl_on: which of these images pay a KL penalty; None for all.
+            pull_on: which of these images pay a KL penalty; None for all.
 
         Raises:
             ValueError: groups are compared, and one of them lies on several processes.
@@ -78,7 +78,7 @@ class Endpoints:
             image=image,
             reward=rollout.reward.cpu()[image].float(),
             signal=signal.cpu()[image].float(),
-            pull=kl_weights(rollout, kl_on, keep)[image],
+            pull=kl_weights(rollout, pull_on, keep)[image],
             sigmas=tree.sigmas,
             cond=rollout.cond,
             forwards=forwards,

@@ -54,7 +54,7 @@ class ImplicitReward:
     def endpoints(self, rollout: Rollout, signal: Tensor, keep: Tensor) -> Endpoints:
         return Endpoints.from_rollout(
             rollout, signal, keep, forwards=self.options.noising.count, compared=self.compared,
-            kl_on=self.options.kl_on,
+            pull_on=self.options.kl_on,
         )  # fmt: skip
 
     def errors(self, models: Models, batch: Endpoints) -> Errors:

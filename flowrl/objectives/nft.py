@@ -81,7 +81,7 @@ class NFT:
             keep = keep & torch.isin(group, group[advantage != 0])
         r, forwards = reward_to_unit(advantage), self.options.noising.count
         return Endpoints.from_rollout(
-            rollout, r, keep, forwards=forwards, compared="image", kl_on=self.options.kl_on
+            rollout, r, keep, forwards=forwards, compared="image", pull_on=self.options.kl_on
         )
 
     def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:

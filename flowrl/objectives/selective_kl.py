@@ -29,7 +29,7 @@ def kl_weights(rollout: Rollout, options: KLOnOptions | None, among: Tensor) -> 
     apart = disagreement(rollout.reward.cpu(), other, rollout.group.cpu())
     rows = among.nonzero().squeeze(1)
     weight = torch.zeros(len(among))
-    weight[rows] = top_share(apart[rows], options.share, tie_break_noise(rollout)[rows]).float()
+    weight[rows] = top_share(apart[rows], options.share, tie_break_noise(rollout)[rows]).to(weight)
     return weight
 
 

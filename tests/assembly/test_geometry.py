@@ -91,8 +91,9 @@ def test_micro_batches_are_those_of_a_batch(groups, draws, size, together):
     group = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(groups).long())
     rows = torch.zeros(len(group))
     batch = Endpoints(
-        x0=rows, prompt=group, group=group, image=group, reward=rows, signal=rows, pull=rows, sigmas=rows,
-        cond=Conditioning(tensors={}), forwards=draws, compared=together, seed=0, left_out={},
+        x0=rows, prompt=group, group=group, image=group, reward=rows, signal=rows, pull=rows,
+        sigmas=rows, cond=Conditioning(tensors={}), forwards=draws, compared=together, seed=0,
+        left_out={},
     )  # fmt: skip
     assert micro_batches(load, groups) == [len(chunk) for chunk in ALONE.micro_batches(batch, size)]
 

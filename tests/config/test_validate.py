@@ -71,6 +71,7 @@ def test_a_comparison_that_could_teach_nothing_or_the_opposite_is_refused():
         (["runtime.shard=node", "memory.base_bits=8"], "memory.base_bits", "null"),
         (["prompts.weights={colors: 3}"], "prompts.balance", "tag"),
         (["reference.every=2", "objective.kl_coef=0"], "objective.kl_coef", "0.1"),
+        (["objective.kl_on={reward: quality}"], "objective.kl_coef", "0.1"),
     ],
 )  # fmt: skip
 def test_options_that_exclude_each_other_are_refused_by_name(overrides, key, value):

@@ -3,7 +3,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.functional.groups import best_and_worst, best_of_group, group_rows, lone, undecided
+from flowrl.functional.groups import (
+    best_and_worst,
+    best_of_group,
+    group_rows,
+    lone,
+    ranks,
+    undecided,
+)
 
 RAGGED = torch.tensor([7, 2, 7, 5, 2, 7])
 REWARD = torch.tensor([1.0, 3.0, 4.0, 0.0, 3.0, 4.0])
@@ -48,6 +55,15 @@ def test_pairs_are_a_best_and_a_worst_row_of_each_decided_group(case):
         assert reward[win] == reward[members].max() and reward[lose] == reward[members].min()
         assert key[win] == key[members & (reward == reward[win])].max()
         assert key[lose] == key[members & (reward == reward[lose])].max()
+
+
+@given(case=grouped())
+def test_a_rank_is_the_share_of_the_other_rows_below_and_half_of_the_equal_ones(case):
+    reward, group, _ = case
+    for i, rank in enumerate(ranks(reward, group).tolist()):
+        rivals = [reward[j] for j in range(len(group)) if group[j] == group[i] and j != i]
+        points = [float(r < reward[i]) + (r == reward[i]).item() / 2 for r in rivals]
+        assert rank == pytest.approx(sum(points) / max(len(rivals), 1), abs=1e-6)
 
 
 def test_a_missing_reward_is_no_rank():

@@ -33,6 +33,7 @@ PATHS = pytest.mark.parametrize("name", CHAINS)
 STEPS = {
     "grpo": options.GRPOOptions(kl_coef=0.1, clip_nats=0.05),
     "grpo guard": options.GRPOOptions(ratio="normalised", step_weight="equal", kl_coef=0.1),
+    "d3s and ace": options.GRPOOptions(step_share=0.5, error_confidence=1.0, kl_coef=0.1),
     "tempflow": options.GRPOOptions(step_weight="noise", kl_coef=0.1),
     "spo": options.SPOOptions(tau=1e-3),
 }

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from toy_chains import gradient, loss_of, no_network
 from toy_images import moved as move_toy
 from toy_policy import (
+    CHAINS,
     REWARD,
     SPLIT,
     D,
@@ -29,6 +31,7 @@ from flowrl.objectives.grpo import (
     GRPO,
     clipped_surrogate,
     mean_one,
+    push_confident,
     trusted_surrogate,
     velocity_gain,
 )
@@ -266,3 +269,79 @@ def test_equal_weights_give_all_steps_one_gradient(kernel):
         slope = torch.autograd.grad(value.sum(), moving)[0]
         weighted = lift(mean_one(1 / size, torch.arange(9)), slope) * slope
         torch.testing.assert_close(weighted, weighted[:1].expand_as(weighted))
+
+
+# --- Errors of which the policy is sure, and the most telling steps -----------------------------
+
+
+def test_only_confident_errors_weigh_more():
+    """ACE: nothing changes without alpha, at good steps, and where the reference is likelier."""
+    advantage = torch.tensor([2.0, -2.0, -2.0, -2.0, -2.0, 0.0], dtype=F64)
+    nats = torch.tensor([3.0, 3.0, -3.0, 0.0, 99.0, 3.0], dtype=F64)
+    assert torch.equal(push_confident(advantage, nats, 0.0), advantage)
+    pushed = push_confident(advantage, nats, 0.5)
+    assert pushed.tolist() == [2.0, -5.0, -2.0, -2.0, -7.0, 0.0]
+
+
+@pytest.mark.parametrize("ratio", ["gaussian", "normalised"])
+def test_confidence_is_in_nats_of_the_policy_that_sampled_over_the_reference(ratio):
+    toy, reference = Toy(), moved(0.3)
+    rollout = collect(toy)
+    objective = grpo(error_confidence=0.7, ratio=ratio)
+    assert objective.needs.reference and not grpo().needs.reference
+    batch = objective.prepare(rollout)
+    nats = D * (log_density(toy, rollout, "flow_sde") - log_density(reference, rollout, "flow_sde"))
+    nats, advantage = nats.detach(), group_advantages(REWARD).repeat(T - 1)
+    assert nats.max() > 0.1 and nats.min() < 0  # the toy is far enough from it
+    factor = torch.where(advantage < 0, 1 + 0.7 * nats.clamp(0, 5), 1.0)
+    std = std_of(every_edge(rollout)) if ratio == "normalised" else 1
+    expected = -(advantage * factor * std * log_density(toy, rollout, "flow_sde")).mean()
+    loss, metrics = loss_of(objective, toy, batch, reference)
+    near = {"rtol": 2e-5, "atol": 1e-5}
+    torch.testing.assert_close(gradient(loss, toy), gradient(expected, toy), **near)
+    assert "policy/kl" not in metrics
+    # At the reference it is the plain objective.
+    there, plain = (loss_of(o, toy, batch, Toy())[0] for o in (objective, grpo(ratio=ratio)))
+    torch.testing.assert_close(gradient(there, toy), gradient(plain, toy), **near)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("plan", [CHAINS, SPLIT])
+def test_the_share_of_steps_with_the_largest_effect_is_learned_from(kernel, plan):
+    rollout = collect(Toy(), kernel, plan=plan)
+    whole = grpo(kernel).prepare(rollout)
+    assert torch.equal(grpo(kernel, step_share=1.0).prepare(rollout).edge, whole.edge)
+    ends = whole.sigma[whole.parent], whole.sigma_next, whole.g
+    effect = whole.advantage * velocity_gain(KERNELS[kernel].step, *ends)
+    for share in (0.1, 0.5, 0.7):
+        few = grpo(kernel, step_share=share).prepare(rollout)
+        count = math.ceil(share * len(whole) - 1e-9)
+        chosen = torch.isin(whole.edge, few.edge)
+        assert len(few) == count == chosen.sum()
+        assert effect[chosen].abs().min() >= effect[~chosen].abs().max() * (1 - 1e-6)
+        parents = whole.parent[chosen].unique()  # a parent without such a step costs no forward
+        assert few.metrics()["tree/train_forwards"] == len(parents)
+
+
+def test_steps_are_chosen_among_all_prompts_and_processes():
+    reward = torch.tensor([0.5, 0.5, 0.5, 0.3, 0.2, 0.7])  # the first prompt is tied
+    rollout = collect(Toy(), reward=reward)
+    few = grpo(step_share=0.5).prepare(rollout)  # half of all, of which half have no advantage
+    assert len(few) == L * (T - 1) // 2 and few.group.unique().tolist() == [1]
+    whole, edges = collect(Toy()), len(collect(Toy()).tree.edge)
+    parts = []
+    for local in (torch.tensor([0, 1]), torch.tensor([2, 3, 4, 5])):
+        t = whole.tree
+        tree = replace(t, x=t.x[local], prompt=t.prompt[local], mean_old=t.mean_old[local])
+        part = grpo(step_share=0.4).prepare(replace(whole, tree=tree, trees=local))
+        parts += (local[part.edge // edges] * edges + part.edge % edges).tolist()
+    assert sorted(parts) == sorted(grpo(step_share=0.4).prepare(whole).edge.tolist())
+
+
+def test_of_equal_steps_those_of_random_trees_are_chosen():
+    reward = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 1.0])  # two advantages of each size
+    rollout, seen = collect(Toy(), reward=reward), set()
+    for seed in range(20):
+        few = grpo(step_share=1 / (L * (T - 1))).prepare(replace(rollout, seed=seed))
+        seen.add(few.edge.item() // (T - 1))
+    assert seen == {2, 3}, "the single ones of their groups have the largest advantage"

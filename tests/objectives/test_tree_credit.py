@@ -125,7 +125,7 @@ def test_selection_drops_edges_and_changes_no_advantage():
     assert selected[:, 0].tolist() == [True, True, True, True, False] * 2
 
 
-def test_a_process_credits_its_trees_as_one_that_holds_all():
+def test_a_process_credits_all_trees_as_one_that_holds_them():
     generator, local = torch.Generator().manual_seed(1), torch.tensor([1, 2])
     plan = replace(TREE, roots=2)
     whole = rollout(plan, torch.rand(16, generator=generator).tolist(), prompts=2)
@@ -134,7 +134,7 @@ def test_a_process_credits_its_trees_as_one_that_holds_all():
     for scope, edges in itertools.product(SCOPES, EDGES):
         options = {"scope": scope, "edges": edges}
         share = credit(replace(whole, tree=part, trees=local), **options)
-        assert torch.equal(share, credit(whole, **options)[local])
+        assert torch.equal(share, credit(whole, **options))
 
 
 # --- The parts, on random trees -----------------------------------------------------------------

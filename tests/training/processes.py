@@ -45,9 +45,13 @@ TWO_STAGE = CHAINS | {
     }
 }  # fmt: skip
 NFT = {"kind": "nft", "noising": {"count": 2}}
+SELECTIVE = {
+    "step_share": 0.5, "error_confidence": 1.0, "kl_on": {"reward": "contrast", "share": 0.4},
+}  # fmt: skip
 SCORED = {
     "grpo": ({"kind": "grpo"}, CHAINS),
     "tree": ({"kind": "grpo", "kl_coef": 0.1}, TREE),
+    "selective": ({"kind": "grpo", "kl_coef": 0.1} | SELECTIVE, TREE),
     "two_stage": ({"kind": "grpo"}, TWO_STAGE),
     "spo": ({"kind": "spo", "tau": 1e-3}, FAN),
     "nft": (NFT, ODE),
@@ -119,6 +123,10 @@ def dark_first(prompts_of: list[str]):
     return reward
 
 
+def contrast(images, prompts, metadata):
+    return images.flatten(1).std(1).tolist()
+
+
 @contextmanager
 def arithmetic(dtype: str):
     """Do in float64 inside the block what is meant for fp32, if `dtype` is double."""
@@ -140,6 +148,8 @@ def run(case: str, folder: Path, shard: str, dtype: str) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = "2"
     first: list[str] = []
     rewards = None if case in (*FOLLOWED, "stored") else {"brightness": dark_first(first)}
+    if case == "selective":
+        rewards = {"brightness": dark_first(first), "contrast": contrast}
     pipeline = None
     if dtype == "double":
         pipeline = load_pipeline("tiny-sd3", dtype="fp32", device="cpu").to(torch.float64)
