@@ -100,8 +100,8 @@ def edge_pull(rollout: Rollout, kl_on: KLOnOptions | None) -> Tensor | None:
     if kl_on is None:
         return None
     tree = rollout.tree
-    below = leaves_below(tree.parent, tree.leaf)[tree.edge].float()
     weight = kl_weights(rollout, kl_on, torch.ones(len(rollout.reward), dtype=torch.bool))
+    below = leaves_below(tree.parent, tree.leaf)[tree.edge].to(weight)
     return weight.view(-1, len(tree.leaf))[rollout.trees.cpu()] @ below.T / below.sum(1)
 
 
