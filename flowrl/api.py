@@ -365,6 +365,7 @@ def collect(
         pipeline: a loaded object in place of that which the recipe names.
     """
     config = with_pipeline_name(config, pipeline).changed("rollout", store=None)
+    config = config.changed("prompts", book=None)  # nothing is told to it
     shards = -(-groups // config.rollout.prompts_per_iteration)  # one an iteration
     # A rollout's precision is recorded in its output folder: here that of the data set.
     config = config.changed("run", output_dir=str(folder), iterations=shards)

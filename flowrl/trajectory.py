@@ -145,6 +145,9 @@ class Rollout:
     log_prob: Tensor  # (N, n)
     seed: int  # of random numbers in training
     explored: Explored | None = None  # of a first stage; nothing of it is learned from
+    # By prompts.book before this rollout, of each image's prompt; None without a book.
+    expected_reward: Tensor | None = None  # (G,) float64
+    expected_failures: Tensor | None = None  # (G,) float64, the share of its images that fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

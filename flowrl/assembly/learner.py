@@ -44,7 +44,7 @@ from flowrl.offline.format import open_dataset
 from flowrl.prompts.overlap import check_overlap, hold_out
 from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
 from flowrl.prompts.sources import check_row
-from flowrl.sampling.rollout import Ahead
+from flowrl.sampling.rollout import Ahead, Sampler
 from flowrl.sampling.sampler import Schedule
 from flowrl.sampling.workers import WorkerPool
 from flowrl.scoring.combine import mean_reward
@@ -137,6 +137,7 @@ def build_learner(
         reference=config.reference,
         iterations=config.run.iterations,
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
+        book=source.book if isinstance(source, Sampler) else None,
         checks_ratio=not isinstance(source, Ahead),
     )
 

@@ -16,6 +16,7 @@ from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
+from flowrl.prompts.book import PromptBook
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.quantization.backends import Backend, Resolved, resolve
 from flowrl.quantization.layer_rules import LayerChoice
@@ -84,11 +85,13 @@ class RolloutParts:
 def build_sampler(parts: RolloutParts, prompts: Sequence[PromptRecord]) -> Sampler:
     """Return what samples the rollouts of training."""
     config, seed = parts.config, parts.config.run.seed
-    generator = build_generator(parts)
+    generator, book, make = build_generator(parts), parts.config.prompts.book, PromptSampler
+    if book is not None:
+        make = functools.partial(PromptBook, options=book)
     return Sampler(
         generator=generator,
         plan=functools.partial(config.rollout.plan, seed=seed),
-        prompts=PromptSampler(
+        prompts=make(
             prompts,
             config.rollout.prompts_per_iteration,
             seed,

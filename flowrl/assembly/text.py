@@ -59,7 +59,7 @@ def prompts_to_encode(
     Texts of an offline data set are not included: see `stored_prompts`.
     """
     r, e, p, seed = config.rollout, config.evaluation, config.prompts, config.run.seed
-    if training and r.store is None:  # a data set is renewed from all prompts
+    if training and r.store is None and p.book is None:  # which are taken from all prompts
         sampler = PromptSampler(
             training, r.prompts_per_iteration, seed, balance=p.balance, weights=p.weights
         )

@@ -67,7 +67,7 @@ class Config(Options):
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
-        validate.check_rollout(self.rollout, self.optim)
+        validate.check_rollout(self.rollout, self.optim, self.objective)
         plans = self.plans()
         validate.check_plans(plans, self.rollout, self.objective, self.run.seed)
         validate.check_explore(plans, self.rollout)
@@ -77,6 +77,7 @@ class Config(Options):
         validate.check_objective(self.objective, self.rollout, gates=gates)
         validate.check_sharding(self.runtime, self.pipeline, self.memory, self.rollout)
         check_rewards(self.rewards)
+        validate.check_book(self.prompts, self.rollout, self.objective)
         validate.check_reference(self.reference, self.objective, self.run)
         validate.check_hacking(self.run, self.evaluation, self.objective)
         return self

@@ -66,6 +66,20 @@ class AdvantageOptions(Options):
         "(global), or 1 (none). auto is global with rewards: gdpo, and std with rewards: sum.",
         "global in DiffusionNFT and in Flow-GRPO's published runs, std in most later ones",
     )
+    center: Literal["group", "tracker"] = option(
+        "group",
+        "What a reward is compared with: the mean of its group; or the mean that prompts.book "
+        "remembers of its prompt (tracker), over all images of the iteration, so that "
+        "rollout.group_size may be 1.",
+        "tracker: single-stream policy optimisation, arXiv 2509.13232",
+    )
+    emphasis: NonNegative = option(
+        0.0,
+        "With prompts.book: advantages are multiplied by exp(emphasis * share of failures of the "
+        "prompt), divided by the mean of that over the iteration's images, and at most 4; 0 weighs "
+        "all prompts equally.",
+        "Prompt-GDRO, arXiv 2601.19280, with a bin for each prompt",
+    )
     ddof: Annotated[Literal[0, 1], Choice] = option(
         0, "0 for the population's standard deviation, 1 for the sample's.", "1 in DanceGRPO"
     )

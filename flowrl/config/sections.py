@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from flowrl.config.rollout import PRECISIONS, SOL_RL, DenoisingSteps, Precision
+from flowrl.prompts.book import BookOptions
 from flowrl.utils.fields import (
     Choice,
     Count,
@@ -118,6 +119,12 @@ class PromptOptions(Options):
         "three times as often as each other kind, 0 leaves a kind out; null is 1 for all.",
         "Flow-GRPO, arXiv 2505.05470: 7 position, 5 counting, 3 colour attribution, 1 colours, 1 "
         "two objects, 0 single object",
+    )
+    book: BookOptions | None = option(
+        None,
+        "Remember how often images of each prompt succeed, and choose the next prompts by it; null "
+        "takes all in turn. It needs an iteration's scores before it chooses the next prompts.",
+        "VADE, arXiv 2511.18902, and DPS, arXiv 2603.10887",
     )
     held_out: Annotated[Positive, Field(lt=1)] | None = option(
         None,

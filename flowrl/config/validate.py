@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 
 from flowrl.config.objectives import (
+    AdvantageOptions,
+    ComparedOptions,
     CreditOptions,
     GRPOOptions,
     NoisingOptions,
@@ -14,6 +16,7 @@ from flowrl.config.sections import (
     EvaluationOptions,
     MemoryOptions,
     PipelineOptions,
+    PromptOptions,
     RunOptions,
     RuntimeOptions,
 )
@@ -22,8 +25,9 @@ from flowrl.trees.plan import TreePlan, count
 Plans = Mapping[TreePlan, int]  # each with the first iteration that samples it
 
 
-def check_rollout(rollout: RolloutOptions, optim: OptimOptions) -> None:
-    """Check the kernel's noise, and that updates take whole groups of at least two images."""
+def check_rollout(rollout: RolloutOptions, optim: OptimOptions, objective: Objective) -> None:
+    """Check the kernel's noise, and that updates take whole groups of as many images as needed."""
+    center = getattr(getattr(objective, "advantage", None), "center", "group")
     if rollout.num_inference_steps < 2:
         raise ValueError(
             "rollout.num_inference_steps is 1, expected at least 2: the last step has no noise"
@@ -33,10 +37,10 @@ def check_rollout(rollout: RolloutOptions, optim: OptimOptions) -> None:
             f"rollout.noise_level is {rollout.noise_level}, but cps takes at most 1, which "
             "replaces all noise: the nearest valid value is 1"
         )
-    if rollout.group_size < 2:
+    if rollout.group_size < 2 and center != "tracker":
         raise ValueError(
             "rollout.group_size is 1, but an image is compared with the others of its prompt: "
-            "the nearest valid value is 2"
+            "the nearest valid value is 2, or 1 with objective.advantage.center: tracker"
         )
     prompts, updates = rollout.prompts_per_iteration, optim.updates_per_rollout
     if prompts % updates:
@@ -202,6 +206,40 @@ def check_objective(objective: Objective, rollout: RolloutOptions, *, gates: boo
     noising = getattr(objective, "noising", None)
     if noising is not None and rollout.store is None:
         check_noising(noising, rollout.num_inference_steps)
+
+
+def check_book(prompts: PromptOptions, rollout: RolloutOptions, objective: Objective) -> None:
+    """Check that the book of prompts sees each iteration's scores in time, and all that read it."""
+    advantage: AdvantageOptions | None = getattr(objective, "advantage", None)
+    if prompts.book is not None:
+        for option, value, works, why in (
+            ("staleness", rollout.staleness, "0", "samples before the last scores are told"),
+            ("explore", rollout.explore, "null", "chooses images by their scores"),
+            ("store", rollout.store, "null", "draws no prompts"),
+        ):
+            if value:
+                raise ValueError(
+                    f"prompts.book counts the successes of an iteration's images to choose the "
+                    f"next prompts, but rollout.{option} {why}: set it to {works}, or "
+                    "prompts.book to null"
+                )
+    elif advantage is not None and (advantage.center == "tracker" or advantage.emphasis):
+        raise ValueError(
+            "objective.advantage.center: tracker and emphasis read what is remembered of prompts: "
+            "set prompts.book, for example to {choose: uniform}"
+        )
+    if advantage is None or advantage.center == "group":
+        return
+    for option, wrong, works in (
+        ("kind", isinstance(objective, ComparedOptions), "one that compares no images itself"),
+        ("advantage.rewards", advantage.rewards == "gdpo", "sum"),
+        ("advantage.scope", getattr(advantage, "scope", "prompt") != "prompt", "prompt"),
+    ):
+        if wrong:
+            raise ValueError(
+                "objective.advantage.center is tracker, which compares all images of an iteration "
+                f"by their rewards: set objective.{option} to {works}, or center to group"
+            )
 
 
 def check_reference(reference: ReferenceOptions, objective: Objective, run: RunOptions) -> None:

@@ -13,6 +13,7 @@ from flowrl.scoring.combine import share_weights
 from flowrl.trajectory import Rollout
 
 ADVANTAGE_CLIP = 5.0  # largest advantage of either sign in Flow-GRPO, DiffusionNFT and AWM
+MOST_EMPHASIS = 4.0  # of one image's advantage
 ROUNDING = 1e-12  # differences below this share of the largest value are rounding errors
 # Of each reward in its group. 1e-4 as in GDPO, so that differences far below it, such as a
 # network's rounding between equal images, stay small; Flow-Factory divides by max(std, 1e-6).
@@ -81,15 +82,37 @@ def image_advantages(rollout: Rollout, options: AdvantageOptions) -> tuple[Tenso
     Compared are images with a reward of prompts with at least two of them; the rest gets 0.
     """
     value, valid = image_reward(rollout, options)
-    group = rollout.group.cpu()
+    group = compared_group(rollout, options)
     advantage = z_scores(value.masked_fill(~valid, torch.nan), group, options)
+    advantage = advantage * emphasis(rollout, options)
     return clip_advantage(advantage).float(), valid & ~lone(valid, group)
 
 
+def compared_group(rollout: Rollout, options: AdvantageOptions) -> Tensor:
+    """Return each image's group, or one group of all where `tracker` centers them. (G,) long"""
+    group = rollout.group.cpu()
+    return torch.zeros_like(group) if options.center == "tracker" else group
+
+
+def emphasis(rollout: Rollout, options: AdvantageOptions) -> Tensor:
+    """Return the weight of each image's advantage, by how often its prompt fails. (G,) float64
+
+    exp(eta L) over its mean, the weights that maximise sum q L + H(q) / eta: Prompt-GDRO
+    (2601.19280), whose loss L, that of a bin of prompts, is the share of failures of one here.
+    """
+    if not options.emphasis or rollout.expected_failures is None:
+        return torch.ones(len(rollout.group), dtype=torch.float64)
+    share = (options.emphasis * rollout.expected_failures).softmax(0)
+    return (share * len(share)).clamp(max=MOST_EMPHASIS)
+
+
 def image_reward(rollout: Rollout, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
-    """Return each image's reward (G,), and whether it has one (G,) bool."""
+    """Return each image's reward (G,), less what the tracker expects, and whether it has one."""
     if options.rewards == "sum":
-        return rollout.reward.cpu(), rollout.valid.cpu()
+        reward = rollout.reward.cpu()
+        if options.center == "tracker" and rollout.expected_reward is not None:
+            reward = reward - rollout.expected_reward
+        return reward, rollout.valid.cpu()
     combined = combine_gdpo(rollout.scores, rollout.weights, rollout.group, rollout.applicable)
     return combined, ~combined.isnan()
 

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from flowrl.config.objectives import CreditOptions
-from flowrl.objectives.advantage import clip_advantage, exact_rewards, image_reward, z_scores
+from flowrl.objectives.advantage import (
+    clip_advantage,
+    compared_group,
+    emphasis,
+    exact_rewards,
+    image_reward,
+    z_scores,
+)
 from flowrl.trajectory import Rollout, leaves_below
 
 EXTREMES = 2  # best and as many worst images of a prompt, with keep: extreme
@@ -28,8 +35,10 @@ def tree_credit(rollout: Rollout, options: CreditOptions) -> tuple[Tensor, Tenso
     group = rollout.group.view(-1, len(leaf))[:, 0]
     reward, valid = (t.view(-1, len(leaf)) for t in image_reward(rollout, options))
     value = node_values(rollout, reward, valid, options.fusion)
-    node = node_advantages(rollout, value, group, options)
+    compared = compared_group(rollout, options).view(-1, len(leaf))[:, 0]
+    node = node_advantages(rollout, value, compared, options)
     credit = credit_edges(node, ~value.isnan(), options.edges, parent, leaf, below)
+    credit = credit * emphasis(rollout, options).view(-1, len(leaf))[:, :1]
     images = Leaves(
         reward=reward,
         valid=valid,

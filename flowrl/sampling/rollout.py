@@ -20,6 +20,7 @@ from flowrl.errors import phase
 from flowrl.functional.batches import ALONE, Batches
 from flowrl.functional.noise import keyed_noise, noise_seed
 from flowrl.functional.sde import StepKernel
+from flowrl.prompts.book import PromptBook
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.quantization.rollout_model import RolloutModel
 from flowrl.sampling.sampler import Schedule, sample_tree
@@ -259,6 +260,11 @@ class Sampler:
     seed: int
     explorer: "Explorer | None" = None  # selects the trees among more candidates; None samples all
 
+    @property
+    def book(self) -> PromptBook | None:
+        """The book that chooses the prompts, with `prompts.book`."""
+        return self.prompts if isinstance(self.prompts, PromptBook) else None
+
     def request(self, iteration: int, plan: TreePlan) -> RolloutRequest:
         """Return all processes' trees of an iteration."""
         return group_request(self.prompts.at(iteration), plan, seed=self.seed, iteration=iteration)
@@ -298,7 +304,16 @@ class Sampler:
             log_prob=self.generator.runtime.gather(tree.log_prob),
             seed=learning_seed(self.seed, iteration),
             explored=explored,
+            **self._expected(iteration, scores.group),
         )
+
+    def _expected(self, iteration: int, group: Tensor) -> dict[str, Tensor]:
+        """Return what the book expects of each image before it sees any; {} without a book."""
+        if self.book is None:
+            return {}
+        estimates = torch.tensor(self.book.estimates(iteration), dtype=torch.float64)
+        mean, failures = estimates[group.cpu()].unbind(1)
+        return {"expected_reward": mean, "expected_failures": failures}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from flowrl.backbones.lora_files import FILE, save_lora
 from flowrl.backbones.policy import Policy
 from flowrl.config.sections import RunOptions
 from flowrl.errors import DamagedFile, Interrupted, UserError, as_failure, in_phase, phase
+from flowrl.prompts.book import PromptBook
 from flowrl.quantization.linear import exact_weights
 from flowrl.training.checkpoint import (
     STATE,
@@ -71,6 +72,7 @@ class Run:
     stopped: str = ""  # a sentence: why the run ended early, by the stop rule or the time limit
     _policy: Policy = field(init=False)
     _optimizer: torch.optim.Optimizer = field(init=False)
+    _book: PromptBook | None = field(init=False, default=None)
     _began: float = field(init=False, default_factory=time.monotonic)
     _request: StopRequest = field(init=False, default_factory=StopRequest)
     # of the evaluations by iteration, on the main process
@@ -80,12 +82,14 @@ class Run:
 
     # --- before the loop --------------------------------------------------------------------
 
-    def begin(self, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
+    def begin(
+        self, policy: Policy, optimizer: torch.optim.Optimizer, book: PromptBook | None = None
+    ) -> int:
         """Restore the checkpoint or evaluate the base; return the iteration to continue with.
 
         A run that its stop rule has ended returns the last one: it stays as it ended.
         """
-        self._policy, self._optimizer = policy, optimizer
+        self._policy, self._optimizer, self._book = policy, optimizer, book
         policy.whole = True
         if self.resume is not None:
             self._restore(self.resume)
@@ -187,6 +191,7 @@ class Run:
     def _restore(self, state: dict[str, Any]) -> None:
         self._policy.load_state_dict(state["policy"])
         self._restore_optimizer(state)
+        self._restore_book(state)
         self.runtime.load_state_dict(state["runtime"])
         self.done = self.saved = state["iteration"]
         self.elapsed = state["elapsed"]
@@ -201,6 +206,11 @@ class Run:
         # The moments are the checkpoint's; what the recipe sets is the recipe's, changed or not.
         for group, setting in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(setting)
+
+    def _restore_book(self, state: dict[str, Any]) -> None:
+        """Take what a checkpoint remembers of prompts; one without a book remembers nothing."""
+        if self._book is not None and state.get("book") is not None:
+            self._book.load_state_dict(state["book"])
 
     @property
     def _best_by(self) -> str | None:
@@ -344,6 +354,7 @@ class Run:
         state = parse_state(self.runtime.from_main(path.read_bytes), path)
         self._policy.load_adapters(state["policy"])
         self._restore_optimizer(state)
+        self._restore_book(state)
         self.rollbacks.append((step, self.done))
         if self.runtime.is_main:
             self.ledger.append("rollback", step=self.done, to=step, kl_coef=self.kl_coef)
@@ -391,6 +402,7 @@ class Run:
         state = {
             "policy": self._policy.state_dict(),
             "optimizer": self._optimizer.state_dict(),
+            "book": None if self._book is None else self._book.state_dict(),
             "runtime": self.runtime.state_dict(),
             "iteration": self.done,
             "elapsed": self.seconds(),

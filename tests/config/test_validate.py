@@ -54,6 +54,9 @@ def test_a_comparison_that_could_teach_nothing_or_the_opposite_is_refused():
         parse(f"rollout.tree={{kind: {tree}}}", *wanted, f"objective.advantage.{mended}")
 
 
+TRACKED = ["prompts.book={}", "objective.advantage.center=tracker"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "value"),
     [
@@ -72,6 +75,16 @@ def test_a_comparison_that_could_teach_nothing_or_the_opposite_is_refused():
         (["prompts.weights={colors: 3}"], "prompts.balance", "tag"),
         (["reference.every=2", "objective.kl_coef=0"], "objective.kl_coef", "0.1"),
         (["objective.kl_on={reward: quality}"], "objective.kl_coef", "0.1"),
+        (["prompts.book={}", "rollout.staleness=1"], "rollout.staleness", "0"),
+        (["prompts.book={}", "rollout.explore={candidates: 20}"], "rollout.explore", "null"),
+        (["prompts.book={}", "rollout.store=groups"], "rollout.store", "null"),
+        (["objective.advantage.center=tracker"], "prompts.book", "{choose: uniform}"),
+        (["objective.advantage.emphasis=1"], "prompts.book", "{choose: uniform}"),
+        ([*TRACKED, "objective.advantage.rewards=gdpo"], "objective.advantage.rewards", "sum"),
+        ([*TRACKED, "objective.advantage.scope=joint"], "objective.advantage.scope", "prompt"),
+        (["prompts.book={}", "objective={kind: lair, advantage: {center: tracker}}"],
+         "objective", "{kind: awm}"),
+        (["rollout.group_size=1", "prompts.book={}"], "objective.advantage.center", "tracker"),
     ],
 )  # fmt: skip
 def test_options_that_exclude_each_other_are_refused_by_name(overrides, key, value):

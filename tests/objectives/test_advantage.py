@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from flowrl.config.objectives import AdvantageOptions
-from flowrl.objectives.advantage import combine_gdpo, group_stats, image_advantages, z_scores
+from flowrl.objectives.advantage import (
+    MOST_EMPHASIS,
+    combine_gdpo,
+    emphasis,
+    group_stats,
+    image_advantages,
+    z_scores,
+)
 
 F64 = torch.float64
 
@@ -98,6 +105,52 @@ def test_gdpo_divides_the_sum_of_z_scores_by_their_std_over_all_images():
     )  # fmt: skip
     advantage, compared = image_advantages(alone, AdvantageOptions())
     assert advantage.max() == 5 and not compared[100] and compared[:100].all()
+
+
+# --- with the prompt book: what it expected of each image ---------------------------------------
+
+
+def remembered(reward, group, expected, failures=None) -> SimpleNamespace:
+    return SimpleNamespace(
+        reward=torch.tensor(reward), valid=~torch.tensor(reward).isnan(), group=torch.tensor(group),
+        expected_reward=torch.tensor(expected).double(),
+        expected_failures=None if failures is None else torch.tensor(failures).double(),
+    )  # fmt: skip
+
+
+def test_with_a_tracker_lone_images_are_compared_by_what_each_prompt_gave_before():
+    rollout = remembered([0.2, 0.9, math.nan, 0.4], [0, 1, 2, 3], [0.1, 0.9, 0.5, 0.8])
+    advantage, compared = image_advantages(rollout, AdvantageOptions(center="tracker"))
+    gain = np.array([0.1, 0.0, -0.4])  # of the rewarded three, over all of the iteration
+    expected = (gain - gain.mean()) / gain.std()
+    assert advantage[[0, 1, 3]].tolist() == pytest.approx(expected.tolist(), rel=1e-3)
+    assert compared.tolist() == [True, True, False, True] and advantage[2] == 0
+    _, compared = image_advantages(rollout, AdvantageOptions())
+    assert not compared.any()
+
+
+@given(st.lists(st.floats(0, 1, width=16), min_size=1, max_size=20), st.floats(0.01, 1, width=16))
+def test_emphasis_maximises_the_failures_and_the_entropy_of_its_weights(failures, eta):
+    """sum q L + H(q) / eta is largest at q = softmax(eta L), where it is logsumexp(eta L) / eta."""
+    rollout = remembered(
+        [0.0] * len(failures), [0] * len(failures), [0.0] * len(failures), failures
+    )
+    loss = torch.tensor(failures).double()
+    weight = emphasis(rollout, AdvantageOptions(emphasis=eta))
+    q = weight / len(failures)  # below its bound: exp(1) is less than MOST_EMPHASIS
+    value = (q * loss).sum() - (q * q.log()).sum() / eta
+    assert value.item() == pytest.approx((torch.logsumexp(eta * loss, 0) / eta).item())
+
+
+def test_emphasis_goes_from_none_to_the_prompt_that_fails_most_within_its_bound():
+    rollout = remembered([0.0, 1.0] * 4, [0, 0, 1, 1, 2, 2, 3, 3], [0.0] * 8,
+                         [0.1, 0.1, 0.9, 0.9, 0.5, 0.5, 0.2, 0.2])  # fmt: skip
+    plain, _ = image_advantages(rollout, AdvantageOptions())
+    none, _ = image_advantages(rollout, AdvantageOptions(emphasis=1e-9))
+    assert_close(none, plain)
+    worst, _ = image_advantages(rollout, AdvantageOptions(emphasis=1e3))
+    weight = torch.tensor([0, 0, MOST_EMPHASIS, MOST_EMPHASIS, 0, 0, 0, 0])
+    assert_close(worst, plain * weight)
 
 
 REAL = st.floats(-9, 9, width=16)

@@ -11,10 +11,11 @@ from grown import LOPSIDED, assert_exact_with_nan, edge_log_probs, fused, reward
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 from toy_rollout import rollout_of, sampled
 
 from flowrl.config.objectives import AdvantageOptions, CreditOptions
-from flowrl.objectives.advantage import z_scores
+from flowrl.objectives.advantage import image_advantages, z_scores
 from flowrl.objectives.tree_credit import (
     Leaves,
     credit_edges,
@@ -55,6 +56,16 @@ def credit(r: Rollout, **options) -> Tensor:
 def z(values: list[float], ddof: int = 0, floor: float = 1e-4) -> Tensor:
     rows = torch.tensor(values).double()
     return ((rows - rows.mean()) / (rows.std(correction=ddof) + floor)).float()
+
+
+def test_a_tracker_and_emphasis_give_nodes_what_they_give_images():
+    options = {"center": "tracker", "emphasis": 1.0}
+    for plan, edge in ((CHAINS, 0), (TREE, slice(6, 10))):  # of the leaves' own edges
+        r = rollout(plan, [*REWARD, 0.2, 0.2, 0.8, 0.7], prompts=2)
+        expected = torch.tensor([0.1, 0.9]).double().repeat_interleave(4)
+        r = replace(r, expected_reward=expected, expected_failures=1 - expected)
+        of_image, _ = image_advantages(r, AdvantageOptions(**options))
+        assert_close(credit(r, **options)[:, edge].flatten(), of_image)
 
 
 # --- The options, on rollouts -------------------------------------------------------------------
