@@ -164,10 +164,14 @@ class TextCache:
                 missing.append(key)
             else:
                 self.encoded[key] = stored
-        self._encode(missing)
+        self._encode(missing, rows=min(len(keys), self.batch_size))
 
     @torch.no_grad()
-    def _encode(self, keys: Sequence[Key]) -> None:
+    def _encode(self, keys: Sequence[Key], rows: int = 0) -> None:
+        """Encode texts, at least `rows` at once, since the last bits depend on that number.
+
+        How many of an iteration's texts are new is another number in a run that was resumed.
+        """
         if not keys:
             return
         backbone, keys = self.backbone, list(dict.fromkeys(keys))
@@ -181,7 +185,8 @@ class TextCache:
         with phase("encode"), plain, moved:
             for start in range(0, len(keys), self.batch_size):
                 part = keys[start : start + self.batch_size]
-                cond = backbone.encode([p for p, _ in part], [n for _, n in part]).to("cpu")
+                texts = [*part, *part[:1] * (rows - len(part))]
+                cond = backbone.encode([p for p, _ in texts], [n for _, n in texts]).to("cpu")
                 for i, key in enumerate(part):
                     self.encoded[key] = cond.take(torch.tensor([i]))
                     if self.disk is not None:

@@ -51,9 +51,21 @@ def records(*texts):
 def test_each_text_is_encoded_once_and_comes_in_the_order_asked():
     backbone = Backbone()
     cache = TextCache(backbone, negative="no")
-    assert cache(records("abc", "a", "abc")).tensors["size"].tolist() == [[3, 2], [1, 2], [3, 2]]
-    cache(records("a"))
+    assert cache(records("abc", "a")).tensors["size"].tolist() == [[3, 2], [1, 2]]
+    assert cache(records("a", "a", "abc")).tensors["size"].tolist() == [[1, 2], [1, 2], [3, 2]]
     assert backbone.asked == [("abc", "no"), ("a", "no")]
+
+
+def test_as_many_texts_are_encoded_at_once_however_many_of_them_are_new():
+    """Or a resumed run, to which more are new, would get other last bits."""
+    for before in ((), ("a",), ("a", "b")):
+        backbone = Backbone()
+        cache = TextCache(backbone)
+        cache.learn(records(*before))
+        backbone.asked.clear()
+        cache(records("a", "b", "c"))
+        assert len(backbone.asked) == 3
+        assert {text for text, _ in backbone.asked} == {"a", "b", "c"} - {*before}
 
 
 def test_beyond_its_capacity_the_oldest_are_forgotten_and_none_without_one():

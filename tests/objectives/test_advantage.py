@@ -129,7 +129,7 @@ def test_with_a_tracker_lone_images_are_compared_by_what_each_prompt_gave_before
     assert not compared.any()
 
 
-@given(st.lists(st.floats(0, 1, width=16), min_size=1, max_size=20), st.floats(0.01, 1, width=16))
+@given(st.lists(st.floats(0, 1, width=16), min_size=1, max_size=20), st.floats(0.0625, 1, width=16))
 def test_emphasis_maximises_the_failures_and_the_entropy_of_its_weights(failures, eta):
     """sum q L + H(q) / eta is largest at q = softmax(eta L), where it is logsumexp(eta L) / eta."""
     rollout = remembered(

@@ -48,6 +48,7 @@ NFT = {"kind": "nft", "noising": {"count": 2}}
 SELECTIVE = {
     "step_share": 0.5, "error_confidence": 1.0, "kl_on": {"reward": "contrast", "share": 0.4},
 }  # fmt: skip
+BOOK = {"success": 0.89, "uniform": 0}
 SCORED = {
     "grpo": ({"kind": "grpo"}, CHAINS),
     "tree": ({"kind": "grpo", "kl_coef": 0.1}, TREE),
@@ -63,6 +64,7 @@ SCORED = {
     "sft": ({"kind": "sft"}, ODE),
     "rwr": ({"kind": "rwr"}, ODE),
     "awm": ({"kind": "awm", "noising": {"count": 2}}, ODE),
+    "book": ({"kind": "grpo", "advantage": {"center": "tracker", "emphasis": 1.0}}, CHAINS),
     "all_adapters": (NFT | {"kl_coef": 0.1}, ODE),
     "bf16": (NFT | {"kl_coef": 0.1}, ODE),
 }
@@ -101,7 +103,7 @@ def config_of(case: str, folder: Path, shard: str):
             "pipeline": {"path": "tiny-sd3", "max_sequence_length": 12, "device": "cpu"} | half,
             "runtime": {"shard": None if shard == "whole" else shard},
             "lora": {"rank": 2, "alpha": 4},
-            "prompts": {"train": prompts},
+            "prompts": {"train": prompts, "book": BOOK if case == "book" else None},
             "rollout": rollout,
             "objective": objective,
             "evaluation": EVALUATION,

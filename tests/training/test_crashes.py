@@ -39,7 +39,10 @@ GDRO = {"kind": "gdro", "noising": {"count": 1}}
 NFT = {"kind": "nft", "noising": {"count": 1}}
 KINDS = {
     "grpo": {"rollout": PLAIN, "evaluation": EVALUATION, "ema": {"decay": 0.5}},
-    "tree": {"rollout": PLAIN | {"num_inference_steps": 3, "tree": TREE}},
+    "tree": {
+        "rollout": PLAIN | {"num_inference_steps": 3, "tree": TREE},
+        "prompts": {"book": {"success": 0.9}},
+    },
     "nft": {"rollout": ODE, "objective": NFT | {"old_decay": {"rate": 0.2, "limit": 0.6}}},
     "stored": {"rollout": ODE, "objective": GDRO},
     "two-stage": {"rollout": ODE | {"explore": EXPLORE}, "objective": NFT},
@@ -95,7 +98,7 @@ def ending(folder: Path) -> dict:
         if path.name == STATE:
             state = load_state(path)
             numbers = digest_of([state["policy"], state["optimizer"]])
-            found[name] = json.dumps([state["iteration"], state["best"], numbers])
+            found[name] = json.dumps([state["iteration"], state["best"], state["book"], numbers])
         elif (
             name == "audits.jsonl"
             or path.suffix in (".tmp", ".safetensors", ".json")
@@ -134,7 +137,8 @@ def drill(tiny_config, load_tiny, monkeypatch):
     prompts.write_text("a red circle\na blue square\na green star\n")  # few are read soon
 
     def make(kind: str) -> tuple[Drill, dict]:
-        changes = KINDS[kind] | {"prompts": {"train": str(prompts)}}
+        source = {"train": str(prompts)} | KINDS[kind].get("prompts", {})
+        changes = KINDS[kind] | {"prompts": source}
         changes["lora"] = {"rank": 4, "alpha": 6, "targets": ["attn.to_q"]}  # few layers: soon made
         if kind == "stored":
             path = folder / kind / "store"
