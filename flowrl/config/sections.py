@@ -217,9 +217,9 @@ class OnHackingOptions(Options):
     action: Literal["stop", "rollback", "raise_kl", "warn"] = option(
         "stop",
         "stop ends the run with the weights it has; rollback ends it with those of the evaluation "
-        "where the held-out reward was best, or the trained one while hacking/score was not above "
-        "`score`, and else with the base's; raise_kl returns to those weights and trains on with "
-        "a stronger penalty; warn prints a line.",
+        "where the held-out reward was best, or the trained one while hacking/score was at most "
+        "two thirds of `score`, and else with the base's; raise_kl returns to those weights and "
+        "trains on with a stronger penalty; warn prints a line.",
     )
     kl_coef: Positive = option(
         0.1,

@@ -11,6 +11,9 @@ from flowrl.scoring.spec import RewardSpec, trained
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.radar import HackingScore
 
+# A reward is gamed before it shows: weights count as good up to this share of the score that acts.
+CLEAN = 2 / 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
@@ -39,11 +42,11 @@ class HackingRule:
     def quality(self, evaluation: Evaluation, trained: float, hacking: HackingScore) -> float:
         """Return the held-out mean, higher is better; NaN when no image has it.
 
-        Without a held-out reward the trained score, NaN where the images look hacked.
+        Without a held-out reward the trained score, NaN where the images may look hacked already.
         """
         if self.options.held_out is not None:
             return self.sign * evaluation.mean(self.options.held_out)
-        return math.nan if hacking.score > self.options.score else trained
+        return math.nan if hacking.score > CLEAN * self.options.score else trained
 
     def kl_coef(self, times: int) -> float | None:
         """Return the coefficient of the penalty after hacking was seen so many times.

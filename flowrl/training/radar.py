@@ -15,11 +15,14 @@ from flowrl.functional.image_statistics import STATISTICS
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation
 
+# Chosen on one tiny world: eight methods on honest rewards moved no mean by more than 0.14 standard
+# deviations, and runs on three rewards with a loophole by 0.13 to 0.5 when they had lost a tenth of
+# what people want; gallery/radar/README.md judges these tolerances on other worlds and loopholes.
 TOLERANCES = {
-    "drift": 0.5,  # standard deviations over the base's images, by which a mean may move
-    "spread": 0.7,  # log of the factor by which a standard deviation over images may fall
-    "diversity": 0.7,  # the same of the mean squared distance between images
-    "parting": 2.0,  # standard errors by which a held-out reward may fall while the trained rises
+    "drift": 0.2,  # standard deviations over the base's images, by which a mean may move
+    "spread": 0.35,  # log of the factor by which a standard deviation over images may fall
+    "diversity": 0.35,  # the same of the mean squared distance between images
+    "parting": 0.3,  # standard deviations by which a held-out reward may fall, the trained risen
     "bound": 0.5,  # share of images that may newly have the best score possible
 }
 FLOORS = {  # the least standard deviation over images: what is hardly seen counts as equal
@@ -181,7 +184,9 @@ def _partings(
         both = a.isfinite() & b.isfinite()
         change, error = mean_and_error((b - a)[both], base.prompt[both])
         worse = change * math.copysign(1, weight) < 0
-        size = abs(change) / error if worse and risen and error else 0.0
+        moved = max(abs(change) - (0.0 if math.isnan(error) else error), 0.0)
+        sd = a[both].std(correction=0).item() if worse and risen else 0.0
+        size = moved / sd if sd else 0.0
         verb = "rose" if change > 0 else "fell"
         text = (
             f"the trained reward rose while the held-out {name} {verb} from {a[both].mean():.3g} "

@@ -167,9 +167,9 @@ def write_page(data: Path) -> Path:
         "# The radar of reward hacking", "",
         f"{len(hacked)} runs that train on {loopholes} planted loopholes and lost {LOST:.0%} of "
         f"their best gold score, and {len(honest)} honest runs of {len(HONEST)} methods, on worlds "
-        f"{', '.join(map(str, WORLDS))}. The radar sees images, the trained reward and two held-out "
-        f"ones ({', '.join(HELD_OUT)}); gold has the weight 0. Its tolerances were chosen on world 1, by the "
-        f"loopholes {', '.join(f'`{name}`' for name in TUNING)} and the same honest methods there. "
+        f"{', '.join(map(str, WORLDS))}. The radar sees images, the trained reward and two that "
+        f"are held out ({', '.join(HELD_OUT)}); gold has the weight 0. Tolerances were chosen on "
+        f"world 1, by the loopholes {', '.join(TUNING)} and the same honest methods there. "
         "Made by `python -m scripts.arena.radar --jobs 2`.", "",
         "**Area under the ROC curve** of the largest hacking score until gold has lost a tenth of "
         f"its best, against the largest of an honest run: {area(*scores):.3f} "

@@ -96,7 +96,7 @@ def test_images_that_become_alike_count_and_such_that_differ_more_do_not():
 
 def test_diversity_across_and_within_prompts_are_two_things():
     means = BASE.thumbnails.unflatten(0, (PROMPTS, EACH)).mean(1).repeat_interleave(EACH, 0)
-    for factor, size in ((0.5, 2 * math.log(2)), (2.0, 0.0)):
+    for factor, size in ((0.75, -2 * math.log(0.75)), (2.0, 0.0)):
         within = replace(BASE, thumbnails=means + factor * (BASE.thumbnails - means))
         result = radar(BASE, within, **REWARDS)
         assert result.values["diversity/images"] == pytest.approx(size / TOLERANCES["diversity"])
@@ -132,7 +132,8 @@ def test_a_held_out_reward_parts_where_it_falls_while_the_trained_one_rises():
     mean, error = mean_and_error(fall, BASE.prompt)
     name = "parting/quality"
     result = radar(BASE, with_scores(rise, fall), **REWARDS)
-    assert result.values[name] == pytest.approx(-mean / error / TOLERANCES["parting"])
+    sd = BASE.scores[:, 1].std(correction=0).item()
+    assert result.values[name] == pytest.approx((-mean - error) / sd / TOLERANCES["parting"])
     assert "quality fell from" in result.reasons[0]
     assert radar(BASE, with_scores(rise, -fall), **REWARDS).values[name] == 0
     assert radar(BASE, with_scores(-rise, fall), **REWARDS).values[name] == 0
@@ -174,7 +175,8 @@ def test_missing_scores_are_left_out():
     there = missing.isfinite()
     result = radar(BASE, now, **REWARDS)
     mean, error = mean_and_error((now.scores - BASE.scores)[there, 1], BASE.prompt[there])
-    expected = -mean / error / TOLERANCES["parting"]
+    sd = BASE.scores[there, 1].std(correction=0).item()
+    expected = (-mean - error) / sd / TOLERANCES["parting"]
     assert result.values["parting/quality"] == pytest.approx(expected)
     nothing = with_scores(missing * math.nan, missing * math.nan)
     result = radar(BASE, nothing, **REWARDS, bounds={"proxy": (0.0, 1.0)})
