@@ -104,7 +104,8 @@ def radar_of(specs: Sequence[RewardSpec]) -> Callable[[Evaluation, Evaluation], 
     return partial(
         radar,
         trained={spec.name: spec.weight for spec in trained},
-        held_out={spec.name: spec.weight for spec in measured if spec.held_out},
+        # Of weight 0, neither more nor less is better.
+        held_out={s.name: s.weight for s in measured if s.held_out and s.weight},
         bounds={s.name: getattr(s.reward, "bounds", None) or (None, None) for s in trained},
     )
 

@@ -203,7 +203,7 @@ def test_a_run_s_radar_has_the_rewards_that_its_evaluations_measure():
 
     specs = [
         named("a", weight=2.0), named("b", held_out=True, weight=-1.0), named("c", weight=0.0),
-        named("d", when="rollout"),
+        named("d", when="rollout"), named("e", held_out=True, weight=0.0),
     ]  # fmt: skip
     assert radar_of(specs).keywords == {
         "trained": {"a": 2.0}, "held_out": {"b": -1.0}, "bounds": {"a": (0.0, 2.0)},
