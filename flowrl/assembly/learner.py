@@ -204,10 +204,9 @@ def check_parts(
         check_offline(config, needs)
     if needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
-    store = config.rollout.store
-    scored = [s.name for s in specs if s.asked_in("rollout")]
-    scored = scored if store is None else open_dataset(store).metadata.names
-    check_kl_on(getattr(config.objective, "kl_on", None), specs, scored)
+    if kl_on := getattr(config.objective, "kl_on", None):
+        scored, store = [s.name for s in specs if s.asked_in("rollout")], config.rollout.store
+        check_kl_on(kl_on, specs, scored if store is None else open_dataset(store).metadata.names)
     check_evaluation(specs, held_out)
     hacking_rule(config.run.on_hacking, specs, held_out)
     for spec in specs:

@@ -44,15 +44,11 @@ def disagreement(reward: Tensor, other: Tensor, group: Tensor) -> Tensor:
     return apart
 
 
-def check_kl_on(
-    options: KLOnOptions | None, specs: Sequence[RewardSpec], scored: Collection[str]
-) -> None:
+def check_kl_on(options: KLOnOptions, specs: Sequence[RewardSpec], scored: Collection[str]) -> None:
     """Raise UserError unless the other reward is one of the rollouts' and more of it is better.
 
     scored: names of the rewards that the images of a rollout have.
     """
-    if options is None:
-        return
     option = f"objective.kl_on.reward is {options.reward!r}"
     spec = next((spec for spec in specs if spec.name == options.reward), None)
     if spec is None:

@@ -153,7 +153,6 @@ def test_a_reward_that_rollouts_do_not_score_or_that_counts_down_is_refused(
     reward, scored_names, change
 ):
     specs = [RewardSpec(name="r", reward=len), RewardSpec(name="other", reward=len, held_out=True)]
-    check_kl_on(None, specs, ["r"])
     check_kl_on(on(0.2), specs, ["r", "other"])
     specs[1] = replace(specs[1], **change)
     with pytest.raises(UserError, match="objective.kl_on.reward") as error:
