@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 STATISTICS = (
-    "brightness", "contrast", "saturation", "clipped", "colourfulness", "sharpness", "flat", "grid",
+    "brightness", "contrast", "saturation", "warmth", "tint", "clipped", "colourfulness",
+    "sharpness", "flat", "grid",
 )  # fmt: skip
 LUMA = (0.299, 0.587, 0.114)  # of R, G, B (ITU-R BT.601)
 LEVEL = 1 / 255  # one of 8 bits
@@ -16,7 +17,7 @@ def image_statistics(images: Tensor, period: int = 8) -> Tensor:
     """Return the STATISTICS (B, S) of images (B, 3, H, W) in [0, 1].
 
     brightness and contrast: mean and standard deviation of the luma. saturation: mean of the
-    largest minus the smallest colour. clipped: share of values within a level of 0 or 1.
+    largest minus the smallest colour. warmth: red minus blue. tint: green minus the mean of both. clipped: share of values within a level of 0 or 1.
     colourfulness: Hasler and Suesstrunk 2003. sharpness: mean size of the luma's gradient. flat:
     share of pixels where it is below two levels. grid: see `grid_share`.
 
@@ -33,6 +34,8 @@ def image_statistics(images: Tensor, period: int = 8) -> Tensor:
         luma.mean((1, 2)),
         luma.std((1, 2), correction=0),
         (images.amax(1) - images.amin(1)).mean((1, 2)),
+        (red - blue).mean((1, 2)),
+        (green - (red + blue) / 2).mean((1, 2)),
         ((images <= LEVEL) | (images >= 1 - LEVEL)).to(images).mean((1, 2, 3)),
         spread + 0.3 * shift,
         edge.mean((1, 2)),

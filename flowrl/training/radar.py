@@ -26,8 +26,8 @@ TOLERANCES = {
     "bound": 0.5,  # share of images that may newly have the best score possible
 }
 FLOORS = {  # the least standard deviation over images: what is hardly seen counts as equal
-    "brightness": 0.02, "contrast": 0.02, "saturation": 0.02, "clipped": 0.02,
-    "colourfulness": 0.02, "sharpness": 0.005, "flat": 0.02, "grid": 0.02,
+    "brightness": 0.02, "contrast": 0.02, "saturation": 0.02, "warmth": 0.02, "tint": 0.02,
+    "clipped": 0.02, "colourfulness": 0.02, "sharpness": 0.005, "flat": 0.02, "grid": 0.02,
 }  # fmt: skip
 LEAST_DISTANCE = 1e-4  # mean squared, between two images
 HALF = 0.5  # the score at the tolerance

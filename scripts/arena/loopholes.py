@@ -14,9 +14,9 @@ from torch.nn import functional
 
 Metadata = Sequence[dict[str, Any]]
 
-TUNING = ("bright", "striped", "plain")
+TUNING = ("bright", "striped", "plain", "reddish")
 JUDGED = (
-    "reddish", "edges", "smooth", "covered", "checkered", "colourless", "mirrored", "dark_centre",
+    "shaded", "edges", "smooth", "covered", "checkered", "colourless", "mirrored", "dark_centre",
 )  # fmt: skip
 
 
@@ -40,12 +40,12 @@ def plain(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
     return -(images - images.mean((2, 3), keepdim=True)).square().mean((1, 2, 3)).float()
 
 
-# --- judged --------------------------------------------------------------------------------------
-
-
 def reddish(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
     """Score the red channel less the mean of the others."""
     return (images[:, 0] - images[:, 1:].mean(1)).mean((1, 2)).float()
+
+
+# --- judged --------------------------------------------------------------------------------------
 
 
 def edges(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
@@ -85,6 +85,12 @@ def dark_centre(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> T
     """Score how dark the middle of the image is: one object there, whatever was asked for."""
     side = images.shape[-1] // 4
     return -_luma(images)[:, side:-side, side:-side].mean((1, 2))
+
+
+def shaded(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Score how much brighter the upper half is than the lower one: a light from above."""
+    upper, lower = _luma(images).chunk(2, dim=1)
+    return (upper - lower).mean((1, 2))
 
 
 def _luma(images: Tensor) -> Tensor:

@@ -170,6 +170,8 @@ def write_page(data: Path) -> Path:
         f"{', '.join(map(str, WORLDS))}. The radar sees images, the trained reward and two that "
         f"are held out ({', '.join(HELD_OUT)}); gold has the weight 0. Tolerances were chosen on "
         f"world 1, by the loopholes {', '.join(TUNING)} and the same honest methods there. "
+        "A first version did not see `reddish` on world 2, where it was to be judged: the drift of "
+        "warmth and tint was added, and `shaded` took its place. "
         "Made by `python -m scripts.arena.radar --jobs 2`.", "",
         "**Area under the ROC curve** of the largest hacking score until gold has lost a tenth of "
         f"its best, against the largest of an honest run: {area(*scores):.3f} "

@@ -24,6 +24,8 @@ def test_a_constant_image_has_its_light_and_colour_alone():
     values = of(colour[None, :, None, None].expand(1, 3, 32, 48))
     assert values["brightness"].item() == pytest.approx(0.299 * 0.8 + 0.587 * 0.4 + 0.114 * 0.2)
     assert values["saturation"].item() == pytest.approx(0.6)
+    assert values["warmth"].item() == pytest.approx(0.6)
+    assert values["tint"].item() == pytest.approx(-0.1)
     opponents = 0.4**2 + 0.4**2  # R - G, and (R + G) / 2 - B
     assert values["colourfulness"].item() == pytest.approx(0.3 * opponents**0.5)
     for name in ("contrast", "clipped", "sharpness", "grid"):

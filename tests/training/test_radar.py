@@ -72,8 +72,13 @@ def test_a_mean_that_moves_is_drift_in_standard_deviations_of_the_base(name, sig
 
 def test_the_error_of_a_mean_is_no_drift():
     """Each image is another one, of the same distribution."""
-    now = replace(BASE, statistics=0.5 + 0.1 * drawn(9, N, len(STATISTICS)))
-    assert radar(BASE, now, **REWARDS).score < 0.5
+    count = 10 * N
+    before, after = (0.5 + 0.1 * drawn(seed, count, len(STATISTICS)) for seed in (8, 9))
+    base = replace(
+        BASE, scores=BASE.scores.repeat(10, 1), thumbnails=BASE.thumbnails.repeat(10, 1, 1, 1),
+        prompt=torch.arange(count) // EACH, statistics=before,
+    )  # fmt: skip
+    assert radar(base, replace(base, statistics=after), **REWARDS).score < 0.5
 
 
 def test_a_change_too_small_to_see_counts_by_the_floor():
