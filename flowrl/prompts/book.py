@@ -83,17 +83,9 @@ class PromptBook(PromptSampler):
     equal. Kinds of prompts take turns as without a book: it chooses within each.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[PromptRecord],
-        per_iteration: int,
-        seed: int,
-        options: BookOptions,
-        *,
-        balance: str | None = None,
-        weights: Mapping[str, int] | None = None,
-    ):
-        super().__init__(prompts, per_iteration, seed, balance=balance, weights=weights)
+    def __init__(self, *args: Any, options: BookOptions, **kwargs: Any):
+        """Take the arguments of a `PromptSampler`, and its errors, beside `options`."""
+        super().__init__(*args, **kwargs)
         self.options = options
         self.records = [p for kind in dict.fromkeys(self.round) for p in self.kinds[kind]]
         self._memories: dict[str, Memory] = {}  # by uid, of prompts that were scored
@@ -124,8 +116,8 @@ class PromptBook(PromptSampler):
         uses = Counter(record.uid for record in chosen.values())
         for kind, free in places.items():
             # Equally good ones, as all are in the beginning, in random order.
-            lots = {p.uid: (uses[p.uid], -worth[p.uid], stream.random()) for p in self.kinds[kind]}
-            best = sorted(self.kinds[kind], key=lambda p, lots=lots: lots[p.uid])
+            rank = {p.uid: (uses[p.uid], -worth[p.uid], stream.random()) for p in self.kinds[kind]}
+            best = sorted(self.kinds[kind], key=lambda p, rank=rank: rank[p.uid])
             chosen |= zip(free, cycle(best), strict=False)
         return [chosen[place] for place in range(len(plain))]
 
