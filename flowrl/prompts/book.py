@@ -168,7 +168,6 @@ class PromptBook(PromptSampler):
         if o.choose == "predictive":
             self._count_moves(iteration, {uid: m.state for uid, m in memories.items()})
         self._memories |= memories
-        self._choices.clear()
 
     def estimates(self, iteration: int) -> list[tuple[float, float]]:
         """Return what is expected of each prompt of `at(iteration)`: its mean reward, and failures.
