@@ -17,9 +17,10 @@ def image_statistics(images: Tensor, period: int = 8) -> Tensor:
     """Return the STATISTICS (B, S) of images (B, 3, H, W) in [0, 1].
 
     brightness and contrast: mean and standard deviation of the luma. saturation: mean of the
-    largest minus the smallest colour. warmth: red minus blue. tint: green minus the mean of both. clipped: share of values within a level of 0 or 1.
-    colourfulness: Hasler and Suesstrunk 2003. sharpness: mean size of the luma's gradient. flat:
-    share of pixels where it is below two levels. grid: see `grid_share`.
+    largest minus the smallest colour. warmth: red minus blue. tint: green minus the mean of both.
+    clipped: share of values within a level of 0 or 1. colourfulness: Hasler and Suesstrunk 2003.
+    sharpness: mean size of the luma's gradient. flat: share of pixels where it is below two levels.
+    grid: see `grid_share`.
 
     Args:
         period: pixels of the cell that the decoder repeats.
