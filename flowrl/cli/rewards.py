@@ -158,7 +158,6 @@ def reward_serve(
         from flowrl.scoring.spec import load_reward
         from flowrl.utils.serving import (
             address_of,
-            bind,
             listen,
             local_names,
             make_server,
@@ -166,14 +165,13 @@ def reward_serve(
         )
 
     token = read_token(host, token_env)
-    with bind(host, port) as listening:
+    with listen(host, port) as listening:
         pairs = zip(names, arguments, strict=True)
         specs = [background_spec(name, load_reward(name, values)) for name, values in pairs]
         try:
             hosts = None if token else local_names(host)
             app = make_app(specs, hosts=hosts, token=token, max_body=max_body * 2**20)
             late = [spec.name for spec in specs if not warm_up(spec)]
-            listen(listening)
         except BaseException:
             for spec in specs:
                 spec.get_executor().close()

@@ -67,10 +67,9 @@ def serve_page(app: "FastAPI", what: str, host: str, port: int, token: str) -> N
     """
     from urllib.parse import quote
 
-    from flowrl.utils.serving import address_of, bind, listen, make_server
+    from flowrl.utils.serving import address_of, listen, make_server
 
-    with bind(host, port) as listening:
-        listen(listening)
+    with listen(host, port) as listening:
         address = f"{address_of(host, listening)}/#token={quote(token, safe='')}"
         # Flushed: programs that read this through a pipe wait for it.
         print(f"{what}:\n{address}", flush=True)

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import UserError
-from flowrl.utils.untrusted import parse_json
 
 if TYPE_CHECKING:
     import uvicorn
-    from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 CONNECTIONS = 256
@@ -67,27 +65,12 @@ def token_of(variable: str | None, option: str) -> str | None:
     return token
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Bind an address that clients reach after `listen`. Raises UserError when it is not free."""
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+def listen(host: str, port: int) -> socket.socket:
+    """Listen at an address, where clients wait for a server. Raises UserError if it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        if os.name == "posix":  # elsewhere it would let two servers listen
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if made.family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind((host, port))
+        return socket.create_server((host, port), family=family)
     except OSError as error:
-        made.close()
-        raise UserError(f"Cannot listen at {host} port {port}: {error}.") from error
-    return made
-
-
-def listen(listening: socket.socket) -> None:
-    """Let clients in. Raises UserError when another server was faster."""
-    try:
-        listening.listen()
-    except OSError as error:
-        host, port = listening.getsockname()[:2]
         raise UserError(f"Cannot listen at {host} port {port}: {error}.") from error
 
 
@@ -197,8 +180,3 @@ class Guard:
         refusal = self.access.refusal(scope)
         answer = self.app if refusal is None else JSONResponse({"error": refusal[1]}, refusal[0])
         await answer(scope, receive, send_with_headers)
-
-
-async def json_body(request: "Request") -> Any:
-    """Return the JSON of a request. Raises UserError for anything else, and for deep nesting."""
-    return parse_json(await request.body(), "the request")

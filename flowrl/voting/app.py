@@ -6,13 +6,15 @@ A vote is on disk before it is answered.
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from starlette.responses import Response
+
 from flowrl.errors import UserError
 from flowrl.utils.images import png_of_file
-from flowrl.utils.serving import json_body
-from flowrl.voting.ballot import CHOICES, Ballot, Vote
+from flowrl.voting.ballot import Ballot, Choice, Vote
 from flowrl.voting.candidates import Candidates, next_pair
 from flowrl.web.jobs import Jobs
 from flowrl.web.page import json_answer, make_page
@@ -41,16 +43,15 @@ class Questions:
                 pair = {"first": pair[0], "second": pair[1], "prompt": texts[pair[0]]}
             return {"votes": len(votes), "goal": self.goal, "pair": pair}
 
-    def cast(self, first: Any, second: Any, choice: Any) -> None:
-        """Write a vote. Raises UserError unless it is a choice between two images of one prompt."""
-        rows = [row for row in (first, second) if isinstance(row, int) and row is not True]
+    def cast(self, order: "CastOrder") -> None:
+        """Write a vote. Raises UserError unless it is between two images of one prompt."""
+        first, second = order.first, order.second
         texts, names = self.candidates.texts, self.candidates.files
-        valid = choice in CHOICES and len(set(rows)) == 2
-        valid = valid and all(0 <= row < len(texts) for row in rows)
-        if not valid or texts[rows[0]] != texts[rows[1]]:
-            raise UserError(f"a vote is for two images of one prompt, one of {', '.join(CHOICES)}")
+        inside = 0 <= min(first, second) and max(first, second) < len(texts)
+        if first == second or not inside or texts[first] != texts[second]:
+            raise UserError("a vote is for two images of one prompt")
         vote = Vote(
-            prompt=texts[rows[0]], first=names[rows[0]], second=names[rows[1]], choice=choice
+            prompt=texts[first], first=names[first], second=names[second], choice=order.choice
         )
         with self._lock:
             self.ballot.cast(vote)
@@ -59,6 +60,15 @@ class Questions:
         """Take the last vote back, if there is one."""
         with self._lock:
             self.ballot.undo()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastOrder:
+    """The body of a request to vote."""
+
+    first: int  # rows of the images
+    second: int
+    choice: Choice
 
 
 def make_app(
@@ -82,18 +92,13 @@ def make_app(
 
 
 def _add_votes(app: "FastAPI", questions: Questions) -> None:
-    from starlette.requests import Request
-    from starlette.responses import Response
-
     @app.get("/api/next")
     def following() -> Response:
         return json_answer(questions.next())
 
     @app.post("/api/vote")
-    async def vote(request: Request) -> Response:
-        body = await json_body(request)
-        body = body if isinstance(body, dict) else {}
-        questions.cast(body.get("first"), body.get("second"), body.get("choice"))
+    def vote(order: CastOrder) -> Response:
+        questions.cast(order)
         return json_answer(questions.next())
 
     @app.post("/api/undo")
@@ -112,8 +117,6 @@ def _add_votes(app: "FastAPI", questions: Questions) -> None:
 
 
 def _add_training(app: "FastAPI", folder: Path, jobs: Jobs, words: Sequence[str]) -> None:
-    from starlette.responses import Response
-
     @app.get("/api/training")
     def training() -> Response:
         return json_answer({"possible": bool(words), "job": next(iter(jobs.rows()), None)})

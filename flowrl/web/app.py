@@ -4,6 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
 from flowrl.errors import UserError
 from flowrl.web.form import RunForm, choices
 from flowrl.web.jobs import Jobs
@@ -37,9 +41,6 @@ def make_app(root: Path, *, token: str, host: str) -> "FastAPI":
 
 
 def _add_tables(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
-    from starlette.requests import Request
-    from starlette.responses import Response
-
     def summary(run: RunFiles) -> dict[str, Any]:
         return run.summary() | {"stopping": jobs.stopping(run)}
 
@@ -73,9 +74,6 @@ def _add_tables(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
 
 
 def _add_curves(app: "FastAPI", folders: RunFolders) -> None:
-    from starlette.requests import Request
-    from starlette.responses import Response
-
     @app.get("/api/curves")
     def curves(request: Request, points: int = 600) -> Response:
         names, metrics = (
@@ -98,9 +96,6 @@ def _add_curves(app: "FastAPI", folders: RunFolders) -> None:
 
 
 def _add_images(app: "FastAPI", folders: RunFolders) -> None:
-    from starlette.background import BackgroundTask
-    from starlette.responses import Response, StreamingResponse
-
     @app.get("/api/sample")
     def sample(run: str, step: int) -> Response:
         return Response(folders.run(run).sample(step), media_type="image/png")
@@ -134,8 +129,6 @@ class Order(RunForm):
 
 
 def _add_actions(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
-    from starlette.responses import Response
-
     @app.post("/api/stop")
     def stop(order: Order) -> Response:
         if order.job:

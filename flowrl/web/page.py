@@ -10,14 +10,17 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+
 from flowrl.errors import UserError
 from flowrl.utils.digests import digest
 from flowrl.utils.serving import Access, Guard, local_names
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from starlette.requests import Request
-    from starlette.responses import Response
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
@@ -48,7 +51,6 @@ def make_page(
         host: address that the server listens at.
     """
     from fastapi import FastAPI
-    from starlette.staticfiles import StaticFiles
 
     app = FastAPI(title=server, openapi_url=None, docs_url=None, redoc_url=None)
     routes(app)
@@ -63,10 +65,8 @@ def make_page(
     return app
 
 
-def json_answer(content: Any, status: int = 200, request: "Request | None" = None) -> "Response":
+def json_answer(content: Any, status: int = 200, request: Request | None = None) -> Response:
     """Return an answer in JSON; 304 where the client of `request` has the same already."""
-    from starlette.responses import Response
-
     # ASCII: halves of characters, which a damaged file may hold, have no UTF-8.
     body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
     headers = {} if request is None else {"ETag": f'"{digest(body)}"'}
@@ -78,7 +78,6 @@ def json_answer(content: Any, status: int = 200, request: "Request | None" = Non
 def _add_errors(app: "FastAPI") -> None:
     """Answer every error with one sentence in JSON."""
     from fastapi.exceptions import RequestValidationError
-    from starlette.exceptions import HTTPException
 
     kinds: Mapping[type[Exception], tuple[int, Callable[[Any], str]]] = {
         UserError: (409, str),
@@ -90,15 +89,15 @@ def _add_errors(app: "FastAPI") -> None:
     for kind, (status, sentence) in kinds.items():
 
         async def answer(
-            _: "Request", error: Any, status: int = status, sentence: Any = sentence
-        ) -> "Response":
+            _: Request, error: Any, status: int = status, sentence: Any = sentence
+        ) -> Response:
             field = getattr(error, "field", None)  # of a form
             content = {"error": sentence(error)} | ({"field": field} if field else {})
             return json_answer(content, status)
 
         app.add_exception_handler(kind, answer)
 
-    async def refusal(_: "Request", error: Any) -> "Response":
+    async def refusal(_: Request, error: Any) -> Response:
         return json_answer({"error": str(error.detail)}, error.status_code)
 
     app.add_exception_handler(HTTPException, refusal)

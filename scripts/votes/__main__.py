@@ -22,7 +22,7 @@ from flowrl.scoring.files import prompted_images, score_files
 from flowrl.scoring.spec import closing
 from flowrl.training.evaluate import Evaluation, evaluation_file
 from flowrl.utils.images import read_image, to_tensor
-from flowrl.voting.app import Questions
+from flowrl.voting.app import CastOrder, Questions
 from flowrl.voting.ballot import ANSWERS, Ballot, Choice
 from flowrl.voting.candidates import Candidates, read_candidates
 from flowrl.voting.learn import draw_candidates, train_on_votes
@@ -93,7 +93,7 @@ def vote(candidates: Candidates, rule: str, likes: Tensor, count: int, seed: int
     while (shown := questions.next())["votes"] < count:
         first, second = shown["pair"]["first"], shown["pair"]["second"]
         answer = answers(rule, likes[first], likes[second]).item()
-        questions.cast(first, second, choices[answer])
+        questions.cast(CastOrder(first=first, second=second, choice=choices[answer]))
 
 
 def predictions(candidates: Candidates, rule: str, likes: Tensor, seed: int) -> Mapping[str, str]:

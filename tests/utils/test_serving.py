@@ -13,9 +13,9 @@ from flowrl.utils.serving import (
     Access,
     Guard,
     address_of,
-    bind,
     host_name,
     is_loopback,
+    listen,
     local_names,
 )
 
@@ -78,5 +78,5 @@ def test_a_server_of_this_machine_answers_to_its_own_names_alone():
     assert local_names("127.0.0.1") == {"127.0.0.1", "localhost", "::1"}
     assert local_names("0.0.0.0") is None is local_names("Box")
     for host, printed in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())):
-        with bind(host, 0) as made:
+        with listen(host, 0) as made:
             assert address_of(host, made) == f"http://{printed}:{made.getsockname()[1]}"
