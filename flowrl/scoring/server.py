@@ -1,23 +1,29 @@
 """Serve rewards over HTTP, as docs/reward-servers.md specifies.
 
 Scores are those of the same reward in process, since the same executors compute them. A request
-waits as the JSON that arrived and is decoded when its reward is free. The bytes of all requests
-have one budget, held until they are answered; a request beyond it gets a 503. Addresses, tokens,
-origins and connections are guarded by `utils.serving`.
+waits as the JSON that arrived and is decoded when its reward is free. Bodies are read of so many
+requests at a time, until they are answered; others wait. Addresses, tokens, origins and connections
+are guarded by `utils.serving`.
 """
 
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.responses import Response as RawResponse
+from starlette.routing import Route
 from torch import Tensor
 
 from flowrl.config.rewards import InlineOptions
@@ -44,15 +50,10 @@ from flowrl.scoring.protocol import (
 from flowrl.scoring.spec import RewardSpec
 from flowrl.utils.serving import Access, Guard
 
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response as RawResponse
-
 MAX_BODY = 80 * 2**20  # bytes of a request: 16 images of 1024 x 1024 as pixels
 MAX_BATCH = 256  # images of a request
 BYTES_PER_PIXEL = 5  # of a body: 3 in base64 are 4, and there are prompts and metadata
-BODIES_AT_ONCE = 4  # requests of the largest size that are held together
+BODIES_AT_ONCE = 32  # requests that are held together
 BODY_TIMEOUT_S = 60.0  # until a body has arrived
 REMEMBERED = 256  # answers, for clients that repeat a request whose answer was lost
 
@@ -60,9 +61,9 @@ REMEMBERED = 256  # answers, for clients that repeat a request whose answer was 
 class Refused(Exception):
     """A refusal of a request, as an HTTP status and a sentence."""
 
-    def __init__(self, status: int, sentence: str, *, retry_after: int | None = None):
+    def __init__(self, status: int, sentence: str):
         super().__init__(sentence)
-        self.status, self.retry_after = status, retry_after
+        self.status = status
 
 
 def background_spec(name: str, reward: Reward) -> RewardSpec:
@@ -74,7 +75,7 @@ def background_spec(name: str, reward: Reward) -> RewardSpec:
 def make_app(
     specs: Sequence[RewardSpec], *, hosts: Collection[str] | None = None, token: str | None = None,
     max_body: int = MAX_BODY,
-) -> "Starlette":  # fmt: skip
+) -> Starlette:  # fmt: skip
     """Return the ASGI application that serves rewards in background threads.
 
     It closes their executors when it ends.
@@ -87,27 +88,21 @@ def make_app(
     Raises:
         UserError: without rewards.
     """
-    from starlette.applications import Starlette
-    from starlette.middleware import Middleware
-    from starlette.responses import JSONResponse
-    from starlette.responses import Response as RawResponse
-    from starlette.routing import Route
+    service, bodies = ScoringService(specs, max_body), asyncio.Semaphore(BODIES_AT_ONCE)
 
-    service, budget = ScoringService(specs, max_body), ByteBudget(BODIES_AT_ONCE * max_body)
-
-    async def health(request: "Request") -> RawResponse:
+    async def health(request: Request) -> RawResponse:
         return JSONResponse({"status": "ready"})
 
-    async def info(request: "Request") -> RawResponse:
+    async def info(request: Request) -> RawResponse:
         return RawResponse(service.info().model_dump_json(), media_type="application/json")
 
-    async def score(request: "Request") -> RawResponse:
-        with budget.share() as hold:
-            response = await service.answer(*await read_request(request, hold))
+    async def score(request: Request) -> RawResponse:
+        async with bodies:
+            response = await service.answer(*await read_request(request))
         return RawResponse(response.model_dump_json(), media_type="application/json")
 
     @asynccontextmanager
-    async def lifespan(app: "Starlette") -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await service.close()
 
@@ -126,59 +121,15 @@ def make_app(
     )  # fmt: skip
 
 
-async def _refuse(request: "Request", error: Any) -> "RawResponse":
-    from starlette.responses import JSONResponse
-
-    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
-    return JSONResponse({"error": str(error)}, error.status, headers=headers)
+async def _refuse(request: Request, error: Any) -> RawResponse:
+    return JSONResponse({"error": str(error)}, error.status)
 
 
-class ByteBudget:
-    """At most `limit` bytes of requests are held at a time, counted as they arrive."""
-
-    def __init__(self, limit: int):
-        self.limit, self.used = limit, 0
-
-    @contextmanager
-    def share(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that holds further bytes until the block ends.
-
-        It raises Refused when they are not free.
-        """
-        held = 0
-
-        def hold(size: int) -> None:
-            nonlocal held
-            if self.used + size > self.limit:
-                raise Refused(
-                    503, f"requests of {self.used} bytes are being answered, and {self.limit} is "
-                    "the limit: retry later", retry_after=1,
-                )  # fmt: skip
-            self.used += size
-            held += size
-
-        try:
-            yield hold
-        finally:
-            self.used -= held
-
-
-async def read_request(
-    request: "Request", hold: Callable[[int], None]
-) -> tuple[ScoreRequest, bytes]:
-    """Return a request's message and a digest of its body; `hold` counts its bytes.
-
-    Raises Refused for another body, and what `hold` raises.
-    """
-    from starlette.requests import ClientDisconnect
-
+async def read_request(request: Request) -> tuple[ScoreRequest, bytes]:
+    """Return a request's message and a digest of its body. Raises Refused for another body."""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            chunks = []
-            async for chunk in request.stream():
-                hold(len(chunk))
-                chunks.append(chunk)
-            body = b"".join(chunks)
+            body = await request.body()
         message = await asyncio.to_thread(ScoreRequest.model_validate_json, body)
     except TimeoutError as error:
         text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
