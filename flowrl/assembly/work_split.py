@@ -69,23 +69,9 @@ class WorkSplit:
         return tuple(sum(column) for column in zip(*(s.rows for s in self.shares), strict=True))
 
     @property
-    def busy(self) -> dict[str, float]:
-        """The share of the time that GPUs work, by phase, if a forward takes as long everywhere.
-
-        They wait for the slowest after sampling and after every update.
-        """
-        drawing = [share.forwards for share in self.shares]
-        slowest = sum(max(column) for column in zip(*(s.rows for s in self.shares), strict=True))
-        rows = sum(self.update_rows)
-        return {
-            "drawing": sum(drawing) / (self.gpus * max(drawing)) if max(drawing) else 1.0,
-            "learning": rows / (self.gpus * slowest) if slowest else 1.0,
-        }
-
-    @property
     def even(self) -> bool:
-        """Whether no GPU ever waits for another."""
-        return all(share == 1 for share in self.busy.values())
+        """Whether no GPU ever waits for another, after sampling and after every update."""
+        return len({(share.forwards, share.rows) for share in self.shares}) == 1
 
 
 def split_work(load: IterationWork, gpus: int) -> WorkSplit:
@@ -132,15 +118,6 @@ def check_split(load: IterationWork, gpus: int) -> None:
 def units(load: IterationWork) -> int:
     """Return the number of parts that can be dealt: prompts if they are whole, else trees."""
     return load.prompts if load.whole_prompts else load.prompts * load.roots
-
-
-def even_prompts(load: IterationWork, gpus: int) -> list[int]:
-    """Return the numbers of prompts nearest to the load's that surely split evenly.
-
-    A multiple of GPUs and updates does.
-    """
-    unit = gpus * load.updates
-    return [n for n in (load.prompts // unit * unit, -(-load.prompts // unit) * unit) if n]
 
 
 def deal(total: int, parts: int, unit: int = 1) -> list[range]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
 
 from flowrl.backbones.offload import (
     ENCODER,
@@ -24,12 +23,11 @@ from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.errors import DamagedFile, UserError, phase
 from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning
-from flowrl.utils.digests import check_seal, seal
-from flowrl.utils.files import write_bytes
+from flowrl.utils.files import load_state, save_state
 from flowrl.utils.untrusted import read_json
 
 LOG = logging.getLogger(__name__)
-VERSION = 3  # of the files
+VERSION = 4  # of the files
 
 
 class PromptCache:
@@ -63,21 +61,17 @@ class PromptCache:
         """Return one row on the CPU as it was saved; None without a file or for a damaged one."""
         path = self.path(prompt, negative)
         try:
-            data = path.read_bytes()
-            if check_seal(data, path):
-                return Conditioning(tensors=load(data))
+            return Conditioning(tensors=load_state(path)["tensors"])
+        except DamagedFile:
+            LOG.warning("the encoded prompt %s is damaged: it is made anew", path)
         except FileNotFoundError:
-            return None
-        except (DamagedFile, SafetensorError):
             pass
-        LOG.warning("the encoded prompt %s is damaged: it is made anew", path)
         return None
 
     def save(self, prompt: str, negative: str, cond: Conditioning) -> None:
         """Write the conditioning of a prompt, one row."""
-        tensors = {name: t.detach().cpu().contiguous() for name, t in cond.tensors.items()}
-        texts = {"prompt": prompt, "negative": negative}
-        write_bytes(self.path(prompt, negative), seal(save(tensors, metadata=texts)))
+        state = {"prompt": prompt, "negative": negative, "tensors": dict(cond.tensors)}
+        save_state(self.path(prompt, negative), state)
 
 
 CAPACITY = 2_048  # prompts; at the real sizes one takes megabytes

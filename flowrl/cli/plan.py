@@ -97,7 +97,10 @@ def _show_shares(planned: "Plan") -> None:
         "number of GPUs."
     )
     if not geometry.even:
-        say(_uneven(planned))
+        say(
+            "GPUs wait for each other; none does where rollout.prompts_per_iteration is a multiple "
+            f"of {geometry.gpus * load.updates}."
+        )
     say("")
 
 
@@ -119,18 +122,6 @@ def _share_rows(planned: "Plan") -> list[dict[str, Any]]:
 
 def _rows(planned: "Plan") -> str:
     return "nodes" if planned.work.needs.states == "transitions" else "images"
-
-
-def _uneven(planned: "Plan") -> str:
-    from flowrl.assembly.work_split import even_prompts
-
-    geometry = planned.geometry
-    busy = ", ".join(f"{share:.0%} of {phase}" for phase, share in geometry.busy.items())
-    prompts = " or ".join(map(str, even_prompts(geometry.load, geometry.gpus)))
-    return (
-        f"GPUs wait for each other: they work {busy}. None waits with "
-        f"rollout.prompts_per_iteration={prompts}."
-    )
 
 
 def _work_rows(config: "Config", planned: "Plan") -> list[dict[str, Any]]:

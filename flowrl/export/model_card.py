@@ -13,7 +13,7 @@ from flowrl.export.gallery import GalleryRow, gallery_grid
 from flowrl.training.evaluate import EvaluationComparison
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.images import fit, png
-from flowrl.utils.plots import DARK, Points, draw_curves
+from flowrl.utils.plots import Points, draw_curves
 from flowrl.utils.templates import render
 
 TAGS = ["text-to-image", "diffusers", "lora", "template:sd-lora", "reinforcement-learning"]
@@ -68,7 +68,6 @@ def write_card(folder: Path | str, card: Card) -> Path:
         images["before-after.png"] = png(gallery_grid(card.rows[:shown], across=4))
     if card.curves:
         images["curve.png"] = draw_curves(card.curves)
-        images["curve-dark.png"] = draw_curves(card.curves, theme=DARK)
     for i, row in enumerate(widgets(card), 1):
         aligned = row.images[-1]
         images[f"aligned-{i}.png"] = png(fit(aligned, max(WIDGET_SIDE, *aligned.size)))

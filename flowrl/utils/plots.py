@@ -6,7 +6,6 @@ Only its `Figure` is used: pyplot would keep figures and a backend for the whole
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -21,34 +20,19 @@ PANEL = (6.0, 2.75)  # inches
 SHARE = 20  # the running mean covers one point in so many
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Theme:
-    """Colours of a chart, as matplotlib reads them."""
-
-    paper: str
-    ink: str
-    soft: str
-    rule: str
-    lines: tuple[str, ...]
-
-
-LIGHT = Theme(
-    paper="#ffffff", ink="#1f2328", soft="#59636e", rule="#d1d9e0",
-    lines=("#0952b2", "#cf222e", "#1a7f37", "#bf8700", "#8250df", "#1f2328", "#14a0aa", "#c850a0",
-           "#8a5a2b", "#78be3c"),
-)  # fmt: skip
-DARK = Theme(
-    paper="#0d1117", ink="#e6edf3", soft="#9198a1", rule="#30363d",
-    lines=("#79b0ff", "#ff7b72", "#56d364", "#e3b341", "#bc8cff", "#e6edf3", "#56d4dd", "#f778ba",
-           "#d2a679", "#a5d66f"),
+# Colours, as matplotlib reads them.
+PAPER, INK, SOFT, RULE = "#ffffff", "#1f2328", "#59636e", "#d1d9e0"
+LINES = (
+    "#0952b2", "#cf222e", "#1a7f37", "#bf8700", "#8250df", "#1f2328", "#14a0aa", "#c850a0",
+    "#8a5a2b", "#78be3c",
 )  # fmt: skip
 
 
-def new_figure(width: float, height: float, theme: Theme = LIGHT) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     """Return an empty figure of this size in inches."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor=theme.paper)
+    return Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor=PAPER)
 
 
 def png_bytes(figure: "Figure") -> bytes:
@@ -58,7 +42,7 @@ def png_bytes(figure: "Figure") -> bytes:
     return buffer.getvalue()
 
 
-def draw_curves(curves: Mapping[str, Points], theme: Theme = LIGHT) -> bytes:
+def draw_curves(curves: Mapping[str, Points]) -> bytes:
     """Draw each curve in a panel of its own, two panels a row; one without points stays empty.
 
     Args:
@@ -67,16 +51,14 @@ def draw_curves(curves: Mapping[str, Points], theme: Theme = LIGHT) -> bytes:
     """
     across = min(2, len(curves))
     down = math.ceil(len(curves) / across)
-    figure = new_figure(PANEL[0] * across, PANEL[1] * down, theme)
+    figure = new_figure(PANEL[0] * across, PANEL[1] * down)
     panels = figure.subplots(down, across, squeeze=False).flatten()
     for axes, (name, points) in zip(panels, curves.items(), strict=False):
-        style_axes(axes, theme, title=name, x_label="iteration", y_label="score")
+        style_axes(axes, title=name, x_label="iteration", y_label="score")
         if not points:
-            axes.text(
-                0.5, 0.5, "no values", color=theme.soft, ha="center", transform=axes.transAxes
-            )
+            axes.text(0.5, 0.5, "no values", color=SOFT, ha="center", transform=axes.transAxes)
         else:
-            _smoothed(axes, points, theme)
+            _smoothed(axes, points)
     for axes in panels[len(curves) :]:
         axes.set_axis_off()
     return png_bytes(figure)
@@ -88,15 +70,15 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def _smoothed(axes: "Axes", points: Points, theme: Theme) -> None:
+def _smoothed(axes: "Axes", points: Points) -> None:
     window = 2 * (len(points) // SHARE // 2) + 1
     if window == 1:
-        return plot_line(axes, points, theme.lines[0], marker=".")
-    (xs, ys), color = zip(*points, strict=True), theme.lines[0]
+        return plot_line(axes, points, LINES[0], marker=".")
+    (xs, ys), color = zip(*points, strict=True), LINES[0]
     axes.plot(xs, ys, color=color, alpha=0.35, linewidth=0.8, label="each")
     means = list(zip(xs, running_mean(ys, window), strict=True))
     plot_line(axes, means, color, label=f"mean of {window}")
-    axes.legend(loc="best", frameon=False, labelcolor=theme.soft, fontsize=8)
+    axes.legend(loc="best", frameon=False, labelcolor=SOFT, fontsize=8)
 
 
 def plot_line(axes: "Axes", points: Points, color: str, **style: Any) -> None:
@@ -109,13 +91,13 @@ def plot_line(axes: "Axes", points: Points, color: str, **style: Any) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def style_axes(axes: "Axes", theme: Theme, *, title: str, x_label: str, y_label: str) -> None:
-    """Set title, labels and the theme's colours."""
-    axes.set_title(title, loc="left", color=theme.ink, fontsize=11)
-    axes.set_xlabel(x_label, color=theme.soft, fontsize=9)
-    axes.set_ylabel(y_label, color=theme.soft, fontsize=9)
-    axes.set_facecolor(theme.paper)
-    axes.grid(color=theme.rule, linewidth=0.6)
+def style_axes(axes: "Axes", *, title: str, x_label: str, y_label: str) -> None:
+    """Set title, labels and colours."""
+    axes.set_title(title, loc="left", color=INK, fontsize=11)
+    axes.set_xlabel(x_label, color=SOFT, fontsize=9)
+    axes.set_ylabel(y_label, color=SOFT, fontsize=9)
+    axes.set_facecolor(PAPER)
+    axes.grid(color=RULE, linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=theme.soft, length=0, labelsize=9)
+    axes.tick_params(colors=SOFT, length=0, labelsize=9)
     axes.spines[:].set_visible(False)

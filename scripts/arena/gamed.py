@@ -7,7 +7,7 @@ from statistics import mean
 
 from flowrl.functional.contrasts import Interval
 from flowrl.utils.files import write_bytes, write_text
-from flowrl.utils.plots import LIGHT, new_figure, png_bytes, style_axes
+from flowrl.utils.plots import LINES, new_figure, png_bytes, style_axes
 from scripts.arena.proxies import NamedColor, Vivid
 from scripts.arena.report import NEW_FAMILIES, NEW_REQUESTS, Scores, interval_text
 from scripts.arena.runs import GOLD, RUNS, Run
@@ -82,7 +82,7 @@ def _chart(data: Path, arms: Sequence[str]) -> bytes:
     """Draw the mean gold score of each method over its iterations."""
     figure, curves = new_figure(8, 4.5), read_curves(data)
     axes = figure.subplots()
-    style_axes(axes, LIGHT, title="gold, mean over runs", x_label="iteration", y_label="gold")
+    style_axes(axes, title="gold, mean over runs", x_label="iteration", y_label="gold")
     for number, arm in enumerate(arms):
         seeds = sorted({line.seed for line in curves if line.method == arm})
         # The last score of an iteration: that of weights that came back. A run that ended keeps it.
@@ -92,6 +92,6 @@ def _chart(data: Path, arms: Sequence[str]) -> bytes:
         ]
         xs = sorted(set().union(*runs))
         ys = [mean(run[max(i for i in run if i <= x)] for run in runs) for x in xs]
-        axes.plot(xs, ys, color=LIGHT.lines[number % len(LIGHT.lines)], label=arm)
+        axes.plot(xs, ys, color=LINES[number % len(LINES)], label=arm)
     axes.legend(frameon=False, fontsize=7)
     return png_bytes(figure)

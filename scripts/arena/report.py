@@ -17,7 +17,7 @@ import numpy as np
 from flowrl.config.yaml12 import load_yaml
 from flowrl.functional.contrasts import Interval, holm
 from flowrl.utils.files import write_bytes, write_text
-from flowrl.utils.plots import LIGHT, new_figure, png_bytes, style_axes
+from flowrl.utils.plots import LINES, SOFT, new_figure, png_bytes, style_axes
 from scripts.arena.methods import load_arms
 from scripts.arena.runs import FROZEN, GOLD, PLACES, RUNS, WORLDS, chosen
 from scripts.compare.data import read_rows
@@ -372,9 +372,9 @@ def _chart(scores: Scores, order: Sequence[str]) -> bytes:
     figure = new_figure(8, 1 + 0.27 * len(order))
     axes = figure.subplots()
     label = "95 % interval over worlds, runs and requests"
-    style_axes(axes, LIGHT, title="gain of the gold score", x_label=label, y_label="")
+    style_axes(axes, title="gain of the gold score", x_label=label, y_label="")
     for shift, split, color in zip(
-        (-0.15, 0.15), (NEW_REQUESTS, NEW_FAMILIES), LIGHT.lines, strict=False
+        (-0.15, 0.15), (NEW_REQUESTS, NEW_FAMILIES), LINES, strict=False
     ):
         found = [mean_gain(scores, arm, split) for arm in order]
         middle = [one.mean for one in found]
@@ -382,7 +382,7 @@ def _chart(scores: Scores, order: Sequence[str]) -> bytes:
                 [one.high - m for m, one in zip(middle, found, strict=True)]]  # fmt: skip
         rows = [i + shift for i in range(len(order))]
         axes.errorbar(middle, rows, xerr=ends, fmt="o", color=color, markersize=4, label=split)
-    axes.axvline(0, color=LIGHT.soft, linewidth=0.8)
+    axes.axvline(0, color=SOFT, linewidth=0.8)
     axes.set_yticks(range(len(order)), order)
     axes.invert_yaxis()
     axes.legend(frameon=False)
@@ -394,8 +394,8 @@ def _profiles(scores: Scores, order: Sequence[str]) -> bytes:
     figure = new_figure(8, 4.5)
     axes = figure.subplots()
     title = "performance profiles, first ten methods"
-    style_axes(axes, LIGHT, title=title, x_label="gain on new requests", y_label="share of runs")
-    for arm, color in zip(order, LIGHT.lines, strict=False):
+    style_axes(axes, title=title, x_label="gain on new requests", y_label="share of runs")
+    for arm, color in zip(order, LINES, strict=False):
         gains = sorted(_run_gains(scores, arm))
         shares = 1 - np.arange(len(gains) + 1) / len(gains)
         axes.step([min(0.0, gains[0]), *gains], shares, where="post", color=color, label=arm)

@@ -70,7 +70,7 @@ def test_the_front_matter_is_what_the_hub_reads(tmp_path):
     # Every image that the card shows lies beside it, and is large enough for the Hub.
     shown = re.findall(r"\]\((.*?)\)|src(?:set)?=\"(.*?)\"", body)
     shown = ["".join(names) for names in shown] + [w["output"]["url"] for w in header["widget"]]
-    assert len(shown) == 5
+    assert len(shown) == 4
     for name in shown:
         with Image.open(tmp_path / name) as image:
             assert min(image.size) >= 256
