@@ -14,6 +14,7 @@ from flowrl.utils.templates import finite_or_none, number, render, signed
 
 Score = float | None
 PAIR = ("base", "aligned")
+GRID_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,32 +35,15 @@ def write_gallery(
     title: str,
     summary: Sequence[EvaluationComparison] = (),
     caption: str = "",
-    grid_rows: int = 16,
 ) -> tuple[Path, Path]:
-    """Write `index.html` (every row) and `grid.png` (the first `grid_rows`); return their paths.
+    """Write `index.html` (every row) and `grid.png` (the first GRID_ROWS); return their paths.
 
-    The page holds its images, style and script, and forbids itself every request.
+    The page holds its images, style and script, and forbids itself every request. The template
+    engine escapes everything that comes from outside.
     """
     if not rows:
         raise ValueError("a gallery needs at least one pair of images, got none")
     html, grid = Path(folder) / "index.html", Path(folder) / "grid.png"
-    write_text(html, gallery_page(rows, title=title, summary=summary, caption=caption))
-    shown = rows[:grid_rows]
-    part = f"{len(shown)} of {len(rows)} pairs." if len(shown) < len(rows) else ""
-    heading = [title, *(summary_line(row) for row in summary), caption, part]
-    image = gallery_grid(shown, heading=[text for text in heading if text])
-    write_bytes(grid, png(image))
-    return html, grid
-
-
-def gallery_page(
-    rows: Sequence[GalleryRow],
-    *,
-    title: str,
-    summary: Sequence[EvaluationComparison] = (),
-    caption: str = "",
-) -> str:
-    """Return the HTML page. The template engine escapes everything that comes from outside."""
     rewards = list(dict.fromkeys(name for row in rows for name in row.scores))
     values = {
         "title": title,
@@ -68,7 +52,13 @@ def gallery_page(
         "rewards": rewards,
         "rows": [_entry(row, rewards) for row in rows],
     }
-    return render("gallery.html.j2", values)
+    write_text(html, render("gallery.html.j2", values))
+    shown = rows[:GRID_ROWS]
+    part = f"{len(shown)} of {len(rows)} pairs." if len(shown) < len(rows) else ""
+    heading = [title, *(summary_line(row) for row in summary), caption, part]
+    image = gallery_grid(shown, heading=[text for text in heading if text])
+    write_bytes(grid, png(image))
+    return html, grid
 
 
 def gallery_grid(

@@ -134,12 +134,6 @@ class Info(BaseModel):
         return max(1, min(self.max_batch, self.max_pixels // (height * width)))
 
 
-class Refusal(BaseModel):
-    """The body of every answer that is not 200."""
-
-    error: str
-
-
 def error_message(error: ValidationError) -> str:
     """Describe the first error of a message in one sentence."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]

@@ -15,7 +15,6 @@ SEAL = "flowrl_digest"  # in the header, beside what others keep there
 NOTES = "__metadata__"  # safetensors' name for the texts in a header
 MAX_HEADER = 100_000_000  # bytes, safetensors' own limit
 _HEX = 32
-_PLACE = f'"{SEAL}":"'.encode()  # in a header that `seal` wrote; quotes inside a text are escaped
 
 
 def digest(data: bytes) -> str:
@@ -35,22 +34,13 @@ def content_digest(content: Any) -> str:
 
 
 def seal(data: bytes) -> bytes:
-    """Return a safetensors file with a digest of tensors and header in its header.
-
-    The digest is that of the whole file with zeros in the place of the digest.
-    """
-    header, start = _header(data)
-    notes = header.pop(NOTES, {}) | {SEAL: "0" * _HEX}
-    whole = {NOTES: dict(sorted(notes.items()))} | header
+    """Return a safetensors file with a digest of tensors and header in its header."""
+    header, tensors = _parts(data)
+    notes = header.get(NOTES, {}) | {SEAL: _digest_of(header, tensors)}
+    whole = header | {NOTES: dict(sorted(notes.items()))}
     text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    parts = len(text).to_bytes(8, "little") + text, data[start:]
-    place = parts[0].index(_PLACE) + len(_PLACE)
-    hasher = blake2b(parts[0], digest_size=_HEX // 2)
-    hasher.update(parts[1])
-    return b"".join(
-        [parts[0][:place], hasher.hexdigest().encode(), parts[0][place + _HEX :], parts[1]]
-    )
+    return b"".join([len(text).to_bytes(8, "little"), text, tensors])
 
 
 def check_seal(data: bytes, path: Path) -> bool:
@@ -59,20 +49,20 @@ def check_seal(data: bytes, path: Path) -> bool:
     Raises DamagedFile when the bytes are not those that were sealed.
     """
     try:
-        header, _ = _header(data)
-        notes = header.get(NOTES, {})
+        header, tensors = _parts(data)
+        sealed = header.get(NOTES, {}).get(SEAL)
     except (ValueError, TypeError, AttributeError) as error:
         raise DamagedFile(f"{path} is not a safetensors file, or damaged: {error}") from error
-    if SEAL not in notes:
+    if sealed is None:
         return False
-    if not _is_intact(data, notes[SEAL]):
+    if sealed != _digest_of(header, tensors):
         raise DamagedFile(f"{path} is damaged: its digest does not match its content")
     return True
 
 
 def notes_of(data: bytes) -> dict[str, str]:
     """Return the texts in the header of a safetensors file. Raises ValueError where it is none."""
-    return _header(data)[0].get(NOTES, {})
+    return _parts(data)[0].get(NOTES, {})
 
 
 def sealed_digest(path: Path) -> str | None:
@@ -83,22 +73,21 @@ def sealed_digest(path: Path) -> str | None:
     return header.get(NOTES, {}).get(SEAL)
 
 
-def _is_intact(data: bytes, wanted: Any) -> bool:
-    place = data.find(_PLACE) + len(_PLACE)
-    if place < len(_PLACE) or not isinstance(wanted, str):
-        return False
-    hasher = blake2b(data[:place], digest_size=_HEX // 2)
-    hasher.update(b"0" * _HEX)
-    hasher.update(memoryview(data)[place + _HEX :])
-    return hasher.hexdigest() == wanted
+def _digest_of(header: dict[str, Any], tensors: memoryview) -> str:
+    """Return the digest of a file without the one that its header may have."""
+    notes = {name: text for name, text in header.get(NOTES, {}).items() if name != SEAL}
+    whole = json.dumps(header | {NOTES: notes}, sort_keys=True)
+    hasher = blake2b(whole.encode(), digest_size=_HEX // 2)
+    hasher.update(tensors)
+    return hasher.hexdigest()
 
 
-def _header(data: bytes) -> tuple[dict[str, Any], int]:
-    """Return a file's header and where its tensors begin. Raises ValueError where it has none."""
+def _parts(data: bytes) -> tuple[dict[str, Any], memoryview]:
+    """Return a file's header and its tensors. Raises ValueError where it has none."""
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= len(data) - 8:
         raise ValueError(f"a header of {size} bytes in a file of {len(data)}")
     header = from_json(data[8 : 8 + size])  # refuses deep nesting, where json has no limit
     if not isinstance(header, dict) or not isinstance(header.get(NOTES, {}), Mapping):
         raise ValueError("its header is not a table of tensors")
-    return header, 8 + size
+    return header, memoryview(data)[8 + size :]

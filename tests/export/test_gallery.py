@@ -4,6 +4,7 @@ import base64
 import io
 import math
 import re
+import tempfile
 from html.parser import HTMLParser
 from typing import Any
 
@@ -11,12 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flowrl.export.gallery import (
-    GalleryRow,
-    change_of,
-    gallery_page,
-    write_gallery,
-)
+from flowrl.export.gallery import GalleryRow, change_of, write_gallery
 from flowrl.functional.contrasts import Contrast
 from flowrl.training.evaluate import EvaluationComparison
 
@@ -44,6 +40,11 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if not self.tags or self.tags[-1][0] not in ("style", "script"):
             self.text += data
+
+
+def gallery_page(rows: list[GalleryRow], **texts: Any) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return write_gallery(folder, rows, **texts)[0].read_text()
 
 
 def noise(seed: int) -> Image.Image:

@@ -39,7 +39,6 @@ from flowrl.scoring.executors.base import (
 from flowrl.scoring.protocol import (
     PROTOCOL,
     Info,
-    Refusal,
     Response,
     RewardInfo,
     encode,
@@ -358,7 +357,7 @@ class HTTPExecutor:
         code = reply.status_code
         if code == 200:
             return reply.content
-        status = f"answered {code} ({_refusal_text(reply.content)})"
+        status = f"answered {code} ({reply.text[:400].strip() or 'no text'})"
         if code in (408, 429) or code >= 500:
             seconds = reply.headers.get("retry-after", "")  # or a date, which does not count
             raise Again(status, float(seconds) if seconds.isdecimal() else None)
@@ -370,11 +369,3 @@ class HTTPExecutor:
         if isinstance(error, httpx.TimeoutException):
             return f"did not answer within {self.options.timeout:g} s"
         return f"broke off ({error})"
-
-
-def _refusal_text(data: bytes) -> str:
-    """Return the error sentence in a server's answer."""
-    try:
-        return Refusal.model_validate_json(data).error[:400]
-    except ValidationError:
-        return data[:200].decode("utf-8", "replace").strip() or "no text"

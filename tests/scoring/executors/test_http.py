@@ -160,8 +160,8 @@ def test_close_ends_all_threads_while_a_server_hangs():
 @pytest.mark.parametrize(
     "fault, words",
     [
-        (status(500), "500 (engine died)"),
-        (status(503, "loading"), "answered 503 (loading)"),
+        (status(500), "engine died"),
+        (status(503, "loading"), "answered 503"),
         (late(5), "did not answer within 0.3 s"),
         (lambda server, _: server.drip, "no score within 0.8 s"),
         (TRUNCATED, "broke off"),
@@ -199,7 +199,7 @@ def test_retry_after_is_waited_for_within_the_deadline_and_capped(monkeypatch):
             began = time.monotonic()
             (reason,) = scored(executor, 1).reasons.values()
             assert time.monotonic() - began < 0.9
-            assert "(tea)" in reason and time.strftime("rests until %H:") in reason
+            assert "tea" in reason and time.strftime("rests until %H:") in reason
             time.sleep(1.5)
             assert_right(scored(executor, 1))
     for when in ("inf", "1e400", "nan", "-5", "soon", "", "Fri, 31 Dec 2100 23:59:59 GMT"):
