@@ -3,7 +3,6 @@
 import copy
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -33,12 +32,10 @@ from flowrl.quantization.backends import (
     resolve,
 )
 from flowrl.quantization.linear import quantise_base
-from flowrl.quantization.rollout_model import prepare, write_precision
+from flowrl.quantization.rollout_model import log_precision, prepare
 from flowrl.utils.distributed import Runtime
 
 LOG = logging.getLogger(__name__)
-
-FILE = "training-precision.json"
 
 
 def build_backbone(
@@ -222,15 +219,7 @@ def set_precision(config: Config, backbone: PipelineBackbone, runtime: Runtime) 
         where="pipeline",
     )
     if runtime.is_main:
-        write_precision(
-            Path(config.run.output_dir),
-            resolved,
-            layers,
-            dtype=network_dtype(backbone),
-            what="rollouts and training",
-            lora="side",
-            file=FILE,
-        )
+        log_precision("rollouts and training", resolved, layers)
     if isinstance(backend, NVFP4Native | NVFP4Emulated):
         backend = PerRow(backend)  # the same numbers for any batch: a rollout's, a micro-batch
     if backend is not None:

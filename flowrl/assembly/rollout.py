@@ -20,7 +20,7 @@ from flowrl.prompts.book import PromptBook
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.quantization.backends import Backend, Resolved, resolve
 from flowrl.quantization.layer_rules import LayerChoice
-from flowrl.quantization.rollout_model import RolloutModel, prepare, write_precision
+from flowrl.quantization.rollout_model import RolloutModel, log_precision, prepare
 from flowrl.sampling.rank_audit import RankAuditor
 from flowrl.sampling.rollout import (
     RolloutGenerator,
@@ -141,35 +141,32 @@ def build_explorer(parts: RolloutParts, exact: RolloutGenerator) -> Explorer | N
     if e is None:
         return None
     resolved, *_ = preview_layers(parts)  # what cannot work fails before anything is sampled
-    rollout, folder = parts.config.rollout, Path(parts.config.run.output_dir)
+    rollout = parts.config.rollout
     auditor = RankAuditor(
-        preview=functools.cache(functools.partial(build_preview_generator, parts, exact, folder)),
+        preview=functools.cache(functools.partial(build_preview_generator, parts, exact)),
         precision=resolved.precision,
         exact=exact,
         rollout=rollout,
         explore=e,
         seed=seed,
-        folder=folder,
+        folder=Path(parts.config.run.output_dir),
     )
     plan = functools.partial(rollout.candidates, seed=seed)
     return Explorer(preview=auditor, plan=plan, select=e.select)
 
 
-def build_preview_generator(
-    parts: RolloutParts, exact: RolloutGenerator, folder: Path | None = None
-) -> RolloutGenerator:
+def build_preview_generator(parts: RolloutParts, exact: RolloutGenerator) -> RolloutGenerator:
     """Return what samples candidates, scored by the rewards that are trained.
 
     Where nothing is quantised or merged otherwise, the network of `exact` is used.
-    folder: of a run, in which their precision is recorded.
     """
     r, e = parts.config.rollout, parts.config.rollout.explore
     assert e is not None
     backbone, network = exact.backbone, exact.network
     with parts.runtime.raise_on_all():
         resolved, layers, backend = preview_layers(parts)
-        if folder is not None and parts.runtime.is_main:
-            write_precision(folder, resolved, layers, dtype=network_dtype(parts.backbone))
+        if parts.runtime.is_main:
+            log_precision("candidates", resolved, layers)
         if parts.pool is None and (layers or parts.foldable != parts.merged):
             backbone, network = parts.copied_network(layers, backend)
     trained = [spec for spec in parts.specs if spec.trained]

@@ -63,13 +63,12 @@ class Worker:
 
     def __init__(self, recipe: str, threads: int, like: str):
         torch.set_num_threads(threads)
-        self._folder = tempfile.TemporaryDirectory(prefix="flowrl-worker-")
         self._name = f"{platform.node()}, process {os.getpid()}"
         self._problem, self._version = "", 0  # of the weights that it has
         self._generators: dict[bool, RolloutGenerator] = {}  # by whether it samples candidates
         self._sampling, self._scoring = threading.Lock(), threading.Lock()
         try:
-            self._parts = _build_parts(_for_worker(parse_config(json.loads(recipe)), self._folder))
+            self._parts = _build_parts(_for_worker(parse_config(json.loads(recipe))))
             here = machine(self._parts.runtime)
             if here != like:
                 self._problem = (
@@ -129,14 +128,13 @@ def machine(runtime: Runtime) -> str:
     return f"{gpu}{platform.machine()}, torch {torch.__version__}, flowrl {__version__}"
 
 
-def _for_worker(config: Config, folder: "tempfile.TemporaryDirectory[str]") -> Config:
+def _for_worker(config: Config) -> Config:
     """Return the recipe without what jobs bring, or only the trainer does."""
     # The rest scores evaluations, or compares groups: then all rewards work in the trainer.
     rewards = [e for e in config.rewards if e.trained or e.when in ("rollout", "both")]
     config = config.model_copy(update={"rewards": rewards, "reference": ReferenceOptions()})
     config = config.changed("lora", init_from=None).changed("ema", decay=None)
     config = config.changed("memory", prompt_cache=None, text_encoders="keep")
-    config = config.changed("run", output_dir=folder.name)  # where precisions are recorded
     return config.changed("rollout", workers=None)
 
 

@@ -5,11 +5,9 @@ a path beside the packed base, Q(W) x + s B (A x). `prepare` chooses its layers 
 """
 
 import copy
-import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +31,6 @@ from flowrl.quantization.layer_rules import (
     quantised_share,
 )
 from flowrl.quantization.linear import RolloutLinear, SamePrecisionLinear
-from flowrl.utils.files import write_text
 
 LOG = logging.getLogger(__name__)
 
@@ -147,7 +144,7 @@ def _is_convolution(name: str, layer: nn.Module) -> bool:
     )
 
 
-# --- a precision on a network, and its record ----------------------------------------------------
+# --- a precision on a network ---------------------------------------------------------------------
 
 
 def prepare(
@@ -182,38 +179,13 @@ def prepare(
     return choices, backend
 
 
-FILE = "precision.json"
+def log_precision(what: str, resolved: Resolved, choices: Sequence[LayerChoice]) -> None:
+    """Log the precision of `what`, and for --debug what becomes of each layer.
 
-
-def write_precision(
-    folder: Path,
-    resolved: Resolved,
-    choices: Sequence[LayerChoice],
-    *,
-    dtype: torch.dtype,
-    what: str = "candidates",
-    lora: str = "merge",
-    file: str = FILE,
-) -> None:
-    """Log the precision of `what`, and write it with all layers to a file of the folder.
-
-    Args:
-        choices: empty where nothing is quantised.
-        dtype: the network's own.
+    choices: empty where nothing is quantised.
     """
-    number, quantised = str(dtype).removeprefix("torch."), resolved.precision != "bf16"
-    name = resolved.precision if quantised else f"not quantised ({number})"
-    share = quantised_share(choices) if choices else 0.0
-    part = f"; {share:.0%} of the weights of its layers" if choices else ""
+    name = "not quantised" if resolved.precision == "bf16" else resolved.precision
+    part = f"; {quantised_share(choices):.0%} of the weights of its layers" if choices else ""
     LOG.info("precision of %s: %s, %s%s", what, name, resolved.reason, part)
-    content = {
-        "what": what,
-        **asdict(resolved),
-        "precision": name,
-        "dtype": number,
-        "lora": lora,
-        "quantised_share": share,
-        "layers": [asdict(choice) for choice in choices],
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / file, json.dumps(content, indent=2) + "\n")
+    for choice in choices:
+        LOG.debug("%s: %s (%s)", choice.name, choice.format or "exact", choice.reason)

@@ -27,7 +27,7 @@ _HALF_WRITTEN = re.compile(rf"\.(.+)\.[a-z0-9_]{{8}}{re.escape(TEMPORARY)}")
 
 FolderKind = Literal["start", "run", "images", "leaderboard", "votes", "dataset"]
 # What a start writes in a folder before its run begins there, removed again if it is refused.
-_START = (".lock", ".owner.json", "precision.json", "training-precision.json")
+_START = (".lock", ".owner.json")
 # Every name that flowrl writes at the top of a folder, as patterns. Nothing else in a folder is
 # ever deleted, and everything else there is somebody else's.
 WRITTEN: dict[FolderKind, tuple[str, ...]] = {
@@ -45,7 +45,7 @@ WRITTEN: dict[FolderKind, tuple[str, ...]] = {
         ".lock", "evaluations", "index.html", "leaderboard.csv", "comparisons.csv", "scores.csv",
     ),
     "votes": (".lock", "votes.jsonl"),
-    "dataset": (".lock", "store.json", "shards", "precision.json", "training-precision.json"),
+    "dataset": (".lock", "store.json", "shards"),
 }  # fmt: skip
 _TENSOR = "__tensor__"
 _INT_KEYS = "__int_keys__"

@@ -111,14 +111,12 @@ def test_a_folder_in_use_names_its_process_and_is_refused_to_another_until_that_
 def test_a_refused_start_removes_what_it_wrote_and_nothing_else(tmp_path):
     deep = tmp_path / "new" / "deeper" / "run"
     with pytest.raises(UserError, match="no reward"), claim(deep, resume=None):
-        write_text(deep / "precision.json", "{}")
         raise UserError("no reward")
     assert not (tmp_path / "new").exists()
     # What was there before stays, and what others write meanwhile: notes, further runs.
     shared = tmp_path / "runs"
     write_text(shared / "metrics.jsonl", "before")
     with pytest.raises(KeyboardInterrupt), claim(shared, resume=None):
-        write_text(shared / "precision.json", "{}")
         write_text(shared / "notes.txt", "mine")
         write_text(shared / "wandb" / "another.log", "theirs")
         write_text(shared / "other" / CONFIG, "run: {}")
