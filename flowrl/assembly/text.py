@@ -13,6 +13,7 @@ import torch
 from flowrl.assembly.backbone import encoding_backbone, load_without_transformer
 from flowrl.backbones.loading import pipeline_path
 from flowrl.backbones.offload import (
+    ENCODER,
     encoders_of,
     encoders_on_device,
     free_device_memory,
@@ -25,7 +26,6 @@ from flowrl.backbones.text_cache import (
     CAPACITY,
     PromptCache,
     TextCache,
-    encoder_names,
     identify_by_files,
     index_file,
 )
@@ -40,6 +40,7 @@ from flowrl.trees.memory import free_bytes
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import remove_abandoned
 from flowrl.utils.progress import Steps
+from flowrl.utils.untrusted import read_json
 
 LOG = logging.getLogger(__name__)
 ROWS = 64  # texts that are encoded at once, at most
@@ -174,7 +175,7 @@ class TextCaches:
         if self.count_on_disk(prompts) < len(prompts):
             self._identity = None  # a branch may have moved on: known once they are loaded
             return []
-        return encoder_names(index)
+        return [name for name in read_json(index) if name.startswith(ENCODER)]
 
     def count_on_disk(self, prompts: GuidedPrompts) -> int:
         """Return how many of these prompts are in memory.prompt_cache."""

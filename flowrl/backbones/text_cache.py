@@ -24,7 +24,6 @@ from flowrl.errors import DamagedFile, UserError, phase
 from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning
 from flowrl.utils.files import load_state, save_state
-from flowrl.utils.untrusted import read_json
 
 LOG = logging.getLogger(__name__)
 VERSION = 4  # of the files
@@ -219,11 +218,6 @@ def index_file(path: str, revision: str | None) -> Path | None:
     except HFValidationError:  # no name of the Hub either
         return None
     return Path(file) if isinstance(file, str) else None
-
-
-def encoder_names(index: Path) -> list[str]:
-    """Return the names of the text encoders in the pipeline."""
-    return [name for name in read_json(index) if name.startswith(ENCODER)]
 
 
 def identify_by_files(index: Path, kinds: Sequence[str] = (ENCODER, "tokenizer")) -> dict[str, Any]:

@@ -201,14 +201,14 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
 
 def _judges(name: str, reward: list[str] | None, args: list[str] | None) -> "list[RewardSpec]":
     """Return the rewards that were named, or the judge of a benchmark, under its name."""
+    from flowrl.api import named_rewards
     from flowrl.evaluation.published import PUBLISHED
     from flowrl.scoring.spec import RewardSpec, load_reward
 
     published = PUBLISHED.get(name)
     arguments = arguments_of(reward or [name], args)
     if reward:
-        named = zip(reward, arguments, strict=True)
-        return [RewardSpec(name=r, reward=load_reward(r, values)) for r, values in named]
+        return named_rewards(reward, arguments)
     if published and published.judge:
         judge, values = published.judge, {**published.args, **(arguments[0] or {})}
         if name == "geneval":  # no other mode is the benchmark

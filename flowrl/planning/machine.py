@@ -43,14 +43,10 @@ def check_machine(config: Config, *, insist: bool = False) -> None:
 
 
 def check_packages(config: Config) -> None:
-    """Check packages of trackers, of few-bit weights and of rewards, and the C compiler."""
-    library = config.memory.base_library if config.memory.base_bits else None
-    wanted = {name: f"run.trackers has {name}" for name in config.run.trackers}
-    if library is not None:
-        wanted[library] = f"memory.base_library is {library}"
-    for name, why in wanted.items():
+    """Check packages of trackers and of rewards, and the C compiler."""
+    for name in config.run.trackers:
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"{why}, which is not installed: pip install {name}")
+            raise UserError(f"run.trackers has {name}, which is not installed: pip install {name}")
     compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
     if config.pipeline.compile and not any(map(shutil.which, compilers)):
         raise UserError(

@@ -34,7 +34,7 @@ from flowrl.planning.rewards import (
     rewards_bytes,
     scoring_bytes,
 )
-from flowrl.planning.work import IterationKind, doubles, training_doubles
+from flowrl.planning.work import IterationKind, doubles
 from flowrl.prompts.sources import HUB, read_rows
 from flowrl.quantization.backends import BACKENDS
 from flowrl.quantization.layer_rules import choose_layers, matrices, matrix_shape
@@ -195,8 +195,9 @@ class MemoryPlan:
         rows = max(max(share.rows) for share in self.split.shares) * load.row_forwards
         rows = min(self.config.optim.micro_batch, max(rows, 1))
         compared = self.needs.reference or self.needs.old or self.needs.teachers
+        guided = doubles(self.config, self.config.rollout.learning_guidance_scale)
         backward = transformer_peak(
-            self.forward(rows * (1 + training_doubles(self.config))),
+            self.forward(rows * (1 + guided)),
             "train_with_reference" if compared else "train",
             checkpointing=self.config.memory.gradient_checkpointing,
         )

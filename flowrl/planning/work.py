@@ -126,16 +126,11 @@ def _class_at(path: str, revision: str | None) -> str:
         return ""
 
 
-def training_doubles(config: Config) -> bool:
-    """Return the same for learning."""
-    return doubles(config, config.rollout.learning_guidance_scale)
-
-
 def _iteration_work(config: Config, needs: Needs, load: IterationWork) -> UpdateWork:
     r = config.rollout
     per_image = 1 + doubles(config, r.guidance_scale) if r.store is None else 0
     rows = load.prompts * min(load.roots * load.rows, load.group_rows or load.roots * load.rows)
-    training = rows * load.row_forwards * (1 + training_doubles(config))
+    training = rows * load.row_forwards * (1 + doubles(config, r.learning_guidance_scale))
     again = config.memory.gradient_checkpointing + config.objective.recomputes
     return UpdateWork(
         images=load.prompts * load.roots * load.leaves,
