@@ -126,7 +126,6 @@ class Info(BaseModel):
     protocol: Literal[1]
     rewards: list[RewardInfo]
     max_batch: Annotated[int, Field(ge=1)] = 16  # items of a request
-    max_body: Annotated[int, Field(ge=1)] = 64 * 2**20  # bytes of a request
     max_pixels: Annotated[int, Field(ge=1)] = 2**26  # of all images of a request
 
     def max_images(self, height: int, width: int) -> int:

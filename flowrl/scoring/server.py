@@ -172,7 +172,7 @@ class ScoringService:
         self.specs = {spec.name: spec for spec in specs}
         if not specs or len(self.specs) < len(specs):
             raise UserError("a reward server needs rewards of different names")
-        self.max_body, self.max_pixels = max_body, max(1, max_body // BYTES_PER_PIXEL)
+        self.max_pixels = max(1, max_body // BYTES_PER_PIXEL)
         # One request more than a reward can score at a time, so that images are decoded meanwhile.
         self._turns = {name: asyncio.Semaphore(2) for name in self.specs}
         self._locks = {name: Lock() for name in self.specs}  # user code runs in one thread
@@ -184,7 +184,6 @@ class ScoringService:
             protocol=PROTOCOL,
             rewards=[_describe(spec.name, spec.reward) for spec in self.specs.values()],
             max_batch=MAX_BATCH,
-            max_body=self.max_body,
             max_pixels=self.max_pixels,
         )
 
