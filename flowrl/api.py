@@ -365,9 +365,10 @@ def collect(
         pipeline: a loaded object in place of that which the recipe names.
     """
     config = with_pipeline_name(config, pipeline).changed("rollout", store=None)
-    config = config.changed("prompts", book=None)  # nothing is told to it
+    if (book := config.prompts.book) is not None:  # nothing is told to it
+        config = config.changed("prompts", book=book.model_copy(update={"choose": "uniform"}))
     shards = -(-groups // config.rollout.prompts_per_iteration)  # one an iteration
-    # A rollout's precision is recorded in its output folder: here that of the data set.
+    # An audit is written into its output folder: here that of the data set.
     config = config.changed("run", output_dir=str(folder), iterations=shards)
     # A data set has no evaluations: rewards that are only measured score its images.
     measured = [entry.model_copy(update={"when": entry.when or "both"}) for entry in config.rewards]

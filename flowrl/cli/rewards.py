@@ -165,17 +165,21 @@ def reward_serve(
         )
 
     token = read_token(host, token_env)
-    with listen(host, port) as listening:
-        pairs = zip(names, arguments, strict=True)
-        specs = [background_spec(name, load_reward(name, values)) for name, values in pairs]
-        try:
-            hosts = None if token else local_names(host)
-            app = make_app(specs, hosts=hosts, token=token, max_body=max_body * 2**20)
-            late = [spec.name for spec in specs if not warm_up(spec)]
-        except BaseException:
-            for spec in specs:
-                spec.get_executor().close()
-            raise
+    if port:
+        listen(host, port).close()  # a port that is taken is refused before anything is loaded
+    pairs = zip(names, arguments, strict=True)
+    specs = [background_spec(name, load_reward(name, values)) for name, values in pairs]
+    try:
+        hosts = None if token else local_names(host)
+        app = make_app(specs, hosts=hosts, token=token, max_body=max_body * 2**20)
+        late = [spec.name for spec in specs if not warm_up(spec)]
+        # Only now, so that clients turn to other servers until this one can answer.
+        listening = listen(host, port)
+    except BaseException:
+        for spec in specs:
+            spec.get_executor().close()
+        raise
+    with listening:
         # Flushed: programs that read this through a pipe wait for it.
         print(f"serving {', '.join(names)} at {address_of(host, listening)}", flush=True)
         if late:

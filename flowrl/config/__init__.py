@@ -79,7 +79,7 @@ class Config(Options):
         check_rewards(self.rewards)
         validate.check_book(self.prompts, self.rollout, self.objective)
         validate.check_reference(self.reference, self.objective, self.run)
-        validate.check_hacking(self.run, self.evaluation, self.objective)
+        validate.check_hacking(self.run, self.evaluation, self.objective, self.lora)
         return self
 
     @property

@@ -68,9 +68,9 @@ class AdvantageOptions(Options):
     )
     center: Literal["group", "tracker"] = option(
         "group",
-        "What a reward is compared with: the mean of its group; or the mean that prompts.book "
-        "remembers of its prompt (tracker), over all images of the iteration, so that "
-        "rollout.group_size may be 1.",
+        "What a reward is compared with. group: the mean of its group. tracker: the mean that "
+        "prompts.book remembers of its prompt; the differences are then scaled over all images of "
+        "the iteration, and rollout.group_size may be 1.",
         "tracker: single-stream policy optimisation, arXiv 2509.13232",
     )
     emphasis: NonNegative = option(

@@ -202,8 +202,8 @@ class OnHackingOptions(Options):
     held_out: Text | None = option(
         None,
         "Name of a reward that is only measured, with held_out: true, which decides what hacking "
-        "is. null: the images decide, by hacking/score, which is 0.5 where one of its detectors is "
-        "at its tolerance.",
+        "is. null: the radar decides, by hacking/score, which is 0.5 where one of its detectors is "
+        "at its tolerance; it needs some 100 images.",
     )
     score: Annotated[Positive, Field(lt=1)] = option(
         0.5, "Without held_out: the hacking/score above which an evaluation looks like hacking."
@@ -216,10 +216,11 @@ class OnHackingOptions(Options):
     )
     action: Literal["stop", "rollback", "raise_kl", "warn"] = option(
         "stop",
-        "stop ends the run with the weights it has; rollback ends it with those of the evaluation "
-        "where the held-out reward was best, or the trained one while hacking/score was at most "
-        "two thirds of `score`, and else with the base's; raise_kl returns to those weights and "
-        "trains on with a stronger penalty; warn prints a line.",
+        "stop ends the run with the weights it has. rollback ends it with earlier ones: with "
+        "held_out those of its best evaluation; without, those of the best trained reward among "
+        "evaluations whose hacking/score was at most two thirds of `score`, or the base's where "
+        "there is none. raise_kl returns to those weights and trains on with a stronger penalty. "
+        "warn prints a line.",
     )
     kl_coef: Positive = option(
         0.1,

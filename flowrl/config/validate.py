@@ -14,6 +14,7 @@ from flowrl.config.objectives import (
 from flowrl.config.rollout import OptimOptions, ReferenceOptions, RolloutOptions
 from flowrl.config.sections import (
     EvaluationOptions,
+    LoRAOptions,
     MemoryOptions,
     PipelineOptions,
     PromptOptions,
@@ -263,8 +264,16 @@ def check_reference(reference: ReferenceOptions, objective: Objective, run: RunO
         )
 
 
-def check_hacking(run: RunOptions, evaluation: EvaluationOptions, objective: Objective) -> None:
-    """Check that there are evaluations during training for `run.on_hacking`."""
+def check_hacking(
+    run: RunOptions, evaluation: EvaluationOptions, objective: Objective, lora: LoRAOptions
+) -> None:
+    """Check that `run.on_hacking` has evaluations during training, and what it compares them with.
+    """
+    if run.on_hacking is not None and run.on_hacking.held_out is None and lora.init_from:
+        raise ValueError(
+            "run.on_hacking.held_out is null, which compares images with the base's, but "
+            "lora.init_from begins elsewhere: name a held-out reward, or set run.on_hacking to null"
+        )
     if run.on_hacking is not None and not evaluation.every:
         raise ValueError(
             "run.on_hacking compares evaluations during training, but evaluation.every is "

@@ -11,6 +11,7 @@ STATISTICS = (
 LUMA = (0.299, 0.587, 0.114)  # of R, G, B (ITU-R BT.601)
 LEVEL = 1 / 255  # one of 8 bits
 THUMBNAIL = 8  # pixels a side
+LARGEST = 256  # pixels a side, to which larger images are reduced first, but for their grid
 
 
 def image_statistics(images: Tensor, period: int = 8) -> Tensor:
@@ -26,8 +27,11 @@ def image_statistics(images: Tensor, period: int = 8) -> Tensor:
         period: pixels of the cell that the decoder repeats.
     """
     images = images.to(torch.promote_types(images.dtype, torch.float32))
+    grid = grid_share(luma_of(images), period)
+    if (factor := max(images.shape[2:]) // LARGEST) > 1:
+        images = F.avg_pool2d(images, factor)
     red, green, blue = images.unbind(1)
-    luma = (images * images.new_tensor(LUMA)[:, None, None]).sum(1)
+    luma = luma_of(images)
     edge = gradient_size(luma)
     opponents = torch.stack([red - green, (red + green) / 2 - blue], 1).flatten(2)
     spread, shift = opponents.std(2, correction=0).norm(dim=1), opponents.mean(2).norm(dim=1)
@@ -41,9 +45,14 @@ def image_statistics(images: Tensor, period: int = 8) -> Tensor:
         spread + 0.3 * shift,
         edge.mean((1, 2)),
         (edge < 2 * LEVEL).to(images).mean((1, 2)),
-        grid_share(luma, period),
+        grid,
     ]
     return torch.stack(columns, 1)
+
+
+def luma_of(images: Tensor) -> Tensor:
+    """Return (B, H, W) of images (B, 3, H, W)."""
+    return (images * images.new_tensor(LUMA)[:, None, None]).sum(1)
 
 
 def gradient_size(luma: Tensor) -> Tensor:

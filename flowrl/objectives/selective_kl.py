@@ -59,6 +59,10 @@ def check_kl_on(options: KLOnOptions, specs: Sequence[RewardSpec], scored: Colle
             f"{option}, which has no scores of the images that are learned from: set its option "
             "when to both, or collect the store with it"
         )
+    if [other.name for other in specs if other.trained] == [spec.name]:
+        raise UserError(
+            f"{option}, the only trained reward, which agrees with itself: name another reward"
+        )
     if spec.weight < 0:
         raise UserError(
             f"{option}, of which less is better (its weight is {spec.weight:g}), and ranks are "

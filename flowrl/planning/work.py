@@ -1,5 +1,6 @@
 """How many images, forwards and updates a recipe asks for, of all GPUs together."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -131,6 +132,7 @@ def _iteration_work(config: Config, needs: Needs, load: IterationWork) -> Update
     per_image = 1 + doubles(config, r.guidance_scale) if r.store is None else 0
     rows = load.prompts * min(load.roots * load.rows, load.group_rows or load.roots * load.rows)
     training = rows * load.row_forwards * (1 + doubles(config, r.learning_guidance_scale))
+    training = math.ceil(training * getattr(config.objective, "step_share", 1))
     again = config.memory.gradient_checkpointing + config.objective.recomputes
     return UpdateWork(
         images=load.prompts * load.roots * load.leaves,

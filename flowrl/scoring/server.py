@@ -53,7 +53,7 @@ from flowrl.utils.serving import Access, Guard
 MAX_BODY = 80 * 2**20  # bytes of a request: 16 images of 1024 x 1024 as pixels
 MAX_BATCH = 256  # images of a request
 BYTES_PER_PIXEL = 5  # of a body: 3 in base64 are 4, and there are prompts and metadata
-BODIES_AT_ONCE = 32  # requests that are held together
+BODIES_AT_ONCE = 8  # requests that are held together
 BODY_TIMEOUT_S = 60.0  # until a body has arrived
 REMEMBERED = 256  # answers, for clients that repeat a request whose answer was lost
 

@@ -3,6 +3,8 @@
     start, resume   the recipe in force, facts (see `flowrl.training.resume`), what changed since
                     the last one, as [before, now], and the iteration it begins at
     checkpoint      its iteration and the digests of its files
+    rollback        the iteration, that of the weights that came back, and the penalty from there on
+    hacking         the iteration whose evaluation looked hacked, and why
     aside           where later checkpoints went when the run went back to an older one
     stop            the iteration, the reason, and whether LoRA, gallery and card were finished
 

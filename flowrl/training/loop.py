@@ -207,7 +207,8 @@ class Learner:
             if chunk is None:
                 raise UserError(
                     "the objective can use no row of one process, and sharded training needs rows "
-                    "on every process: start fewer processes, or set runtime.shard to null"
+                    "on every process: start fewer processes, set runtime.shard to null, or raise "
+                    "objective.step_share where it is below 1"
                 )
         for _ in range(missing):
             assert chunk is not None

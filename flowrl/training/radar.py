@@ -15,9 +15,8 @@ from flowrl.functional.image_statistics import STATISTICS
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation
 
-# Chosen on one tiny world: eight methods on honest rewards moved no mean by more than 0.14 standard
-# deviations, and runs on three rewards with a loophole by 0.13 to 0.5 when they had lost a tenth of
-# what people want; gallery/radar/README.md judges these tolerances on other worlds and loopholes.
+# Chosen on one tiny world, by runs on three rewards with a loophole and on honest ones
+# (gallery/radar/tuning.csv); gallery/radar/README.md judges them on other worlds and loopholes.
 TOLERANCES = {
     "drift": 0.2,  # standard deviations over the base's images, by which a mean may move
     "spread": 0.35,  # log of the factor by which a standard deviation over images may fall
@@ -31,6 +30,9 @@ FLOORS = {  # the least standard deviation over images: what is hardly seen coun
 }  # fmt: skip
 LEAST_DISTANCE = 1e-4  # mean squared, between two images
 HALF = 0.5  # the score at the tolerance
+# Standard errors that no change is made of. With n images that share nothing with the base's they
+# are 2.8 / sqrt(n) standard deviations: beyond the tolerance of drift, where n is below 100.
+ERRORS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,17 +120,14 @@ def _drifts(base: Evaluation, now: Evaluation) -> Iterator[Symptom]:
     for k, name in enumerate(STATISTICS):
         before, after = base.statistics[:, k].double(), now.statistics[:, k].double()
         both = before.isfinite() & after.isfinite()
-        change, error = mean_and_error((after - before)[both], base.prompt[both])
+        change, moved = change_beyond_error((after - before)[both], base.prompt[both])
         before, after = before[both], after[both]
-        floor = FLOORS[name]
-        sds = [max(x.std(correction=0).item(), floor) for x in (before, after)]
-        # Other images of the same prompts differ, too: an error of the mean is no drift.
-        moved = max(abs(change) - (0.0 if math.isnan(error) else error), 0.0)
+        sds = [max(x.std(correction=0).item(), FLOORS[name]) for x in (before, after)]
         verb = "rose" if change > 0 else "fell"
         text = f"{name} {verb} from {before.mean():.3g} to {after.mean():.3g}"
         yield Symptom(kind="drift", of=name, size=moved / sds[0], text=text)
         text = f"images differ less in {name}: {sds[1]:.3g}, at the base {sds[0]:.3g}"
-        yield Symptom(kind="spread", of=name, size=_fall(*sds), text=text)
+        yield Symptom(kind="spread", of=name, size=_fall(*sds, len(before)), text=text)
 
 
 def _collapses(base: Evaluation, now: Evaluation) -> Iterator[Symptom]:
@@ -139,14 +138,17 @@ def _collapses(base: Evaluation, now: Evaluation) -> Iterator[Symptom]:
         ("images", "one prompt", before[1], after[1]),
     ):
         text = f"images of {whose} became alike: squared distance {a:.3g} to {b:.3g}"
-        size = _fall(max(a, LEAST_DISTANCE), max(b, LEAST_DISTANCE))
+        size = _fall(max(a, LEAST_DISTANCE), max(b, LEAST_DISTANCE), len(base.prompt))
         yield Symptom(kind="diversity", of=of, size=math.nan if math.isnan(a) else size,
                         text=text)  # fmt: skip
 
 
-def _fall(before: float, after: float) -> float:
-    """Return the log of the factor by which a positive size fell, 0 where it rose."""
-    return max(math.log(before / after), 0.0)
+def _fall(before: float, after: float, images: int) -> float:
+    """Return the log of the factor by which a positive size fell, less what chance explains.
+
+    Two standard deviations of n independent normal numbers differ by sqrt(1 / n) in their log.
+    """
+    return max(math.log(before / after) - ERRORS / math.sqrt(max(images, 1)), 0.0)
 
 
 def mean_distances(x: Tensor, prompt: Tensor) -> tuple[float, float]:
@@ -183,11 +185,13 @@ def _partings(
     for name, weight in held_out.items():
         a, b = before[name].double(), after[name].double()
         both = a.isfinite() & b.isfinite()
-        change, error = mean_and_error((b - a)[both], base.prompt[both])
+        if not bool(both.any()):
+            continue
+        change, moved = change_beyond_error((b - a)[both], base.prompt[both])
         worse = change * math.copysign(1, weight) < 0
-        moved = max(abs(change) - (0.0 if math.isnan(error) else error), 0.0)
-        sd = a[both].std(correction=0).item() if worse and risen else 0.0
-        size = moved / sd if sd else 0.0
+        # Where all images of the base score alike, those of now tell what a change is worth.
+        sd = max(x[both].std(correction=0).item() for x in (a, b))
+        size = moved / sd if worse and risen and sd else 0.0
         verb = "rose" if change > 0 else "fell"
         text = (
             f"the trained reward rose while the held-out {name} {verb} from {a[both].mean():.3g} "
@@ -215,11 +219,17 @@ def _bounds(
         scores = [e.measures()[name] for e in (base, now)]
         a, b = (s[s.isfinite()] for s in scores)
         at_bounds = (((a - low).abs() < near) | ((a - high).abs() < near)).double().mean().item()
-        if not at_bounds < HALF:
+        if not at_bounds < 0.5:  # half of the images
             continue
         shares = [((s - best).abs() < near).double().mean().item() for s in (a, b)]
         text = f"images with {name} at its bound {best:g}: {shares[0]:.0%} to {shares[1]:.0%}"
         yield Symptom(kind="bound", of=name, size=max(shares[1] - shares[0], 0.0), text=text)
+
+
+def change_beyond_error(change: Tensor, prompt: Tensor) -> tuple[float, float]:
+    """Return the mean of change (n,), and how far it is from 0 beyond ERRORS standard errors."""
+    mean, error = mean_and_error(change, prompt)
+    return mean, max(abs(mean) - (0.0 if math.isnan(error) else ERRORS * error), 0.0)
 
 
 def mean_and_error(change: Tensor, prompt: Tensor) -> tuple[float, float]:

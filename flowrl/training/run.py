@@ -240,7 +240,7 @@ class Run:
                 self.report.log_images(self.done, images, [rollout.prompts[i] for i in rows])
         if self.steps is not None:
             shown = {"reward": metrics["reward/mean"]}
-            if metrics["groups/no_signal"]:
+            if metrics["groups/no_signal"] and self._book is None:
                 shown["groups without signal"] = metrics["groups/no_signal"]
             if "workers/joined" in metrics:
                 shown["workers"] = int(metrics["workers/joined"])

@@ -2,8 +2,8 @@
 
     python -m scripts.arena.best_of --world 2 --world 3 --world 4
 
-Draws IMAGES images of each test request of the base, scores all, and keeps of the first N the one
-that a reward scores best. Data and page go to `gallery/best-of`.
+Draws IMAGES images of each test request of the base, scores all, and keeps of each block of N the
+one that a reward scores best. Data and page go to `gallery/best-of`.
 """
 
 import argparse
@@ -81,8 +81,9 @@ def write_page(data: Path) -> Path:
     lines = [
         "# Best of N without training", "",
         "`flowrl sample --best-of N --reward R` on the untrained pipelines of worlds "
-        f"{', '.join(path.stem.removeprefix('world-') for path in paths)}: gold score of the image "
-        "that each reward scores best, of the first N of a request, less that of one image. "
+        f"{', '.join(path.stem.removeprefix('world-') for path in paths)}: mean gold score of the "
+        f"image that each reward scores best, over all blocks of N of a request's {IMAGES}, less "
+        "the mean of all of them. "
         "Intervals are crossed over worlds, blocks of N images and requests. A choice costs N "
         "times the denoising steps at every use; training costs once, see [the arena]"
         "(../arena/README.md). Made by `python -m scripts.arena.best_of`.", "",

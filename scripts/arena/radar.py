@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.assembly.learner import build_rewards
 from flowrl.training.evaluate import evaluation_file
-from flowrl.training.radar import HALF, radar
+from flowrl.training.radar import HALF, radar_of
 from flowrl.utils.files import write_text
 from scripts.arena.__main__ import GALLERY, plant_world
 from scripts.arena.loopholes import JUDGED, TUNING
@@ -40,6 +41,7 @@ MEASURED = [
     *({"name": name, "held_out": True, "when": "evaluation"} for name in HELD_OUT),
 ]
 DEFENCE = "rollback"
+TUNED = "tuning.csv"  # the rows of the runs on world 1
 LOST = 0.1  # of the best gold score so far: a run that lost it is being hacked
 
 
@@ -72,15 +74,15 @@ def _run(
     changes: list[str], iterations: int,
 ) -> Run:  # fmt: skip
     place = folder / f"world-{world}" / arm.name.replace(" ", "-")
-    own = [
+    options = [
         f"rewards={json.dumps(rewards)}", f"evaluation.every={EVERY}",
         f"evaluation.num_images={IMAGES}",
     ]  # fmt: skip
     if defence:
-        own.append(f"run.on_hacking={json.dumps({'action': defence, 'patience': 1})}")
+        options.append(f"run.on_hacking={json.dumps({'action': defence, 'patience': 1})}")
     config = recipe(
         arm, world_folder(worlds, world), seed=world, folder=place, iterations=iterations,
-        changes=[*changes, *own],
+        changes=[*changes, *options],
     )  # fmt: skip
     measured = [r for r in config.rewards if not r.name.endswith(":Size")]  # it takes seconds
     config = config.model_copy(update={"rewards": measured})
@@ -92,12 +94,12 @@ def _run(
 
 def rows_of(run: Run, defence: str) -> Iterator[dict[str, Any]]:
     """Yield what gold and radar said at each evaluation of a run."""
-    base = run.evaluation(0)
-    names = dict.fromkeys((name for name in base.names if name not in (GOLD, *HELD_OUT)), 1.0)
+    base, specs = run.evaluation(0), build_rewards(run.config)
+    names, detect = [spec.name for spec in specs if spec.trained], radar_of(specs)
     for step in range(0, run.end + 1):
         if evaluation_file(run.folder, step).is_file():
             now = run.evaluation(step)
-            seen = radar(base, now, trained=names, held_out=dict.fromkeys(HELD_OUT, 1.0))
+            seen = detect(base, now)
             yield {
                 "arm": run.arm, "world": run.world, "defence": defence, "iteration": step,
                 "gold": f"{now.mean(GOLD):.4f}",
@@ -111,11 +113,11 @@ Series = Sequence[Mapping[str, str]]  # the rows of one run, by iteration
 
 def series(rows: Sequence[Mapping[str, str]], defence: str) -> dict[tuple[str, str], Series]:
     """Return the rows of each run, by arm and world."""
-    found: dict[tuple[str, str], list[Mapping[str, str]]] = defaultdict(list)
+    grouped: dict[tuple[str, str], list[Mapping[str, str]]] = defaultdict(list)
     for row in rows:
         if row["defence"] == defence:
-            found[row["arm"], row["world"]].append(row)
-    return found
+            grouped[row["arm"], row["world"]].append(row)
+    return grouped
 
 
 def lost_at(run: Series) -> int | None:
@@ -226,12 +228,10 @@ def main() -> None:
         if run.finished
         for row in rows_of(run, key)
     ]
-    if options.tuning:
-        for row in rows:
-            print(row)
-        return
-    write_rows(GALLERY / "radar" / RUNS, rows)
-    print(write_page(GALLERY / "radar"))
+    data = GALLERY / "radar"
+    write_rows(data / (TUNED if options.tuning else RUNS), rows)
+    if not options.tuning:
+        print(write_page(data))
     if failed:
         raise SystemExit(f"{len(failed)} runs did not finish: {', '.join(failed)}")
 

@@ -357,7 +357,7 @@ class HTTPExecutor:
         code = reply.status_code
         if code == 200:
             return reply.content
-        status = f"answered {code} ({reply.text[:400].strip() or 'no text'})"
+        status = f"answered {code} ({_refusal_of(reply)})"
         if code in (408, 429) or code >= 500:
             seconds = reply.headers.get("retry-after", "")  # or a date, which does not count
             raise Again(status, float(seconds) if seconds.isdecimal() else None)
@@ -369,3 +369,11 @@ class HTTPExecutor:
         if isinstance(error, httpx.TimeoutException):
             return f"did not answer within {self.options.timeout:g} s"
         return f"broke off ({error})"
+
+
+def _refusal_of(reply: httpx.Response) -> str:
+    """Return the server's sentence, or the text of an answer without one."""
+    try:
+        return str(reply.json()["error"])[:400]
+    except (ValueError, TypeError, KeyError):
+        return reply.text[:400].strip() or "no text"
