@@ -147,9 +147,14 @@ def test_a_process_pulls_its_images_as_one_that_holds_all():
 
 @pytest.mark.parametrize(
     ("reward", "scored_names", "change"),
-    [("mine", ["r"], {}), ("other", ["r"], {}), ("other", ["r", "other"], {"weight": -1.0})],
+    [
+        ("mine", ["r"], {}),
+        ("other", ["r"], {}),
+        ("other", ["r", "other"], {"weight": -1.0}),
+        ("r", ["r", "other"], {}),
+    ],  # fmt: skip
 )
-def test_a_reward_that_rollouts_do_not_score_or_that_counts_down_is_refused(
+def test_a_reward_that_rollouts_do_not_score_or_that_says_nothing_more_is_refused(
     reward, scored_names, change
 ):
     specs = [RewardSpec(name="r", reward=len), RewardSpec(name="other", reward=len, held_out=True)]
