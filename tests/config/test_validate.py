@@ -75,7 +75,7 @@ TRACKED = ["prompts.book={}", "objective.advantage.center=tracker"]
         (["prompts.weights={colors: 3}"], "prompts.balance", "tag"),
         (["reference.every=2", "objective.kl_coef=0"], "objective.kl_coef", "0.1"),
         (["objective.kl_on={reward: quality}"], "objective.kl_coef", "0.1"),
-        (["run.on_hacking={}", "evaluation.every=10", "lora.init_from=run"], "lora.init_from", "null"),
+        (["run.on_hacking={}", "evaluation.every=9", "lora.init_from=a"], "lora.init_from", "null"),
         (["prompts.book={}", "rollout.staleness=1"], "rollout.staleness", "0"),
         (["prompts.book={}", "rollout.explore={candidates: 20}"], "rollout.explore", "null"),
         (["prompts.book={}", "rollout.store=groups"], "rollout.store", "null"),
