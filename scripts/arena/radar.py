@@ -183,6 +183,7 @@ def write_page(data: Path) -> Path:
         "| runs | gold of the base | best | at the end | lost a tenth | score by then | it said | "
         "gold at the end, rolled back |", "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
+    lines[-2:-2] = [_defence(watched, defended), ""]
     for arm in dict.fromkeys(arm for arm, _ in watched):
         here = {key: run for key, run in watched.items() if key[0] == arm}
         seen = [hacked.get(key, honest.get(key)) for key in here]
@@ -190,7 +191,7 @@ def write_page(data: Path) -> Path:
         ends = [float(defended[key][-1]["gold"]) for key in here if key in defended]
         lines.append(
             f"| {arm} | {_mean(run[0]['gold'] for run in here.values())} | "
-            f"{_mean(max(row['gold'] for row in run) for run in here.values())} | "
+            f"{_mean(_best(run) for run in here.values())} | "
             f"{_mean(run[-1]['gold'] for run in here.values())} | "
             f"{sum(key in lost for key in here)} of {len(here)} | "
             f"{', '.join(f'{score:.2f}' for score in seen if score is not None)} | "
@@ -199,6 +200,33 @@ def write_page(data: Path) -> Path:
     path = data / "README.md"
     write_text(path, "\n".join([*lines, ""]))
     return path
+
+
+def _defence(watched: Mapping[Any, Series], defended: Mapping[Any, Series]) -> str:
+    """Say what a rollback kept of gold, and how often it would have acted in honest runs."""
+
+    def share(runs: Mapping[Any, Series]) -> float:
+        ends = [float(runs[key][-1]["gold"]) / _best(watched[key]) for key in defended]
+        return mean(ends)
+
+    names = dict.fromkeys(arm for arm, _ in defended)
+    above = 0
+    for name in names:
+        runs = [run for (arm, _), run in defended.items() if arm == name]
+        above += mean(float(r[-1]["gold"]) for r in runs) >= mean(float(r[0]["gold"]) for r in runs)
+    acted = sum(worst(run) > HALF for key, run in watched.items() if key not in defended)
+    return (
+        f"**Rolled back** (`action: {DEFENCE}`, `patience: 1`), {len(defended)} runs on loopholes "
+        f"end with {share(defended):.2f} of the best gold score that they had when left alone; left "
+        f"alone they end with {share(watched):.2f}. On average over worlds gold ends at or above "
+        f"the base's for {above} of {len(names)} loopholes. In {acted} of "
+        f"{len(watched) - len(defended)} honest runs the rule would have acted: without acting it "
+        "changes nothing."
+    )
+
+
+def _best(run: Series) -> float:
+    return max(float(row["gold"]) for row in run)
 
 
 def _mean(values: Iterable[Any]) -> str:
