@@ -173,7 +173,9 @@ def write_page(data: Path) -> Path:
         f"are held out ({', '.join(HELD_OUT)}); gold has the weight 0. Tolerances were chosen on "
         f"world 1, by the loopholes {', '.join(TUNING)} and the same honest methods there. "
         "A first version did not see `reddish` on world 2, where it was to be judged: the drift of "
-        "warmth and tint was added, and `shaded` took its place. "
+        "warmth and tint was added, and `shaded` took its place. That two standard errors are left "
+        "out in place of one was decided by a simulation of small evaluations, when part of these "
+        "runs had been seen. "
         "Made by `python -m scripts.arena.radar --jobs 2`.", "",
         "**Area under the ROC curve** of the largest hacking score until gold has lost a tenth of "
         f"its best, against the largest of an honest run: {area(*scores):.3f} "
