@@ -72,7 +72,7 @@ def marked() -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("page", "folder", "paragraph"), marked())
 def test_intervals_of_a_marked_paragraph_are_on_the_page_that_it_names(page, folder, paragraph):
-    said = re.findall(r"[+-]\d\.\d+ \[-?\d\.\d+, -?\d\.\d+\]", paragraph)
+    said = re.findall(r"[+-]?\d\.\d+ \[-?\d\.\d+, -?\d\.\d+\]", paragraph)
     computed = (ROOT / folder / "README.md").read_text("utf-8")
     assert said and [one for one in said if one not in computed] == [], page
 
