@@ -220,8 +220,8 @@ def _defence(watched: Mapping[Any, Series], defended: Mapping[Any, Series]) -> s
     return (
         f"**Rolled back** (`action: {DEFENCE}`, `patience: 1`), {len(defended)} runs on loopholes "
         f"end with {share(defended):.2f} of the best gold score that they had when left alone; "
-        f"left alone they end with {share(watched):.2f}. On average over worlds gold ends at or above "
-        f"the base's for {above} of {len(names)} loopholes. In {acted} of "
+        f"left alone they end with {share(watched):.2f}. On average over worlds gold ends at or "
+        f"above the base's for {above} of {len(names)} loopholes. In {acted} of "
         f"{len(watched) - len(defended)} honest runs the rule would have acted: without acting it "
         "changes nothing."
     )
