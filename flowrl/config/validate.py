@@ -267,8 +267,7 @@ def check_reference(reference: ReferenceOptions, objective: Objective, run: RunO
 def check_hacking(
     run: RunOptions, evaluation: EvaluationOptions, objective: Objective, lora: LoRAOptions
 ) -> None:
-    """Check that `run.on_hacking` has evaluations during training, and what it compares them with.
-    """
+    """Check that `run.on_hacking` has evaluations during training, and what to compare with."""
     if run.on_hacking is not None and run.on_hacking.held_out is None and lora.init_from:
         raise ValueError(
             "run.on_hacking.held_out is null, which compares images with the base's, but "
