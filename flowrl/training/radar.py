@@ -127,7 +127,7 @@ def _drifts(base: Evaluation, now: Evaluation) -> Iterator[Symptom]:
         text = f"{name} {verb} from {before.mean():.3g} to {after.mean():.3g}"
         yield Symptom(kind="drift", of=name, size=moved / sds[0], text=text)
         text = f"images differ less in {name}: {sds[1]:.3g}, at the base {sds[0]:.3g}"
-        yield Symptom(kind="spread", of=name, size=_fall(*sds, len(before)), text=text)
+        yield Symptom(kind="spread", of=name, size=_fall(sds[0], sds[1], len(before)), text=text)
 
 
 def _collapses(base: Evaluation, now: Evaluation) -> Iterator[Symptom]:
