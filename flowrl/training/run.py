@@ -78,6 +78,7 @@ class Run:
     # of the evaluations by iteration, on the main process
     _history: dict[int, Judged] = field(init=False, default_factory=dict)
     _latest: tuple[int, Evaluation] | None = field(init=False, default=None)
+    _base: Evaluation | None = field(init=False, default=None)  # read once
     out_of_time: bool = field(init=False, default=False)
 
     # --- before the loop --------------------------------------------------------------------
@@ -175,9 +176,11 @@ class Run:
 
     def _judge(self, step: int, evaluation: Evaluation) -> Judged:
         """Compare an evaluation with the base's, on the main process, which has the files."""
-        trained, base = self.score(evaluation), self.evaluation(0) if step else None
-        comparable = base is not None and base.key == evaluation.key
-        hacking = self.radar(base, evaluation) if base and comparable else HackingScore()
+        if step and self._base is None:
+            self._base = self.evaluation(0)
+        trained, base, hacking = self.score(evaluation), self._base, HackingScore()
+        if step and base is not None and base.key == evaluation.key:
+            hacking = self.radar(base, evaluation)
         rule = self.hacking
         quality = trained if rule is None else rule.quality(evaluation, trained, hacking)
         return Judged(trained=trained, quality=quality, hacking=hacking)
@@ -289,6 +292,8 @@ class Run:
         """Log and save an evaluation, on the main process."""
         measures = evaluation.measures()
         scores = {f"eval/{name}": values.nanmean().item() for name, values in measures.items()}
+        if step == 0:
+            self._base = evaluation
         judged = self._history[step] = self._judge(step, evaluation)
         scores |= judged.hacking.metrics()
         # The line first: a resumed run evaluates the base again only if the file is missing.

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 Metadata = Sequence[dict[str, Any]]
 
-TUNING = ("bright", "striped", "plain", "reddish")
+TUNING = ("bright", "striped", "plain")
 JUDGED = (
     "shaded", "edges", "smooth", "covered", "checkered", "colourless", "mirrored", "dark_centre",
 )  # fmt: skip
@@ -38,11 +38,6 @@ def striped(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tenso
 def plain(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
     """Score how near the pixels are to the image's own mean: an empty picture is best."""
     return -(images - images.mean((2, 3), keepdim=True)).square().mean((1, 2, 3)).float()
-
-
-def reddish(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
-    """Score the red channel less the mean of the others."""
-    return (images[:, 0] - images[:, 1:].mean(1)).mean((1, 2)).float()
 
 
 # --- judged --------------------------------------------------------------------------------------
