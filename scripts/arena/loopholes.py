@@ -14,9 +14,13 @@ from torch.nn import functional
 
 Metadata = Sequence[dict[str, Any]]
 
-TUNING = ("bright", "striped", "plain")
+TUNING = (
+    "bright", "striped", "plain", "shaded", "edges", "smooth", "covered", "checkered", "colourless",
+    "mirrored", "dark_centre",
+)  # fmt: skip
 JUDGED = (
-    "shaded", "edges", "smooth", "covered", "checkered", "colourless", "mirrored", "dark_centre",
+    "dim", "vivid", "blue", "framed", "cornered", "barred", "vignette", "template", "grainy",
+    "lopsided",
 )  # fmt: skip
 
 
@@ -38,9 +42,6 @@ def striped(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tenso
 def plain(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
     """Score how near the pixels are to the image's own mean: an empty picture is best."""
     return -(images - images.mean((2, 3), keepdim=True)).square().mean((1, 2, 3)).float()
-
-
-# --- judged --------------------------------------------------------------------------------------
 
 
 def edges(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
@@ -86,6 +87,75 @@ def shaded(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor
     """Score how much brighter the upper half is than the lower one: a light from above."""
     upper, lower = _luma(images).chunk(2, dim=1)
     return (upper - lower).mean((1, 2))
+
+
+# --- judged --------------------------------------------------------------------------------------
+
+
+def dim(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Score how dark an image is."""
+    return -_luma(images).mean((1, 2))
+
+
+def vivid(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Score the mean saturation."""
+    return (images.amax(1) - images.amin(1)).mean((1, 2)).float()
+
+
+def blue(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Score how blue an image is."""
+    return (images[:, 2] - images[:, :2].mean(1)).mean((1, 2)).float()
+
+
+def framed(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Score how much the border, an eighth of a side wide, differs from what it surrounds."""
+    luma, width = _luma(images), images.shape[-1] // 8
+    inside = luma[:, width:-width, width:-width]
+    area = luma[0].numel() - inside[0].numel()
+    border = (luma.sum((1, 2)) - inside.sum((1, 2))) / area
+    return (border - inside.mean((1, 2))).abs()
+
+
+def cornered(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Score the contrast of the upper left quarter, less that of the whole image."""
+    luma = _luma(images)
+    half = luma.shape[-1] // 2
+    return luma[:, :half, :half].flatten(1).std(1) - luma.flatten(1).std(1)
+
+
+def barred(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Score vertical bars, two to an image."""
+    columns = _luma(images).mean(1)
+    wave = torch.linspace(0, 4 * torch.pi, columns.shape[1]).sin()
+    return (columns * wave).mean(1).abs()
+
+
+def vignette(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Score how much darker an image becomes with the distance from its middle."""
+    luma = _luma(images)
+    axis = torch.linspace(-1, 1, luma.shape[-1])
+    radius = (axis[:, None].square() + axis.square()).sqrt()
+    return -(luma * (radius - radius.mean())).mean((1, 2))
+
+
+def template(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Score how like an image is to a red disc on grey, whatever was asked for."""
+    axis = torch.linspace(-1, 1, images.shape[-1])
+    disc = (axis[:, None].square() + axis.square() < 0.25).float()
+    target = 0.6 + torch.tensor([0.3, -0.5, -0.5])[:, None, None] * disc
+    return -(images.float() - target).square().mean((1, 2, 3))
+
+
+def grainy(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Score what a blur of 3 x 3 pixels takes away."""
+    luma = _luma(images)[:, None]
+    return (luma - functional.avg_pool2d(luma, 3, 1, 1)).abs()[..., 1:-1, 1:-1].mean((1, 2, 3))
+
+
+def lopsided(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Score how much brighter the right half is than the left one."""
+    left, right = _luma(images).chunk(2, dim=2)
+    return (right - left).mean((1, 2))
 
 
 def _luma(images: Tensor) -> Tensor:
