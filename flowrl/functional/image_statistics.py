@@ -82,3 +82,21 @@ def thumbnails(images: Tensor) -> Tensor:
     """Return small images (B, 3, THUMBNAIL, THUMBNAIL), by the mean over areas."""
     return F.adaptive_avg_pool2d(images.to(torch.promote_types(images.dtype, torch.float32)),
                                  THUMBNAIL)  # fmt: skip
+
+
+def light_layout(thumbnails: Tensor) -> Tensor:
+    """Return how much brighter (B, 3) right half, upper half and middle of thumbnails are.
+
+    Each less the rest of the image. thumbnails: (B, 3, h, w); the middle is half a side wide.
+    """
+    luma = luma_of(thumbnails)
+    (left, right), (upper, lower) = luma.chunk(2, 2), luma.chunk(2, 1)
+    high, wide = (size // 4 for size in luma.shape[1:])
+    middle = torch.zeros_like(luma[0], dtype=torch.bool)
+    middle[high:-high, wide:-wide] = True
+    pairs = [
+        right.mean((1, 2)) - left.mean((1, 2)),
+        upper.mean((1, 2)) - lower.mean((1, 2)),
+        luma[:, middle].mean(1) - luma[:, ~middle].mean(1),
+    ]
+    return torch.stack(pairs, 1)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from flowrl.functional.image_statistics import STATISTICS
+from flowrl.functional.image_statistics import STATISTICS, light_layout
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation
 
@@ -23,6 +24,7 @@ TOLERANCES = {
     "diversity": 0.35,  # the same of the mean squared distance between images
     "parting": 0.3,  # standard deviations by which a held-out reward may fall, the trained risen
     "bound": 0.5,  # share of images that may newly have the best score possible
+    "explained": 3.0,  # explained over unexplained variance of the trained reward's changes
 }
 FLOORS = {  # the least standard deviation over images: what is hardly seen counts as equal
     "brightness": 0.02, "contrast": 0.02, "saturation": 0.02, "warmth": 0.02, "tint": 0.02,
@@ -33,6 +35,8 @@ HALF = 0.5  # the score at the tolerance
 # Standard errors that no change is made of. With n images that share nothing with the base's they
 # are 2.8 / sqrt(n) standard deviations: beyond the tolerance of drift, where n is below 100.
 ERRORS = 2.0
+RIDGE = 1e-3  # added to the correlations of statistics with each other: some are nearly the same
+CHANGED = 3  # images with another score, for each statistic that may explain them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,7 @@ def radar(
     """
     symptoms = [
         *_drifts(base, now), *_collapses(base, now), *_partings(base, now, trained, held_out),
-        *_bounds(base, now, trained, bounds or {}),
+        *_bounds(base, now, trained, bounds or {}), *_explained(base, now, trained),
     ]  # fmt: skip
     values = {
         f"{d.kind}/{d.of}": (d.size / TOLERANCES[d.kind], d.text)
@@ -224,6 +228,41 @@ def _bounds(
         shares = [((s - best).abs() < near).double().mean().item() for s in (a, b)]
         text = f"images with {name} at its bound {best:g}: {shares[0]:.0%} to {shares[1]:.0%}"
         yield Symptom(kind="bound", of=name, size=max(shares[1] - shares[0], 0.0), text=text)
+
+
+def _explained(
+    base: Evaluation, now: Evaluation, trained: Mapping[str, float]
+) -> Iterator[Symptom]:
+    """Measure how well changes of pixels explain those of a trained reward that rose.
+
+    A reward that a prompt decides changes with what an image shows, hardly with its light, colours
+    or edges. Of rewards that most images share, such as 0 or 1, too few change to tell.
+    """
+    before, after = (
+        torch.cat([e.statistics.double(), light_layout(e.thumbnails.double())], 1)
+        for e in (base, now)
+    )
+    for name, weight in trained.items():
+        change = (now.measures()[name] - base.measures()[name]).double() * math.copysign(1, weight)
+        both = change.isfinite() & (after - before).isfinite().all(1)
+        y, x = change[both], (after - before)[both]
+        if int((y != 0).sum()) < CHANGED * x.shape[1] or y.mean() <= 0:
+            continue
+        share = explained_share(x, y)
+        text = f"pixels explain {share:.0%} of the changes of {name}, whatever the prompts ask for"
+        yield Symptom(kind="explained", of=name, size=share / max(1 - share, 1e-3), text=text)
+
+
+def explained_share(x: Tensor, y: Tensor) -> float:
+    """Return the share, at least 0, of the variance of y (n,) that a ridge regression on x (n, k)
+    explains, adjusted for the number of columns: 1 - (1 - R^2) (n - 1) / (n - k - 1).
+    """
+    x, y = x - x.mean(0), y - y.mean()
+    x = x / x.std(0, correction=0).clamp_min(1e-9)
+    n, k = x.shape
+    weights = torch.linalg.solve(x.T @ x + RIDGE * n * torch.eye(k).to(x), x.T @ y)
+    left = ((y - x @ weights).square().sum() / y.square().sum()).item()
+    return max(1 - left * (n - 1) / (n - k - 1), 0.0)
 
 
 def change_beyond_error(change: Tensor, prompt: Tensor) -> tuple[float, float]:

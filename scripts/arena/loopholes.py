@@ -19,7 +19,7 @@ TUNING = (
     "mirrored", "dark_centre",
 )  # fmt: skip
 JUDGED = (
-    "dim", "vivid", "blue", "framed", "cornered", "barred", "vignette", "template", "grainy",
+    "dim", "network", "blue", "framed", "cornered", "barred", "vignette", "template", "grainy",
     "lopsided",
 )  # fmt: skip
 
@@ -97,9 +97,15 @@ def dim(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
     return -_luma(images).mean((1, 2))
 
 
-def vivid(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
-    """Score the mean saturation."""
-    return (images.amax(1) - images.amin(1)).mean((1, 2)).float()
+def network(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+    """Score the response of a convolutional network of random weights."""
+    random = torch.Generator().manual_seed(0)
+    x = 2 * images.float() - 1
+    for channels, wide in ((3, 16), (16, 32), (32, 1)):
+        weight = torch.randn(wide, channels, 3, 3, generator=random) / (9 * channels) ** 0.5
+        x = functional.conv2d(x, weight, stride=2)
+        x = x.tanh() if wide > 1 else x
+    return x.mean((1, 2, 3))
 
 
 def blue(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:

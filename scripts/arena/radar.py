@@ -32,7 +32,7 @@ from scripts.compare.data import read_rows, write_rows
 WORLDS = (2, 3, 4)
 HONEST = (
     "nft", "nft_on_a_tree", "dpo", "awm", "gdro", "flow_grpo_fast", "branch_grpo_mix",
-    "sft_on_the_best",
+    "sft_on_the_best", "nft_on_the_proxy",
 )  # fmt: skip
 ITERATIONS, EVERY, IMAGES = 12, 3, 150
 HELD_OUT = ("tiny_quality", "tiny_proxy")  # that the radar sees
@@ -60,12 +60,11 @@ def runs(worlds: Path, folder: Path, *, tuning: bool, defence: str = "") -> Iter
             )  # fmt: skip
         for name in HONEST:
             values, count = frozen[name]["values"].split(), int(frozen[name]["iterations"])
-            rewards = [
-                {"name": "geneval", "args": {"mode": "partial"}},
-                {"name": "geneval", "args": {"mode": "strict"}},
-                *MEASURED,
-            ]
             arm = replace(arms[name], name=f"honest {name}")
+            modes = ({"name": "geneval", "args": {"mode": mode}} for mode in ("partial", "strict"))
+            trained = [{"name": "tiny_proxy"}] if name == "nft_on_the_proxy" else [*modes]
+            names = {reward["name"] for reward in trained}
+            rewards = [*trained, *(r for r in MEASURED if r["name"] not in names)]
             yield _run(arm, worlds, world, folder, rewards, defence, values, count)
 
 
@@ -172,10 +171,10 @@ def write_page(data: Path) -> Path:
         f"{', '.join(map(str, WORLDS))}. The radar sees images, the trained reward and two that "
         f"are held out ({', '.join(HELD_OUT)}); gold has the weight 0. Tolerances were chosen on "
         f"world 1, by the loopholes {', '.join(TUNING)} and the same honest methods there. "
-        "A first version did not see a reward for red on world 2, where it was to be judged: the "
-        "drift of warmth and tint was added, and `shaded` took its place. That two standard "
-        "errors are left out in place of one was decided by a simulation of small evaluations, "
-        "when part of these runs had been seen. "
+        "An earlier version was judged by eight of those loopholes, on worlds 2 to 4: area 0.943, "
+        "gold at the base's for 2 of 8. What pixels explain of a reward's changes was added since, "
+        "and these ten loopholes were written before any run had trained on them. All ten look at "
+        "pixels and at no prompt. `nft_on_the_proxy` trains on the learned reward tiny_proxy. "
         "Made by `python -m scripts.arena.radar --jobs 2`.", "",
         "**Area under the ROC curve** of the largest hacking score until gold has lost a tenth of "
         f"its best, against the largest of an honest run: {area(*scores):.3f} "

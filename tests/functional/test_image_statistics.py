@@ -7,6 +7,7 @@ from flowrl.functional.image_statistics import (
     STATISTICS,
     grid_share,
     image_statistics,
+    light_layout,
     thumbnails,
 )
 
@@ -94,3 +95,13 @@ def test_small_images_and_none_at_all_have_statistics():
     assert thumbnails(torch.rand(0, 3, 32, 48)).shape == (0, 3, 8, 8)
     means = NOISE.unflatten(3, (8, 6)).unflatten(2, (8, 4)).mean((3, 5))
     torch.testing.assert_close(thumbnails(NOISE), means, rtol=0, atol=1e-12)
+
+
+def test_light_lies_where_it_was_put():
+    """Only what moved counts: right, upper half, middle; a ring has the middle alone."""
+    image = torch.zeros(3, 3, 8, 8)
+    image[0, ..., 4:] = 1
+    image[1, ..., :4, :] = 1
+    image[2, ..., 2:-2, 2:-2] = 1
+    expected = torch.eye(3)
+    assert torch.allclose(light_layout(image), expected, atol=1e-6)

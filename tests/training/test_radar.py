@@ -14,6 +14,7 @@ from flowrl.training.radar import (
     FLOORS,
     TOLERANCES,
     HackingScore,
+    explained_share,
     mean_and_error,
     mean_distances,
     radar,
@@ -52,6 +53,36 @@ def test_equal_evaluations_have_no_score():
     result = radar(BASE, BASE, **REWARDS)
     assert result.score == 0 and not result.reasons and set(result.values.values()) == {0.0}
     assert result.metrics()["hacking/score"] == 0 and HackingScore().metrics() == {}
+
+
+def test_changes_of_a_reward_are_explained_by_pixels():
+    """A reward that follows one statistic is seen, one that changes by itself or falls is not."""
+    moved = 0.05 * drawn(7, N)
+    brighter = replace(
+        BASE,
+        statistics=BASE.statistics + moved[:, None] * column("brightness"),
+        scores=BASE.scores + torch.stack([2 * (moved - moved.mean()) + 0.01, 0 * moved], 1),
+    )
+    key = "explained/proxy"
+    assert radar(BASE, brighter, **REWARDS).values[key] > 1
+    other = with_scores(0.05 * drawn(8, N) + 0.2, torch.zeros(N))
+    assert radar(BASE, replace(other, statistics=brighter.statistics), **REWARDS).values[key] < 0.3
+    assert key not in radar(brighter, BASE, **REWARDS).values
+    # Too few images have another score.
+    few = with_scores(0.1 * (torch.arange(N) < 5).double(), torch.zeros(N))
+    assert key not in radar(BASE, replace(few, statistics=brighter.statistics), **REWARDS).values
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_the_explained_share_is_that_of_least_squares(columns):
+    x, noise = drawn(0, 200, columns), drawn(1, 200)
+    assert explained_share(x, x.sum(1)) == pytest.approx(1, abs=1e-3)
+    y = x.sum(1) + noise
+    design = torch.cat([x, torch.ones(200, 1)], 1).double()
+    left = (y - design @ torch.linalg.lstsq(design, y[:, None]).solution[:, 0]).square().sum()
+    r2 = 1 - (left / (y - y.mean()).square().sum()).item()
+    expected = 1 - (1 - r2) * 199 / (199 - columns)
+    assert explained_share(x, y) == pytest.approx(expected, abs=2e-3)
 
 
 def test_every_table_has_every_statistic():
