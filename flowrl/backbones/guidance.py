@@ -46,8 +46,8 @@ class RLG:
         self._exits = ExitStack()
 
     def __enter__(self) -> "RLG":
-        for network in _denoisers(self.pipeline):
-            layers = _adapters(network)
+        for network in denoisers(self.pipeline):
+            layers = adapters(network)
             if self.strength == 0:
                 self._exits.enter_context(switched_off(layers))
             elif self.strength != 1:
@@ -65,20 +65,20 @@ class RLG:
         self._exits.close()
 
 
-def _denoisers(pipeline: Any) -> list[nn.Module]:
+def denoisers(pipeline: Any) -> list[nn.Module]:
     """Return the networks with a LoRA, after checking that it can be switched off."""
     parts = ((name, getattr(pipeline, name, None)) for name in (*DENOISERS, *ENCODERS))
-    adapted = {name: part for name, part in parts if part is not None and _adapters(part)}
+    adapted = {name: part for name, part in parts if part is not None and adapters(part)}
     networks = [adapted[name] for name in DENOISERS if name in adapted]
     if not networks:
         raise UserError(
             f"{type(pipeline).__name__} has no active LoRA on {', '.join(DENOISERS)}, expected one "
-            "for RLG: call pipe.load_lora_weights(...) before, or pipe.enable_lora()"
+            "to guide by: call pipe.load_lora_weights(...) before, or pipe.enable_lora()"
         )
     for name, part in adapted.items():
         if name in ENCODERS:
             raise UserError(
-                f"the LoRA also adapts {name}, but RLG can switch it off in a denoiser only: "
+                f"the LoRA also adapts {name}, but it can be switched off in a denoiser only: "
                 f"unload the LoRA from {name}"
             )
         _check(name, part)
@@ -88,7 +88,7 @@ def _denoisers(pipeline: Any) -> list[nn.Module]:
 def _check(name: str, network: nn.Module) -> None:
     if any(isinstance(hook, _Guidance) for hook in network._forward_hooks.values()):
         raise UserError(f"RLG is already at work on {name}: leave its block before another")
-    if any(layer.merged for layer in _adapters(network)):
+    if any(layer.merged for layer in adapters(network)):
         raise UserError(
             f"the LoRA is fused into {name}, expected it beside the weights: reload the pipeline, "
             "or call pipe.unfuse_lora() if its rounding is no matter"
@@ -130,7 +130,7 @@ def _combine(base: Any, aligned: Any, strength: float) -> Any:
     return type(aligned)(**aligned | {first: _combine(base[first], aligned[first], strength)})
 
 
-def _adapters(network: nn.Module) -> list[Any]:
+def adapters(network: nn.Module) -> list[Any]:
     """Return the layers with an active adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -49,6 +49,13 @@ def sample(  # noqa: PLR0913  # an argument for each option
     rlg: Annotated[
         float | None, typer.Option(help="Strength of --lora (RLG): 0 is the base, 1 the LoRA.")
     ] = None,
+    transfer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PIPELINE",
+            help="Add to MODEL what --lora changes in this smaller pipeline; --rlg is how much.",
+        ),
+    ] = None,
     best_of: Annotated[
         int | None,
         typer.Option(min=2, help="Seeds tried for each image; --reward chooses the best."),
@@ -65,7 +72,8 @@ def sample(  # noqa: PLR0913  # an argument for each option
     Guidance, steps and text tokens default to those that the run of --lora was evaluated with, or
     else to the pipeline's own. --rlg at other strengths than 0 and 1 is a heuristic, exact only
     where the LoRA shifts the images' distribution without changing its shape; it takes two forwards
-    a step.
+    a step. So does --transfer, of the smaller network, whose autoencoder has to be MODEL's; the
+    LoRA's run then decides for that pipeline alone.
 
     Examples:
 
@@ -76,6 +84,8 @@ def sample(  # noqa: PLR0913  # an argument for each option
       flowrl sample tiny-sd3 "a blue ring" --negative "a red ring" --guidance 3
 
       flowrl sample tiny-sd3 "a blue ring" --lora runs/quickstart --rlg 1.5
+
+      flowrl sample tiny-flux "a blue ring" --transfer tiny-sd3 --lora runs/quickstart
 
       flowrl sample tiny-sd3 --prompts tiny:geneval:test --best-of 4 --reward geneval
     """
@@ -88,6 +98,10 @@ def sample(  # noqa: PLR0913  # an argument for each option
         )
     if rlg is not None and lora is None:
         raise UserError(f"--rlg {rlg:g} is given without --lora: add --lora runs/quickstart.")
+    if transfer is not None and lora is None:
+        raise UserError(
+            f"--transfer {transfer} is given without --lora, which is its LoRA: add --lora RUN."
+        )
     if (best_of is None) != (reward is None):
         raise UserError("--best-of and --reward belong together, as in --best-of 4 --reward ocr.")
     if args is not None and reward is None:
@@ -103,7 +117,7 @@ def sample(  # noqa: PLR0913  # an argument for each option
     drawing = Drawing(
         model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
         steps=steps, max_sequence_length=max_sequence_length, device=device, rlg=rlg,
-        revision=revision,
+        transfer=transfer, revision=revision,
     )  # fmt: skip
     with closing(judges):
         images = sample_images(

@@ -16,7 +16,8 @@ from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
 from flowrl.backbones.lora_formats import LoRA, open_lora
-from flowrl.backbones.pipeline import images_of
+from flowrl.backbones.pipeline import PipelineBackbone, images_of
+from flowrl.backbones.transfer import Transfer
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
@@ -38,6 +39,8 @@ class Drawing:
 
     Args:
         rlg: strength of the LoRA, see `flowrl.backbones.guidance`.
+        transfer: a smaller pipeline, which gets the LoRA in place of this one, and the settings
+            of the LoRA's run; see `flowrl.backbones.transfer`.
 
     Raises:
         UserError: for a LoRA that cannot be read, before the pipeline is loaded.
@@ -55,10 +58,18 @@ class Drawing:
         max_sequence_length: int | None = None,
         device: str = "auto",
         rlg: float | None = None,
+        transfer: str | None = None,
         revision: str | None = None,
     ):
         self.rlg = rlg
         self.options = {"model": model, "negative": negative, "rlg": rlg, "revision": revision}
+        self.small = None
+        if transfer is not None:
+            self.small = Drawing(
+                transfer, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
+                max_sequence_length=max_sequence_length, device=device,
+            )  # fmt: skip
+            self.options["transfer"], lora = self.small.identity(), None
         self.lora = open_lora(lora, alpha=lora_alpha) if lora else None
         run_file = Path(lora) / CONFIG if lora else None
         config = load_config(run_file) if run_file and run_file.is_file() else None
@@ -82,6 +93,10 @@ class Drawing:
                 self.call["num_inference_steps"] = steps
             if self.lora is not None:
                 load_lora(self.pipeline, self.lora)
+        self.guidance = guidance
+        if self.small is not None:
+            large, small = (self._backbone(drawing) for drawing in (self, self.small))
+            self.transfer = Transfer(large, small, 1.0 if rlg is None else rlg)
 
     def image(self, prompt: str, seed: int, negative: str | None = None) -> Image.Image:
         """Generate one image; `negative` replaces the negative prompt, where guidance is on."""
@@ -91,9 +106,24 @@ class Drawing:
         if negative is not None and "negative_prompt" in call:
             call["negative_prompt"] = negative
         generator = torch.Generator().manual_seed(seed)
-        with nullcontext() if self.rlg is None else RLG(self.pipeline, self.rlg):
+        if self.small is not None:
+            usual = self.small.call.get("negative_prompt", "")
+            guided = self.transfer.of(prompt, usual if negative is None else negative)
+        else:
+            guided = nullcontext() if self.rlg is None else RLG(self.pipeline, self.rlg)
+        with guided:
             result = self.pipeline(generator=generator, **call)
         return to_pil(images_of(result))[0]
+
+    def _backbone(self, drawing: "Drawing") -> PipelineBackbone:
+        """Return a drawing's pipeline as it is called, with images of this one's size."""
+        return PipelineBackbone(
+            drawing.pipeline,
+            guidance=drawing.guidance,
+            max_sequence_length=drawing.call.get("max_sequence_length"),
+            height=self.call.get("height"),
+            width=self.call.get("width"),
+        )
 
     def identity(self) -> dict[str, Any]:
         """Return everything that decides the images of a prompt and a seed, as JSON has it."""
