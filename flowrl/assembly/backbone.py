@@ -223,7 +223,7 @@ def set_precision(config: Config, backbone: PipelineBackbone, runtime: Runtime) 
     if isinstance(backend, NVFP4Native | NVFP4Emulated):
         backend = PerRow(backend)  # the same numbers for any batch: a rollout's, a micro-batch
     if backend is not None:
-        quantise_base(backbone.transformer, layers, backend)
+        quantise_base(backbone.transformer, layers, backend, p.quantize_gradients)
 
 
 def network_dtype(backbone: PipelineBackbone) -> torch.dtype:

@@ -22,6 +22,7 @@ from flowrl.backbones.latent_map import inverse_of
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import switched_off
 from flowrl.errors import UserError
+from flowrl.trajectory import Conditioning
 
 
 class Transfer:
@@ -79,13 +80,9 @@ class Transfer:
         @functools.wraps(plain)
         def step(velocity: Tensor, timestep: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             level = scheduler.sigmas[next(calls)].to(x.device)
-            sigma = 1 - level if inverted else level
-            latents = self.to_small(x)
             rows = cond.take(torch.zeros(len(x), dtype=torch.long)).to(x.device)
-            aligned = self.small.velocity(latents, sigma, rows).float()
-            with switched_off(self.layers):
-                base = self.small.velocity(latents, sigma, rows).float()
-            change = self.to_large(base - aligned if inverted else aligned - base)
+            change = self.change(x, 1 - level if inverted else level, rows)
+            change = -change if inverted else change
             total = velocity.float() + self.strength * change
             return plain(total.to(velocity.dtype), timestep, x, *args, **kwargs)
 
@@ -94,6 +91,18 @@ class Transfer:
             yield
         finally:
             del vars(scheduler)["step"]
+
+    @torch.no_grad()
+    def change(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        """Return what the LoRA changes in the small velocity at large latents x, fp32, like x.
+
+        cond: of the small pipeline.
+        """
+        latents = self.to_small(x)
+        aligned = self.small.velocity(latents, sigma, cond).float()
+        with switched_off(self.layers):
+            base = self.small.velocity(latents, sigma, cond).float()
+        return self.to_large(aligned - base)
 
 
 def check_autoencoders(large: Any, small: Any) -> None:

@@ -150,6 +150,11 @@ def check_precision(pipeline: PipelineOptions, rollout: RolloutOptions) -> None:
             "pipeline.min_dim chooses layers for pipeline.precision, which is null: set "
             "precision, or min_dim to null"
         )
+    if pipeline.precision is None and pipeline.quantize_gradients:
+        raise ValueError(
+            "pipeline.quantize_gradients rounds to the format of pipeline.precision, which is "
+            "null: set precision, or quantize_gradients to false"
+        )
     if pipeline.precision is not None and rollout.merge_lora is True:
         raise ValueError(
             f"rollout.merge_lora is true, but with pipeline.precision {pipeline.precision} the "
