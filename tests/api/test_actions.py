@@ -86,6 +86,16 @@ def test_samples_follow_the_seed_the_lora_and_its_strength(run_dir, sample):
     assert sample(lora=run, rlg=3.0) not in (base, aligned)
 
 
+def test_a_transfer_between_equal_pipelines_is_the_lora_at_each_strength(
+    run_dir, sample, tiny_pipeline_path
+):
+    run = {"lora": str(run_dir), "transfer": tiny_pipeline_path}
+    assert sample(**run, rlg=0.0) == sample()
+    aligned = sample(lora=str(run_dir))
+    shades = zip(sample(**run), aligned, strict=True)
+    assert max(abs(a - b) for a, b in shades) <= 1 and aligned != sample()
+
+
 def test_a_gallery_shows_the_base_and_the_lora_of_a_run_side_by_side(run_dir, tmp_path):
     options = {"prompts": None, "count": 2, "seed": None, "output_dir": tmp_path / "pages"}
     html = gallery(run_dir, base=None, lora=None, **options).read_text()
