@@ -73,7 +73,7 @@ class Policy:
         self._by_name = {name: _parameters_of(self.network, name) for name in names}
         for name in self.copies:
             self.set_weights(name, self.parameters())
-        self.use(POLICY)
+        self._train_policy_alone()
 
     def _add(self, name: str, rank: int, alpha: float, targets: tuple[str, ...]) -> None:
         from peft import LoraConfig, inject_adapter_in_model
@@ -156,15 +156,19 @@ class Policy:
         for parameter in _parameters_of(self.network, name):  # before its numbers are rounded
             parameter.data = parameter.data.float()
         set_peft_model_state_dict(self.network, lora.state, adapter_name=name)
+        self._train_policy_alone()
+
+    def _train_policy_alone(self) -> None:
+        """Use the policy and let it alone have a gradient; PEFT gives one to each new adapter."""
+        self.network.requires_grad_(False)
+        for parameter in self.parameters():
+            parameter.requires_grad_(True)
         self.use(POLICY)
 
     def use(self, name: str) -> None:
+        """Let the network's calls go through an adapter, whichever is trained."""
         for layer in self._layers:
-            layer.set_adapter(name)
-        # Switching adapters also switches what PEFT wants to train; only the policy ever is.
-        for other, parameters in self._by_name.items():
-            for parameter in parameters:
-                parameter.requires_grad_(other == POLICY)
+            layer._active_adapter = [name]  # PEFT's own switch also rewrites `requires_grad`
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
