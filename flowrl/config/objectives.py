@@ -7,7 +7,6 @@ from pydantic import BeforeValidator, Field
 
 from flowrl.errors import UserError
 from flowrl.utils.fields import (
-    Choice,
     Count,
     NonNegative,
     Options,
@@ -58,12 +57,13 @@ class AdvantageOptions(Options):
         "Several rewards: their weighted sum, or the weighted sum of each reward's z-scores in the "
         "group (gdpo). An image without one of its scores is left out of a sum; under gdpo that "
         "reward alone counts 0.",
-        "gdpo: GDPO, arXiv 2601.05242, with scale auto, ddof 0 and floor 1e-4",
+        "gdpo: GDPO, arXiv 2601.05242, with scale auto",
     )
     scale: Literal["auto", "std", "none", "global"] = option(
         "auto",
         "Divisor of an advantage: std of the group, std over all images of the iteration "
-        "(global), or 1 (none). auto is global with rewards: gdpo, and std with rewards: sum.",
+        "(global), plus 1e-4, or 1 (none). auto is global with rewards: gdpo, and std with "
+        "rewards: sum.",
         "global in DiffusionNFT and in Flow-GRPO's published runs, std in most later ones",
     )
     center: Literal["group", "tracker"] = option(
@@ -80,10 +80,6 @@ class AdvantageOptions(Options):
         "all prompts equally.",
         "Prompt-GDRO, arXiv 2601.19280, with a bin for each prompt",
     )
-    ddof: Annotated[Literal[0, 1], Choice] = option(
-        0, "0 for the population's standard deviation, 1 for the sample's.", "1 in DanceGRPO"
-    )
-    floor: Positive = option(1e-4, "Added to the divisor.", "1e-4 in Flow-GRPO, 1e-8 in BranchGRPO")
 
 
 class CreditOptions(AdvantageOptions):

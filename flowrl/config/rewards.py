@@ -81,9 +81,6 @@ class GateOptions(Options):
 
     reward: Text = option(..., "Name of the trained reward that decides, as in scores and reports.")
     above: Number = option(..., "Its score that an image must exceed.")
-    softness: NonNegative = option(
-        0.0, "Width of a sigmoid around `above`, in units of its score; 0 counts all or nothing."
-    )
 
 
 class RewardOptions(Options):

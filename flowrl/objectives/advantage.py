@@ -15,9 +15,11 @@ from flowrl.trajectory import Rollout
 ADVANTAGE_CLIP = 5.0  # largest advantage of either sign in Flow-GRPO, DiffusionNFT and AWM
 MOST_EMPHASIS = 4.0  # of one image's advantage
 ROUNDING = 1e-12  # differences below this share of the largest value are rounding errors
-# Of each reward in its group. 1e-4 as in GDPO, so that differences far below it, such as a
-# network's rounding between equal images, stay small; Flow-Factory divides by max(std, 1e-6).
-GDPO = AdvantageOptions(scale="std", ddof=0, floor=1e-4)
+# Added to a standard deviation, as in Flow-GRPO and GDPO, so that differences far below it, such as
+# a network's rounding between equal images, stay small. DanceGRPO and BranchGRPO add 1e-8 to the
+# sample's standard deviation, which is that of the population times sqrt(n / (n - 1)).
+FLOOR = 1e-4
+GDPO = AdvantageOptions(scale="std")  # of each reward in its group
 
 
 def z_scores(
@@ -27,7 +29,7 @@ def z_scores(
     counted: Tensor | None = None,
     leaf: Tensor | None = None,
 ) -> Tensor:
-    """Return (value - mean) / (std + floor) of each value in its population. (N,) float64
+    """Return (value - mean) / (std + FLOOR) of each value in its population. (N,) float64
 
     A population with fewer than two values, or with equal ones, gets exactly 0; so does NaN.
 
@@ -66,9 +68,7 @@ def divisor(members: Tensor, everything: Tensor, options: AdvantageOptions) -> T
     if scale == "none":
         return torch.ones((), dtype=members.dtype)
     values = everything if scale == "global" else members
-    if len(values) <= options.ddof:
-        return torch.tensor(options.floor, dtype=members.dtype)
-    return values.std(correction=options.ddof) + options.floor
+    return values.std(correction=0) + FLOOR
 
 
 def clip_advantage(advantage: Tensor) -> Tensor:

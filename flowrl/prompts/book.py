@@ -22,6 +22,7 @@ from flowrl.utils.fields import NonNegative, Number, Options, option
 STATES = range(3)  # of a prompt's images, those that succeed: none, some or all
 NONE, SOME, ALL = STATES
 MEMORY = 0.95  # share of counted transitions that remains after an iteration; 0.9 to 0.99 in DPS
+IDLE_DECAY = 0.98  # share of a prompt's counts that remains after an iteration without it
 Matrix = list[list[float]]  # 3 x 3, [to][from]
 
 VADE = "VADE, arXiv 2511.18902"
@@ -46,10 +47,9 @@ class BookOptions(Options):
     decay: Share = option(
         0.8,
         "Share of a prompt's counts that remains after an iteration that drew it: the policy has "
-        "learned from it since.",
+        "learned from it since. After any other iteration 0.98 of them remain.",
         f"two decays in {VADE}, which does not say their values",
     )
-    idle_decay: Share = option(0.98, "The same after an iteration that did not draw it.")
     uniform: Share = option(
         0.05,
         "Share of the prompts that are chosen as without a book, so that each is seen at times.",
@@ -67,9 +67,9 @@ class Memory:
     last: int = -1  # iteration
     state: int | None = None  # of its images then, one of STATES
 
-    def at(self, iteration: int, idle_decay: float) -> tuple[float, float, float]:
+    def at(self, iteration: int) -> tuple[float, float, float]:
         """Return successes, failures and total, faded until an iteration begins."""
-        fade = idle_decay ** max(iteration - self.last - 1, 0)
+        fade = IDLE_DECAY ** max(iteration - self.last - 1, 0)
         return fade * self.successes, fade * self.failures, fade * self.total
 
 
@@ -137,7 +137,7 @@ class PromptBook(PromptSampler):
         return random.Random(f"{self.seed}/book/{iteration}/{role}")
 
     def _memory(self, uid: str, iteration: int) -> tuple[float, float, float]:
-        return self._memories.get(uid, NOTHING).at(iteration, self.options.idle_decay)
+        return self._memories.get(uid, NOTHING).at(iteration)
 
     # --- remembering ------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class PromptBook(PromptSampler):
         The mean counts one image of the mean of all prompts, which is all that is remembered of a
         new one. Failures are their share, by the mean of the Beta distribution.
         """
-        every = [m.at(iteration, self.options.idle_decay) for m in self._memories.values()]
+        every = [m.at(iteration) for m in self._memories.values()]
         images = sum(successes + failures for successes, failures, _ in every)
         mean = sum(total for *_, total in every) / images if images else 0.0
         rows = []

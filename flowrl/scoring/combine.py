@@ -43,16 +43,14 @@ def share_weights(applicable: Tensor, weights: Tensor) -> Tensor:
 def gated(specs: Sequence[RewardSpec], scores: Tensor) -> Tensor:
     """Return scores (L, K), those of a gated reward times 1 where its gate passes, and else 0.
 
-    A soft gate is sigmoid((score - above) / softness) of the reward that decides; no gradient goes
-    through it. An image to which that reward does not apply passes. This is gated accumulation: a
+    An image to which the reward that decides does not apply passes. This is gated accumulation: a
     reward that is easily gamed adds nothing to an image that fails the one that is not.
     """
     columns, names = list(scores.unbind(1)), [spec.name for spec in specs]
     for k, spec in enumerate(specs):
         if (gate := spec.gate) is not None:
-            over = scores[:, names.index(gate.reward)].detach() - gate.above
-            passes = (over / gate.softness).sigmoid() if gate.softness else (over > 0).to(over)
-            columns[k] = columns[k] * passes.masked_fill(over.isnan(), 1.0)
+            decides = scores[:, names.index(gate.reward)].detach()
+            columns[k] = columns[k] * ((decides > gate.above) | decides.isnan())
     return torch.stack(columns, 1)
 
 

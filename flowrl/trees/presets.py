@@ -129,7 +129,7 @@ class DanceGRPOOptions(TreeOptions):
     """Chains from one initial noise; a random 60 % of the stochastic steps are trained."""
 
     title: ClassVar[str] = "DanceGRPO"
-    credit: ClassVar[str] = "{scale: std, ddof: 1, floor: 1e-8}"
+    credit: ClassVar[str] = "{scale: std}"
     kind: Literal["dance_grpo"] = option("dance_grpo", "Chains from one noise.", DANCE_GRPO)
 
     def at(self, iteration: int, steps: int, seed: int) -> frozenset[int]:
@@ -147,7 +147,7 @@ class MixGRPOOptions(TreeOptions):
     """
 
     title: ClassVar[str] = "MixGRPO"
-    credit: ClassVar[str] = "{scale: std, ddof: 1, floor: 1e-8}"
+    credit: ClassVar[str] = "{scale: std}"
     kind: Literal["mix_grpo"] = option("mix_grpo", "One trunk up to the window.", MIX_GRPO)
     window: Window = option(ProgressiveWindow(size=4, period=25), INSIDE, MIX_GRPO)
 
@@ -169,7 +169,7 @@ class BranchGRPOOptions(SiblingOptions):
     """Trees with noise in every step but the last, which branch at chosen steps."""
 
     title: ClassVar[str] = "BranchGRPO"
-    credit: ClassVar[str] = "{scope: depth, scale: std, ddof: 1, floor: 1e-8}"
+    credit: ClassVar[str] = "{scope: depth, scale: std}"
     kind: Literal["branch_grpo"] = option("branch_grpo", "Trees, all stochastic.", BRANCH_GRPO)
     branch: Branch = option(2, "Children at a split.", BRANCH_GRPO)
     splits: Steps = option((0, 3, 6, 9), SPLITS, f"{BRANCH_GRPO}: dense")
@@ -195,7 +195,7 @@ class BranchGRPOMixOptions(BranchGRPOOptions):
     """Trees with noise at the splits and in a moving window only."""
 
     title: ClassVar[str] = "BranchGRPO-Mix"
-    credit: ClassVar[str] = "{scope: depth, scale: std, ddof: 1, floor: 1e-8}"
+    credit: ClassVar[str] = "{scope: depth, scale: std}"
     kind: Literal["branch_grpo_mix"] = option(
         "branch_grpo_mix", "Trees, stochastic at the splits and in a window.", BRANCH_GRPO
     )
@@ -237,7 +237,7 @@ class B2DiffuRLOptions(TreeOptions):
     """
 
     title: ClassVar[str] = "B2-DiffuRL"
-    credit: ClassVar[str] = "{scale: std, floor: 1e-8, keep: b2_pairs}"
+    credit: ClassVar[str] = "{scale: std, keep: b2_pairs}"
     kind: Literal["b2_diffurl"] = option("b2_diffurl", "Continuations of a trunk.", B2_DIFFURL)
     branch: Branch = option(5, "Continuations of a trunk.", B2_DIFFURL)
 

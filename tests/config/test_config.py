@@ -104,7 +104,7 @@ def test_a_reward_stands_once_and_one_of_them_is_trained_on():
 def test_a_gate_is_of_a_trained_reward_beside_one_that_has_none():
     pair = "rewards=[{name: ocr}, {name: brightness, gate: {reward: ocr, above: 0.5}}]"
     gate = parse(pair).rewards[1].gate
-    assert gate is not None and (gate.reward, gate.above, gate.softness) == ("ocr", 0.5, 0.0)
+    assert gate is not None and (gate.reward, gate.above) == ("ocr", 0.5)
     wrong = "gate: {reward: ocr, above: 0.5}"
     for overrides, sentence in [
         ([f"rewards=[{{name: ocr}}, {{name: brightness, weight: -1, {wrong}}}]"], "weight above 0"),

@@ -53,9 +53,9 @@ def credit(r: Rollout, **options) -> Tensor:
     return tree_credit(r, CreditOptions(**options))[0]
 
 
-def z(values: list[float], ddof: int = 0, floor: float = 1e-4) -> Tensor:
+def z(values: list[float]) -> Tensor:
     rows = torch.tensor(values).double()
-    return ((rows - rows.mean()) / (rows.std(correction=ddof) + floor)).float()
+    return ((rows - rows.mean()) / (rows.std(correction=0) + 1e-4)).float()
 
 
 def test_a_tracker_and_emphasis_give_nodes_what_they_give_images():
@@ -226,7 +226,7 @@ def test_a_node_is_compared_with_the_nodes_of_its_scope():
     for scope in SCOPES:
         key, counted = population(scope, group, tree.parent, tree.step, noisy)
         mask = counted.expand_as(value).flatten()
-        options = AdvantageOptions(scale="std", floor=0.01)
+        options = AdvantageOptions(scale="std")
         found = z_scores(value.flatten(), key.flatten(), options, mask).view_as(value)
         for row, node in itertools.product(rows, nodes):
             prompt = [r for r in rows if group[r] == group[row]]
@@ -240,7 +240,7 @@ def test_a_node_is_compared_with_the_nodes_of_its_scope():
             members = np.array([value[p].item() for p in pairs])
             expected = 0.0
             if len(members) > 1 and np.ptp(members) > 1e-9:
-                expected = (value[row, node].item() - members.mean()) / (members.std() + 0.01)
+                expected = (value[row, node].item() - members.mean()) / (members.std() + 1e-4)
             assert found[row, node].item() == pytest.approx(expected, abs=1e-9)
 
 

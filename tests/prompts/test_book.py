@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.prompts.book import ALL, NONE, SOME, STATES, BookOptions, PromptBook
+from flowrl.prompts import book as book_module
+from flowrl.prompts.book import ALL, IDLE_DECAY, NONE, SOME, STATES, BookOptions, PromptBook
 from flowrl.prompts.records import PromptRecord, PromptSampler
 
 SIZE = 3  # prompts of an iteration
@@ -43,7 +44,13 @@ choices = st.sampled_from(["thompson", "predictive", "uniform"])
 
 @given(runs, choices)
 def test_without_decay_estimates_are_frequencies_and_means_one_image_from_all(run, choose):
-    book = book_of(choose=choose, decay=1, idle_decay=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(book_module, "IDLE_DECAY", 1.0)
+        _estimates_are_frequencies(run, choose)
+
+
+def _estimates_are_frequencies(run, choose):
+    book = book_of(choose=choose, decay=1)
     seen: dict[str, list[float]] = {}
     for iteration, scores in enumerate(run):
         for uid, rewards in zip(tell(book, iteration, scores), scores, strict=True):
@@ -68,11 +75,13 @@ def test_without_memory_all_prompts_are_alike(run):
 
 
 def test_counts_fade_by_their_own_decay_in_iterations_with_and_without_the_prompt():
-    book = book_of(choose="uniform", decay=0.5, idle_decay=0.75)
+    book = book_of(choose="uniform", decay=0.5)
     first = tell(book, 0, [[1.0, 1.0, 0.0]] * SIZE)
     tell(book, 1, [[1.0]] * SIZE)
     again = [record.uid for record in book.at(7)]
-    faded = {uid: 0.5 * 0.75**6 for uid in first}  # of 7 prompts, 3 an iteration: 0 and 7 share 3
+    faded = {
+        uid: 0.5 * IDLE_DECAY**6 for uid in first
+    }  # of 7 prompts, 3 an iteration: 0 and 7 share 3
     common = [uid for uid in again if uid in faded]
     assert common
     for uid, (_, failures) in zip(again, book.estimates(7), strict=True):
@@ -209,7 +218,7 @@ def test_beliefs_of_prompts_that_are_not_drawn_go_to_the_stationary_law():
 
 
 def test_metrics_are_of_all_prompts():
-    book = book_of(6, choose="uniform", decay=1, idle_decay=1)
+    book = book_of(6, choose="uniform", decay=1)
     tell(book, 0, [[1.0, 1.0]] * SIZE)
     metrics = book.metrics(0)
     assert metrics["book/drawn"] == 0.5

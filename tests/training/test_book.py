@@ -57,8 +57,9 @@ def test_a_resumed_run_chooses_and_learns_the_same_bit_for_bit(trained, choose):
     assert trained(forgotten, book=book)[1].book.state_dict() != state
 
 
-def test_one_image_of_a_prompt_is_learned_from_and_remembered(trained):
-    book = {"choose": "uniform", "decay": 1, "idle_decay": 1}
+def test_one_image_of_a_prompt_is_learned_from_and_remembered(trained, monkeypatch):
+    monkeypatch.setattr("flowrl.prompts.book.IDLE_DECAY", 1.0)
+    book = {"choose": "uniform", "decay": 1}
     run, learner, texts = trained(book=book, rollout=SMALL | {"group_size": 1})
     memories = learner.book.state_dict()["memories"].values()
     assert sum(m["draws"] for m in memories) == 8 == sum(map(len, texts))
