@@ -192,7 +192,7 @@ def repository_of(config: Config) -> str:
     Raises UserError when nothing could be pushed, before anything is loaded.
     """
     name = config.run.hub_model_id or Path(config.run.output_dir).resolve().name
-    return open_repository(name, private=config.run.hub_private)
+    return open_repository(name)
 
 
 def try_rewards(learner: Learner, prompts: Sequence[PromptRecord]) -> None:

@@ -196,8 +196,7 @@ def rounding_key(memory: MemoryOptions) -> dict[str, Any]:
 
     All other options under `memory` leave images and scores as they are.
     """
-    rounded = {} if memory.base_bits is None else {"base": [memory.base_bits, memory.base_library]}
-    return rounded | ({"vae_tiling": True} if memory.vae_tiling else {})
+    return memory.model_dump(include={"base_bits", "vae_tiling"}, exclude_defaults=True)
 
 
 def set_precision(config: Config, backbone: PipelineBackbone, runtime: Runtime) -> None:

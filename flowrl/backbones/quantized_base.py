@@ -1,4 +1,4 @@
-"""Frozen weights in 8 or 4 bits (bitsandbytes or torchao) below exact adapters, to save memory.
+"""Frozen weights in 8 bits (torchao) or 4 (bitsandbytes) below exact adapters, to save memory.
 
 `flowrl.quantization` makes matmuls fast; this makes weights small. They are rounded once, as they
 are loaded, for both rollouts and training.
@@ -16,16 +16,16 @@ from flowrl.errors import UserError
 
 def check_base_bits(memory: MemoryOptions, device: torch.device) -> None:
     """Raise UserError when the library is missing, or the device cannot run it."""
-    if memory.base_library == "bitsandbytes" and device.type == "cpu":
+    if memory.base_bits == 4 and device.type == "cpu":
         raise UserError(
-            f"memory.base_bits is {memory.base_bits} with bitsandbytes, which diffusers runs on "
-            "GPUs alone: on the CPU set memory.base_library to torchao with 8 bits, or base_bits "
-            "to null"
+            "memory.base_bits is 4 with bitsandbytes, which diffusers runs on GPUs alone: on the "
+            "CPU set it to 8 or null"
         )
-    if importlib.util.find_spec(memory.base_library) is None:
+    library = "bitsandbytes" if memory.base_bits == 4 else "torchao"
+    if importlib.util.find_spec(library) is None:
         raise UserError(
-            f"memory.base_bits is {memory.base_bits}, which needs {memory.base_library}: "
-            f'from a clone of the project, pip install ".[{memory.base_library}]"'
+            f"memory.base_bits is {memory.base_bits}, which needs {library}: from a clone of the "
+            f'project, pip install ".[{library}]"'
         )
 
 
@@ -36,12 +36,10 @@ def loading_config(memory: MemoryOptions, dtype: torch.dtype) -> Any:
     """
     from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
 
-    if memory.base_library == "torchao":
+    if memory.base_bits == 8:
         from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
 
         config = TorchAoConfig(Int8WeightOnlyConfig())
-    elif memory.base_bits == 8:
-        config = BitsAndBytesConfig(load_in_8bit=True)
     else:
         config = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype

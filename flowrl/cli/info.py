@@ -46,8 +46,8 @@ OPTIONAL = {  # extras, called as their packages, and what they are for
     "datasets": "prompts from Hugging Face data sets",
     "ray": "rollout.workers",
     "xformers": "memory-efficient attention on CUDA",
-    "bitsandbytes": "memory.base_bits 8 or 4 on GPUs",
-    "torchao": "memory.base_bits 8 with memory.base_library torchao",
+    "bitsandbytes": "memory.base_bits 4",
+    "torchao": "memory.base_bits 8",
     "wandb": "run.trackers=[wandb]",
     "trackio": "run.trackers=[trackio]",
 }

@@ -261,10 +261,9 @@ class RunOptions(Options):
         False, "Put the LoRA, its card and gallery on the Hub at the end of the run."
     )
     hub_model_id: Text | None = option(
-        None, "With push_to_hub: name of the repository; null is the output folder's name."
-    )
-    hub_private: Flag = option(
-        False, "With push_to_hub: make a new repository private; one that is there stays as it is."
+        None,
+        "With push_to_hub: name of the repository, which keeps being private where it is; null is "
+        "the output folder's name.",
     )
     threads: Count | None = option(None, "CPU threads; null leaves it to torch.")
     on_hacking: OnHackingOptions | None = option(
@@ -286,14 +285,9 @@ class MemoryOptions(Options):
     )
     base_bits: Annotated[Literal[4, 8], Choice] | None = option(
         None,
-        "Keep the frozen weights of the transformer in 4 or 8 bits; null keeps them in "
-        "pipeline.dtype. Adapters are not rounded. Rollouts, training and this run's evaluations "
-        "all use the rounded weights.",
-    )
-    base_library: Literal["bitsandbytes", "torchao"] = option(
-        "bitsandbytes",
-        "Library that stores and multiplies weights quantised by base_bits. bitsandbytes: NF4 "
-        "and LLM.int8, on GPUs only; torchao: 8 bits, also on CPUs.",
+        "Keep the frozen weights of the transformer in 4 bits (NF4 by bitsandbytes, on GPUs only) "
+        "or 8 (int8 by torchao, also on CPUs); null keeps them in pipeline.dtype. Adapters are not "
+        "rounded. Rollouts, training and this run's evaluations all use the rounded weights.",
     )
     text_encoders: Literal["keep", "offload", "free"] = option(
         "keep",

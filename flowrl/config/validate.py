@@ -169,11 +169,6 @@ def check_base_bits(
     """Check that nothing else needs the exact frozen weights where they are kept in few bits."""
     if memory.base_bits is None:
         return
-    if memory.base_bits == 4 and memory.base_library == "torchao":
-        raise ValueError(
-            "memory.base_bits is 4 with torchao, but PEFT has no adapters on torchao's 4-bit "
-            "weights: set memory.base_library to bitsandbytes, or base_bits to 8"
-        )
     explore = rollout.explore
     wanted = {
         "pipeline.precision": (pipeline.precision, "null"),

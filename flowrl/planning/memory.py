@@ -55,7 +55,7 @@ OVERHEAD = "CUDA overhead"
 
 # Bytes beside the codes of a base in few bits.
 NF4_GROUP, NF4_SCALE = 64, 4  # an fp32 maximum for 64 weights (2305.14314), not quantised itself
-INT8_SCALE = {"bitsandbytes": 4, "torchao": 2}  # for an output, fp32 or in the weights' dtype
+INT8_SCALE = 2  # for an output, in the weights' dtype
 
 AUTO: tuple[Literal["fp8", "bf16"], ...] = ("fp8", "bf16")  # what precision auto may become
 
@@ -365,7 +365,7 @@ class MemoryPlan:
             return whole
         for layer in linear_layers(self.network):
             rows, columns = layer.weight.shape
-            few = few_bits_bytes(rows, columns, memory.base_bits, memory.base_library)
+            few = few_bits_bytes(rows, columns, memory.base_bits)
             whole += few - rows * columns * self.dtype.itemsize
         return whole
 
@@ -474,11 +474,11 @@ def is_adapted(name: str, targets: tuple[str, ...]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def few_bits_bytes(rows: int, columns: int, bits: int, library: str) -> int:
-    """Return the bytes of a weight (rows, columns) with its scales, in a library's format."""
+def few_bits_bytes(rows: int, columns: int, bits: int) -> int:
+    """Return the bytes of a weight (rows, columns) with its scales."""
     codes = rows * columns * bits // 8
     if bits == 8:
-        return codes + rows * INT8_SCALE[library]
+        return codes + rows * INT8_SCALE
     return codes + -(-rows * columns // NF4_GROUP) * NF4_SCALE
 
 

@@ -33,7 +33,7 @@ def run_dir(tiny_config, tmp_path_factory):
         },
     )
     with pytest.MonkeyPatch.context() as patch:  # the Hub is a folder beside the run's
-        patch.setattr("flowrl.api.open_repository", lambda name, private: f"me/{name}")
+        patch.setattr("flowrl.api.open_repository", lambda name: f"me/{name}")
         upload = lambda run, to: str(stage(run, run.parent / to, to))  # noqa: E731
         patch.setattr("flowrl.export.hub.push", upload)
         rows = align(config).comparisons

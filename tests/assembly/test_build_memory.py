@@ -142,7 +142,6 @@ def test_only_rounded_weights_and_tiles_change_what_evaluations_measure(tiny_con
     elsewhere = {"text_encoders": "free", "vae": "offload", "gradient_checkpointing": True}
     assert key(**elsewhere, prompt_cache="somewhere") == key()
     assert key(base_bits=8) != key() != key(base_bits=4)
-    assert key(base_bits=8) != key(base_bits=8, base_library="torchao")
     assert key(vae_tiling=True) != key()
     assert rounding_key(tiny_config().memory) == {}
 

@@ -28,7 +28,7 @@ needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="needs torchao"
 )
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-EIGHT = {"base_bits": 8, "base_library": "torchao"}
+EIGHT = {"base_bits": 8}
 INT8 = MemoryOptions(**EIGHT)
 
 
@@ -109,7 +109,5 @@ def test_bitsandbytes_is_refused_on_a_cpu(monkeypatch):
     monkeypatch.setattr(base_weights.importlib.util, "find_spec", lambda name: object())
     check_base_bits(MemoryOptions(base_bits=4), CUDA)
     check_base_bits(INT8, CPU)
-    with pytest.raises(
-        UserError, match="GPUs alone: on the CPU set memory.base_library to torchao"
-    ):
+    with pytest.raises(UserError, match="GPUs alone: on the CPU set it to 8"):
         check_base_bits(MemoryOptions(base_bits=4), CPU)
