@@ -1,28 +1,26 @@
 """The run folder: one owner at a time, checkpoints that a crash cannot spoil, exact resume."""
 
-import contextlib
 import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch.utils._pytree import tree_leaves
 
 from flowrl.backbones.lora_formats import FILE, open_lora
 from flowrl.errors import DamagedFile, UserError
-from flowrl.training.owner import LOCK, owned
+from flowrl.training.owner import owned
 from flowrl.utils.files import (
     load_state,
-    remove,
+    locked_folder,
     save_state,
     sync_folder,
     write_bytes,
-    written_entries,
 )
 
 LOG = logging.getLogger(__name__)
@@ -154,60 +152,17 @@ def set_aside(run_dir: Path, step: int) -> Path | None:
     return aside
 
 
-@contextlib.contextmanager
+@contextmanager
 def claim(run_dir: Path, *, resume: str | None) -> Iterator[None]:
     """Own a run folder while inside: nobody else writes to it, and no old run is overwritten.
 
-    A killed process leaves no lock behind, and a start that fails before the folder holds a run
-    leaves nothing of its own. Raises UserError when another process trains there, when the folder
-    holds a run and `resume` is None, and when there can be no such folder.
+    A killed process leaves no lock behind. Raises UserError when another process trains there, when
+    the folder holds a run and `resume` is None, and when there can be no such folder.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_new_folders(run_dir))
-        try:
-            stack.enter_context(FileLock(run_dir / LOCK, blocking=False))
-        except Timeout:
-            raise UserError(f"{run_dir} is in use by another process that trains there") from None
-        stack.enter_context(_removed_if_refused(run_dir))
+    with locked_folder(run_dir), owned(run_dir):
         if resume is None and (run_dir / CONFIG).exists():
             raise UserError(
                 f"{run_dir} already holds a run: continue it with --resume latest, or choose "
                 "another run.output_dir"
             )
-        stack.enter_context(owned(run_dir))
         yield
-
-
-@contextlib.contextmanager
-def _new_folders(run_dir: Path) -> Iterator[None]:
-    """Make the folder and those above it; remove them again if they are empty in the end."""
-    new = [path for path in (run_dir, *run_dir.parents) if not os.path.lexists(path)]
-    try:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"cannot make the run folder {run_dir}: {error.strerror}; choose another "
-                "run.output_dir"
-            ) from error
-        yield
-    finally:
-        for path in new:
-            with contextlib.suppress(OSError):  # not empty: a run, or somebody else's
-                path.rmdir()
-
-
-@contextlib.contextmanager
-def _removed_if_refused(run_dir: Path) -> Iterator[None]:
-    """Remove what this start wrote unless a run has begun there; needs the lock.
-
-    Only names that a start writes: others may use the folder meanwhile, for runs below it too.
-    """
-    before = set(written_entries(run_dir, "start")) - {run_dir / LOCK}
-    try:
-        yield
-    finally:
-        if not (run_dir / CONFIG).exists():
-            for path in written_entries(run_dir, "start"):
-                if path not in before:
-                    remove(path)

@@ -25,16 +25,13 @@ from flowrl.utils.untrusted import read_bytes
 TEMPORARY = ".tmp"  # ending of files that are being written
 _HALF_WRITTEN = re.compile(rf"\.(.+)\.[a-z0-9_]{{8}}{re.escape(TEMPORARY)}")
 
-FolderKind = Literal["start", "run", "images", "leaderboard", "votes", "dataset"]
-# What a start writes in a folder before its run begins there, removed again if it is refused.
-_START = (".lock", ".owner.json")
+FolderKind = Literal["run", "images", "leaderboard", "votes", "dataset"]
 # Every name that flowrl writes at the top of a folder, as patterns. Nothing else in a folder is
 # ever deleted, and everything else there is somebody else's.
 WRITTEN: dict[FolderKind, tuple[str, ...]] = {
-    "start": _START,
     "run": (
-        *_START, "metrics.jsonl", "tensorboard", "wandb", "config.yaml", "ledger.jsonl",
-        "audits.jsonl", "reference.safetensors",
+        ".lock", ".owner.json", "metrics.jsonl", "tensorboard", "wandb", "config.yaml",
+        "ledger.jsonl", "audits.jsonl", "reference.safetensors",
         "pytorch_lora_weights.safetensors", "README.md", "checkpoints", "evaluations",
         "samples", "gallery", "card", "comparison", "set-aside",
     ),
@@ -192,9 +189,14 @@ def remove_abandoned(folder: Path, age: float = 3600.0) -> None:
 def locked_folder(folder: Path, *kinds: FolderKind) -> Iterator[None]:
     """Hold the lock of a folder; remove files that a killed process left half-written.
 
-    Raises UserError when another process has the lock.
+    Raises UserError when another process has the lock, and when there can be no such folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make the folder {folder}: {error.strerror}; name another folder"
+        ) from error
     try:
         with FileLock(folder / ".lock", blocking=False):
             for kind in kinds:

@@ -17,7 +17,6 @@ from flowrl.training.checkpoint import (
     remove_checkpoint,
 )
 from flowrl.training.owner import owner_of
-from flowrl.utils.files import write_text
 
 
 @pytest.fixture
@@ -108,33 +107,9 @@ def test_a_folder_in_use_names_its_process_and_is_refused_to_another_until_that_
     assert owner_of(tmp_path) is None
 
 
-def test_a_refused_start_removes_what_it_wrote_and_nothing_else(tmp_path):
-    deep = tmp_path / "new" / "deeper" / "run"
-    with pytest.raises(UserError, match="no reward"), claim(deep, resume=None):
-        raise UserError("no reward")
-    assert not (tmp_path / "new").exists()
-    # What was there before stays, and what others write meanwhile: notes, further runs.
-    shared = tmp_path / "runs"
-    write_text(shared / "metrics.jsonl", "before")
-    with pytest.raises(KeyboardInterrupt), claim(shared, resume=None):
-        write_text(shared / "notes.txt", "mine")
-        write_text(shared / "wandb" / "another.log", "theirs")
-        write_text(shared / "other" / CONFIG, "run: {}")
-        raise KeyboardInterrupt
-    left = {path.relative_to(shared).as_posix() for path in shared.rglob("*") if path.is_file()}
-    assert left - {".lock"} == {
-        "metrics.jsonl", "notes.txt", f"other/{CONFIG}", "wandb/another.log",
-    }  # fmt: skip
-    with pytest.raises(UserError, match="out of memory"), claim(deep, resume=None):
-        write_text(deep / CONFIG, "run: {}")
-        raise UserError("out of memory")
-    assert (deep / CONFIG).exists()
-
-
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file" / "run", tmp_path / "new" / ("a" * 300)):
-        with pytest.raises(UserError, match="cannot make the run folder .*run.output_dir"):
+        with pytest.raises(UserError, match="cannot make the folder"):
             with claim(folder, resume=None):
                 pass
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
