@@ -163,15 +163,13 @@ def _smallest(data: dict[str, Any], config: Config) -> Config:
 
 STAND_IN = "flowrl.planning.dry_run:StandIn"
 WAVES = 300.0  # radians from black to white: tiny images of one prompt differ by hundredths
-KEY = "judged in rehearsal by"  # in a prompt's metadata: names of the rewards that apply to it
 
 
 class StandIn:
     """A wave over the brightness, between bounds; its mixture of colours depends on the name.
 
     The wave is short, so that the images of a prompt get scores that differ. The same image
-    always gets the same score, and gradients reach it. It applies to a prompt as the real reward
-    was found to, which stands in the metadata.
+    always gets the same score, gradients reach it, and it applies to every prompt.
     """
 
     def __init__(
@@ -196,10 +194,6 @@ class StandIn:
         bright = (images.float().mean((2, 3)) * self.shares.to(images.device)).sum(1)
         return low + (high - low) * (0.5 + 0.5 * (WAVES * bright).sin())
 
-    def applies(self, prompt: str, metadata: dict) -> bool:
-        """Return what the real reward said of this prompt; True where nobody asked it."""
-        return self.name in metadata.get(KEY, (self.name,))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectedReward:
@@ -219,15 +213,8 @@ class InspectedReward:
             applies_to={key: tuple(values) for key, values in e.applies_to.items()},
         )  # fmt: skip
 
-    def applies(self, prompt: str, metadata: dict) -> bool:
-        """Ask the real one about a prompt, or only look for the metadata that it needs."""
-        spec = self.spec()
-        if spec is not None:
-            return spec.applies(prompt, metadata)
-        return all(key in metadata for key in getattr(self.reward, "required_metadata", ()))
-
     def stand_in(self) -> dict[str, Any]:
-        """Return the recipe's entry with the scoring replaced; all else stays."""
+        """Return the recipe's entry with the scoring replaced, for all prompts."""
         low, high = getattr(self.reward, "bounds", (0.0, 1.0))
         low, high = 0.0 if low is None else float(low), 1.0 if high is None else float(high)
         args = {
@@ -237,7 +224,7 @@ class InspectedReward:
             "low": low,
             "high": high if high > low else low + 1,
         }
-        fields = self.entry.model_dump(exclude={"name", "args", "executor", "label"})
+        fields = self.entry.model_dump(exclude={"name", "args", "executor", "label", "applies_to"})
         return fields | {"name": STAND_IN, "args": args, "label": self.name}
 
 
@@ -272,82 +259,52 @@ def _find(target: str) -> Any:
 # --- prompts ------------------------------------------------------------------------------------
 
 COUNT = 12  # enough to hold some out
-FALLBACK = "tiny:geneval:train"
+FALLBACK = "tiny:geneval"
 
 
 def _few_prompts(
     config: Config, rewards: Sequence[InspectedReward], folder: Path
 ) -> dict[str, Any]:
+    """Check all prompts that are on this machine as training does; take the first of them."""
     p, e = config.prompts, config.evaluation
-    if e.prompts is not None and not (_is_missing(p.train) or _is_missing(e.prompts)):
-        held_out = load_prompts(e.prompts, split="test")
-        check_overlap(load_prompts(p.train), held_out, allowed=p.allow_overlap)
-    train, test = folder / "train.jsonl", folder / "test.jsonl"
-    choose_prompts(train, p.train, rewards, p.balance, weights=p.weights)
-    if e.prompts is not None:
-        choose_prompts(test, e.prompts, rewards, e.balance, held_out=True)
+    train = _prompts_here(p.train, "train")
+    test = None if e.prompts is None else _prompts_here(e.prompts, "test")
+    if train and test:
+        check_overlap(train, test, allowed=p.allow_overlap)
+    specs = [spec for spec in (reward.spec() for reward in rewards) if spec is not None]
+    all_can_be_asked = len(specs) == len(rewards)
+    if train is not None:
+        PromptSampler(train, 1, 0, balance=p.balance, weights=p.weights)  # raises where none fits
+        if all_can_be_asked:
+            check_prompts(specs, train)
+    if test is not None:
+        PromptSampler(test, 1, 0, balance=e.balance)
+        if all_can_be_asked:
+            check_evaluation(specs, test)
+    held_out = None if e.prompts is None else _write_first(test, folder, "test")
+    few = {"train": _write_first(train, folder, "train")}
     return {
         # Few prompts need not have every kind, and those that stand in may ask for the same.
-        "prompts": {"train": str(train), "weights": None, "allow_overlap": True},
-        "evaluation": {"prompts": e.prompts and str(test)},
+        "prompts": few | {"balance": None, "weights": None, "allow_overlap": True},
+        "evaluation": {"prompts": held_out, "balance": None},
     }
 
 
-def _is_missing(source: str) -> bool:
-    """Return whether prompts are neither built in nor on this machine."""
-    return source.startswith(HUB) or not (source.startswith(TINY) or Path(source).exists())
+def _prompts_here(source: str, split: str) -> list[PromptRecord] | None:
+    """Return the prompts of a source; None where they are neither built in nor on this machine."""
+    if source.startswith(HUB) or not (source.startswith(TINY) or Path(source).exists()):
+        return None
+    return load_prompts(source, split=split)
 
 
-def choose_prompts(
-    path: Path,
-    source: str,
-    rewards: Sequence[InspectedReward],
-    balance: str | None,
-    *,
-    weights: Mapping[str, int] | None = None,
-    held_out: bool = False,
-) -> None:
-    """Write COUNT prompts to `path` with the rewards that apply to them.
-
-    All of the user's prompts are read and shown to the rewards, as far as these can be asked.
-    held_out: they are those of evaluation. Raises UserError for what is wrong with them.
-    """
-    most = max(COUNT, len(rewards))
-    if _is_missing(source):
-        rows = _made_up(rewards, balance, most)
-    else:
-        records = load_prompts(source, split="test" if held_out else "train")
-        specs = [spec for spec in (reward.spec() for reward in rewards) if spec is not None]
-        if len(specs) == len(rewards):
-            (check_evaluation if held_out else check_prompts)(specs, records)
-        PromptSampler(records, 1, 0, balance=balance, weights=weights)  # raises where none fits
-        judges = [[w.name for w in rewards if w.applies(r.text, r.metadata)] for r in records]
-        # Each reward finds a prompt among them, if there is any.
-        first = [next((i for i, n in enumerate(judges) if w.name in n), None) for w in rewards]
-        order = dict.fromkeys([*(i for i in first if i is not None), *range(len(judges))])
-        rows = [_row(records[i], judges[i]) for i in sorted(list(order)[:most])]
-    try:
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-    except TypeError as error:  # of a data set with images in its columns
-        raise UserError(f"a prompt's metadata cannot be written as JSON: {error}") from error
-    write_text(path, text)
-
-
-def _row(record: PromptRecord, judges: Sequence[str]) -> dict[str, Any]:
-    row = {"prompt": record.text, KEY: list(judges)} | record.metadata
-    return row | ({"negative": record.negative} if record.negative is not None else {})
-
-
-def _made_up(
-    rewards: Sequence[InspectedReward], balance: str | None, count: int
-) -> list[dict[str, Any]]:
-    """Return prompts of the tiny world, to which every reward applies."""
-    trained = [reward for reward in rewards if reward.entry.trained]
-    rows = []
-    for i, record in enumerate(load_prompts(FALLBACK, limit=count)):
-        # Rewards that apply to some prompts only get one each, and so does what is trained on.
-        chosen = [*rewards, *trained][i % (len(rewards) + len(trained))]
-        selectors = {key: values[0] for key, values in chosen.entry.applies_to.items()}
-        metadata = record.metadata | ({balance: str(i % 2)} if balance else {}) | selectors
-        rows.append(_row(record, [reward.name for reward in rewards]) | metadata)
-    return rows
+def _write_first(records: Sequence[PromptRecord] | None, folder: Path, split: str) -> str:
+    """Write COUNT prompts without metadata, which no stand-in reads; return their source."""
+    if records is None:
+        return f"{FALLBACK}:{split}"
+    rows = [
+        {"prompt": r.text} | ({} if r.negative is None else {"negative": r.negative})
+        for r in records[:COUNT]
+    ]
+    path = folder / f"{split}.jsonl"
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
