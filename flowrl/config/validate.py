@@ -24,25 +24,33 @@ from flowrl.config.sections import (
 from flowrl.trees.plan import TreePlan, count
 
 Plans = Mapping[TreePlan, int]  # each with the first iteration that samples it
+Conflict = tuple[str, object, str]  # an option, whether it cannot stay, and what works
+
+
+def refuse(why: str, *conflicts: Conflict) -> None:
+    """Raise ValueError for the first option that cannot stay as it is, with a value that can."""
+    for option, conflict, works in conflicts:
+        if conflict:
+            raise ValueError(f"{why}: {option} must be {works}")
 
 
 def check_rollout(rollout: RolloutOptions, optim: OptimOptions, objective: Objective) -> None:
     """Check the kernel's noise, and that updates take whole groups of as many images as needed."""
     center = getattr(getattr(objective, "advantage", None), "center", "group")
-    if rollout.num_inference_steps < 2:
-        raise ValueError(
-            "rollout.num_inference_steps is 1, expected at least 2: the last step has no noise"
-        )
-    if rollout.kernel == "cps" and rollout.noise_level > 1:
-        raise ValueError(
-            f"rollout.noise_level is {rollout.noise_level}, but cps takes at most 1, which "
-            "replaces all noise: the nearest valid value is 1"
-        )
-    if rollout.group_size < 2 and center != "tracker":
-        raise ValueError(
-            "rollout.group_size is 1, but an image is compared with the others of its prompt: "
-            "the nearest valid value is 2, or 1 with objective.advantage.center: tracker"
-        )
+    refuse(
+        "the last step of a rollout has no noise",
+        ("rollout.num_inference_steps", rollout.num_inference_steps < 2, "at least 2"),
+    )
+    too_strong = rollout.kernel == "cps" and rollout.noise_level > 1
+    refuse(
+        "rollout.kernel is cps, which has replaced all noise at a level of 1",
+        ("rollout.noise_level", too_strong, "at most 1"),
+    )
+    refuse(
+        "an image is compared with the others of its prompt, unless "
+        "objective.advantage.center is tracker",
+        ("rollout.group_size", rollout.group_size < 2 and center != "tracker", "at least 2"),
+    )
     prompts, updates = rollout.prompts_per_iteration, optim.updates_per_rollout
     if prompts % updates:
         divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
@@ -107,11 +115,10 @@ def check_explore(plans: Plans, rollout: RolloutOptions) -> None:
     explore = rollout.explore
     if explore is None:
         return
-    if rollout.store is not None:
-        raise ValueError(
-            "rollout.explore samples candidates, but rollout.store names groups that were "
-            "sampled before: set one of them to null"
-        )
+    refuse(
+        "rollout.store names groups that were sampled before",
+        ("rollout.explore", rollout.store is not None, "null"),
+    )
     most = max(plan.roots for plan in plans)
     if explore.candidates < most:
         raise ValueError(
@@ -119,21 +126,15 @@ def check_explore(plans: Plans, rollout: RolloutOptions) -> None:
             f"prompt that are kept: the nearest valid value is {most}"
         )
     steps, whole = explore.num_inference_steps, rollout.num_inference_steps
-    if steps is not None and not 2 <= steps <= whole:
-        raise ValueError(
-            f"rollout.explore.num_inference_steps is {steps}, expected 2 to the {whole} of "
-            f"rollout.num_inference_steps: the nearest valid value is {min(max(steps, 2), whole)}"
-        )
+    cheap = steps is None or 2 <= steps <= whole
+    refuse(
+        f"rollout.num_inference_steps is {whole}, and candidates take no more",
+        ("rollout.explore.num_inference_steps", not cheap, f"2 to {whole}"),
+    )
     if explore.stop_at is not None and (steps is not None or explore.stop_at >= whole):
         raise ValueError(
             f"rollout.explore.stop_at is {explore.stop_at}: it must be below the {whole} of "
             "rollout.num_inference_steps, and rollout.explore.num_inference_steps must be null"
-        )
-    prompts = rollout.prompts_per_iteration
-    if explore.audit.every and explore.audit.prompts > prompts:
-        raise ValueError(
-            f"rollout.explore.audit.prompts is {explore.audit.prompts}, more than the {prompts} of "
-            f"rollout.prompts_per_iteration: the nearest valid value is {prompts}"
         )
     if any(plan.same_noise or plan.roots == 1 for plan in plans):
         raise ValueError(
@@ -145,22 +146,19 @@ def check_explore(plans: Plans, rollout: RolloutOptions) -> None:
 
 def check_precision(pipeline: PipelineOptions, rollout: RolloutOptions) -> None:
     """Check that rollouts can be sampled in the precision of training."""
-    if pipeline.precision is None and pipeline.min_dim is not None:
-        raise ValueError(
-            "pipeline.min_dim chooses layers for pipeline.precision, which is null: set "
-            "precision, or min_dim to null"
-        )
-    if pipeline.precision is None and pipeline.quantize_gradients:
-        raise ValueError(
-            "pipeline.quantize_gradients rounds to the format of pipeline.precision, which is "
-            "null: set precision, or quantize_gradients to false"
-        )
-    if pipeline.precision is not None and rollout.merge_lora is True:
-        raise ValueError(
-            f"rollout.merge_lora is true, but with pipeline.precision {pipeline.precision} the "
-            "adapter stays beside the packed weights in training, and rollouts that fold it in "
-            "would be another policy's: set it to auto or false"
-        )
+    refuse(
+        "pipeline.precision is null",
+        (
+            "pipeline.quantize_gradients",
+            pipeline.precision is None and pipeline.quantize_gradients,
+            "false without a precision to round to",
+        ),
+    )
+    refuse(
+        f"pipeline.precision is {pipeline.precision}, which keeps the adapter beside the packed "
+        "weights in training, and rollouts that fold it in would be another policy's",
+        ("rollout.merge_lora", pipeline.precision and rollout.merge_lora is True, "auto or false"),
+    )
 
 
 def check_base_bits(
@@ -170,22 +168,13 @@ def check_base_bits(
     if memory.base_bits is None:
         return
     explore = rollout.explore
-    wanted = {
-        "pipeline.precision": (pipeline.precision, "null"),
-        "rollout.merge_lora": (rollout.merge_lora is True, "auto or false"),
-        "rollout.explore.precision": (explore and explore.precision != "bf16", "bf16"),
-    }
-    for option, (conflict, instead) in wanted.items():
-        if conflict:
-            raise ValueError(
-                f"memory.base_bits is {memory.base_bits}, which leaves no exact weights for "
-                f"{option} to work on: set that to {instead}, or memory.base_bits to null"
-            )
-    if pipeline.compile:
-        raise ValueError(
-            f"pipeline.compile is true, which was not tried with memory.base_bits "
-            f"{memory.base_bits}: set pipeline.compile to false"
-        )
+    refuse(
+        f"memory.base_bits is {memory.base_bits}, which leaves no exact weights to work on",
+        ("pipeline.precision", pipeline.precision, "null"),
+        ("rollout.merge_lora", rollout.merge_lora is True, "auto or false"),
+        ("rollout.explore.precision", explore and explore.precision != "bf16", "bf16"),
+        ("pipeline.compile", pipeline.compile, "false"),
+    )
 
 
 def check_objective(objective: Objective, rollout: RolloutOptions, *, gates: bool) -> None:
@@ -193,17 +182,16 @@ def check_objective(objective: Objective, rollout: RolloutOptions, *, gates: boo
 
     gates: whether a reward has one.
     """
-    if gates and getattr(getattr(objective, "advantage", None), "rewards", "sum") == "gdpo":
-        raise ValueError(
-            "objective.advantage.rewards is gdpo, which adds z-scores, and a reward has a gate, "
-            "which counts scores: set it to sum, or remove the gate"
-        )
+    gdpo = getattr(getattr(objective, "advantage", None), "rewards", "sum") == "gdpo"
+    refuse(
+        "a reward has a gate, which counts scores and not z-scores",
+        ("objective.advantage.rewards", gates and gdpo, "sum"),
+    )
     no_dt = isinstance(objective, GRPOOptions) and objective.kl_form == "latent_no_dt"
-    if no_dt and rollout.kernel == "cps":
-        raise ValueError(
-            "objective.kl_form is latent_no_dt, which leaves out the step length of an SDE, and "
-            "rollout.kernel cps has none: use latent_dt, the published form for it"
-        )
+    refuse(
+        "rollout.kernel is cps, which has no step length of an SDE to leave out",
+        ("objective.kl_form", no_dt and rollout.kernel == "cps", "latent_dt"),
+    )
     noising = getattr(objective, "noising", None)
     if noising is not None and rollout.store is None:
         check_noising(noising, rollout.num_inference_steps)
@@ -213,17 +201,13 @@ def check_book(prompts: PromptOptions, rollout: RolloutOptions, objective: Objec
     """Check that the book of prompts sees each iteration's scores in time, and all that read it."""
     advantage: AdvantageOptions | None = getattr(objective, "advantage", None)
     if prompts.book is not None:
-        for option, value, works, why in (
-            ("staleness", rollout.staleness, "0", "samples before the last scores are told"),
-            ("explore", rollout.explore, "null", "chooses images by their scores"),
-            ("store", rollout.store, "null", "draws no prompts"),
-        ):
-            if value:
-                raise ValueError(
-                    f"prompts.book counts the successes of an iteration's images to choose the "
-                    f"next prompts, but rollout.{option} {why}: set it to {works}, or "
-                    "prompts.book to null"
-                )
+        refuse(
+            "prompts.book counts the successes of all images of an iteration before it chooses the "
+            "next prompts",
+            ("rollout.staleness", rollout.staleness, "0"),
+            ("rollout.explore", rollout.explore, "null"),
+            ("rollout.store", rollout.store, "null"),
+        )
     elif advantage is not None and (advantage.center == "tracker" or advantage.emphasis):
         raise ValueError(
             "objective.advantage.center: tracker and emphasis read what is remembered of prompts: "
@@ -231,91 +215,77 @@ def check_book(prompts: PromptOptions, rollout: RolloutOptions, objective: Objec
         )
     if advantage is None or advantage.center == "group":
         return
-    for option, wrong, works in (
-        ("kind", isinstance(objective, ComparedOptions), "one that compares no images itself"),
-        ("advantage.rewards", advantage.rewards == "gdpo", "sum"),
-        ("advantage.scope", getattr(advantage, "scope", "prompt") != "prompt", "prompt"),
-    ):
-        if wrong:
-            raise ValueError(
-                "objective.advantage.center is tracker, which compares all images of an iteration "
-                f"by their rewards: set objective.{option} to {works}, or center to group"
-            )
+    refuse(
+        "objective.advantage.center is tracker, which compares all images of an iteration by their "
+        "rewards",
+        ("objective.kind", isinstance(objective, ComparedOptions), "one that compares no images"),
+        ("objective.advantage.rewards", advantage.rewards == "gdpo", "sum"),
+        ("objective.advantage.scope", getattr(advantage, "scope", "prompt") != "prompt", "prompt"),
+    )
 
 
 def check_reference(reference: ReferenceOptions, objective: Objective, run: RunOptions) -> None:
     """Check that there is a pull where the reference moves or only some images are pulled."""
     raised = run.on_hacking is not None and run.on_hacking.action == "raise_kl"
     pulls = raised or getattr(objective, "kl_coef", 0)
-    if getattr(objective, "kl_on", None) is not None and not pulls:
-        raise ValueError(
-            "objective.kl_on chooses the images that pay the KL penalty, but objective.kl_coef is "
-            "0: set it above 0, for example 0.1, or kl_on to null"
-        )
-    if reference != ReferenceOptions() and not pulls:
-        raise ValueError(
-            "reference moves, but no penalty pulls to it: set objective.kl_coef, for an objective "
-            "that has it, or leave reference out"
-        )
-    if reference != ReferenceOptions() and "anchor_every" in type(objective).model_fields:
-        raise ValueError(
-            f"objective.kind {objective.kind} compares with the reference itself: set "
-            "objective.anchor_every in place of reference"
-        )
+    moves, selective = reference != ReferenceOptions(), getattr(objective, "kl_on", None)
+    refuse(
+        "objective.kl_on and reference are about the KL penalty, which is 0",
+        ("objective.kl_coef", (moves or selective) and not pulls, "above 0"),
+    )
+    refuse(
+        f"objective.kind {objective.kind} compares with the reference itself, which moves by "
+        "objective.anchor_every",
+        ("reference", moves and "anchor_every" in type(objective).model_fields, "left out"),
+    )
 
 
 def check_hacking(
     run: RunOptions, evaluation: EvaluationOptions, objective: Objective, lora: LoRAOptions
 ) -> None:
     """Check that `run.on_hacking` has evaluations during training, and what to compare with."""
-    if run.on_hacking is not None and run.on_hacking.held_out is None and lora.init_from:
-        raise ValueError(
-            "run.on_hacking.held_out is null, which compares images with the base's, but "
-            "lora.init_from begins elsewhere: name a held-out reward, or set run.on_hacking to null"
-        )
-    if run.on_hacking is not None and not evaluation.every:
-        raise ValueError(
-            "run.on_hacking compares evaluations during training, but evaluation.every is "
-            "0: set it to a number of iterations, for example 10, or run.on_hacking to null"
-        )
-    if run.on_hacking is None or run.on_hacking.action != "raise_kl":
+    if run.on_hacking is None:
+        return
+    by_images = run.on_hacking.held_out is None
+    refuse(
+        "run.on_hacking.held_out is null, which compares images with the base's",
+        ("lora.init_from", by_images and lora.init_from, "null"),
+    )
+    refuse(
+        "run.on_hacking compares evaluations during training",
+        ("evaluation.every", not evaluation.every, "a number of iterations, for example 10"),
+    )
+    if run.on_hacking.action != "raise_kl":
         return
     kl_coef = getattr(objective, "kl_coef", None)
-    if kl_coef is None:
-        raise ValueError(
-            f"run.on_hacking.action is raise_kl, and objective.kind {objective.kind} has no "
-            "kl_coef: take rollback, or another objective"
-        )
-    if kl_coef >= run.on_hacking.kl_coef:
-        raise ValueError(
-            f"run.on_hacking.kl_coef is {run.on_hacking.kl_coef:g}, and objective.kl_coef is "
-            f"{kl_coef:g} from the start: set a larger one to raise it"
-        )
+    refuse(
+        f"objective.kind {objective.kind} has no kl_coef to raise",
+        ("run.on_hacking.action", kl_coef is None, "stop, rollback or warn"),
+    )
+    refuse(
+        f"objective.kl_coef is {kl_coef} from the start",
+        ("run.on_hacking.kl_coef", run.on_hacking.kl_coef <= (kl_coef or 0), "above that"),
+    )
 
 
 def check_credit(credit: CreditOptions, plan: TreePlan) -> None:
     """Raise ValueError for a comparison that the trees do not have, or that means nothing."""
-    if count(plan).leaves == plan.roots:
-        for name, value, instead in (
-            ("scope", credit.scope in ("leaf", "depth", "sibling"), "prompt"),
-            ("edges", credit.edges == "sibling", "node"),
-            ("keep", credit.keep == "parent_top1", "extreme"),
-        ):
-            if value:
-                raise ValueError(
-                    f"objective.advantage.{name} compares images of one tree, but each tree of "
-                    f"rollout.tree has one image: use {instead}"
-                )
-    if credit.edges == "sibling" and credit.scope in ("depth", "sibling"):
-        raise ValueError(
-            f"objective.advantage.scope is {credit.scope}, which compares a node and its parent "
-            "with different nodes, and edges: sibling subtracts the two: use prompt, leaf or joint"
-        )
-    if credit.edges == "fan" and credit.scope not in ("leaf", "prompt"):
-        raise ValueError(
-            f"objective.advantage.scope is {credit.scope}, but fans are compared within their tree "
-            "(leaf) or over those of the prompt (prompt): use one of these with edges: fan"
-        )
+    scope, siblings = "objective.advantage.scope", credit.edges == "sibling"
+    alone = count(plan).leaves == plan.roots
+    refuse(
+        "each tree of rollout.tree has one image, which has none of its tree to be compared with",
+        (scope, alone and credit.scope in ("leaf", "depth", "sibling"), "prompt"),
+        ("objective.advantage.edges", alone and siblings, "node"),
+        ("objective.advantage.keep", alone and credit.keep == "parent_top1", "extreme"),
+    )
+    refuse(
+        "objective.advantage.edges: sibling compares a node and its parent with the same nodes",
+        (scope, siblings and credit.scope in ("depth", "sibling"), "prompt, leaf or joint"),
+    )
+    refuse(
+        "objective.advantage.edges: fan compares images of one tree or of one prompt",
+        (scope, credit.edges == "fan" and credit.scope not in ("leaf", "prompt"), "leaf or prompt"),
+    )
 
 
 def check_spo(plan: TreePlan) -> None:
@@ -352,15 +322,11 @@ def check_sharding(
     if runtime.shard is None:
         return
     explore = rollout.explore
-    for option, value, works in (
+    refuse(
+        f"runtime.shard is {runtime.shard}, so that no process has the whole network",
         ("rollout.merge_lora", rollout.merge_lora is True, "auto"),
         ("pipeline.compile", pipeline.compile, "false"),
-        ("rollout.explore.precision", explore is not None and explore.precision != "bf16", "bf16"),
+        ("rollout.explore.precision", explore and explore.precision != "bf16", "bf16"),
         ("pipeline.precision", pipeline.precision not in (None, "bf16"), "null"),
-        ("memory.base_bits", memory.base_bits is not None, "null"),
-    ):
-        if value:
-            raise ValueError(
-                f"runtime.shard is {runtime.shard}, and {option} needs the whole network on every "
-                f"process: set {option} to {works}, or runtime.shard to null"
-            )
+        ("memory.base_bits", memory.base_bits, "null"),
+    )

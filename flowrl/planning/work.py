@@ -163,4 +163,5 @@ def _audit_forwards(config: Config) -> int:
     times = -(-config.run.iterations // explore.audit.every)
     plan = r.plan(0, config.run.seed)
     forwards = count(plan).forwards // plan.roots * (1 + doubles(config, r.guidance_scale))
-    return times * explore.audit.prompts * explore.candidates * forwards
+    prompts = min(explore.audit.prompts, r.prompts_per_iteration)
+    return times * prompts * explore.candidates * forwards

@@ -110,7 +110,7 @@ def test_a_gate_is_of_a_trained_reward_beside_one_that_has_none():
         ([f"rewards=[{{name: ocr}}, {{name: brightness, weight: -1, {wrong}}}]"], "weight above 0"),
         ([f"rewards=[{{name: ocr}}, {{name: brightness, held_out: true, {wrong}}}]"], "held_out"),
         ([f"rewards=[{{name: brightness, {wrong}}}]"], "has no gate"),
-        ([pair, "objective.advantage.rewards=gdpo"], "set it to sum, or remove the gate"),
+        ([pair, "objective.advantage.rewards=gdpo"], "advantage.rewards must be sum"),
     ]:
         with pytest.raises(UserError, match=sentence):
             parse(*overrides)

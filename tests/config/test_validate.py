@@ -27,7 +27,7 @@ def test_an_impossible_tree_or_window_is_refused_and_the_suggestion_works():
         ([FAST % "{kind: random, size: 2, stop: 8}"], "stop is 8.* is 7", f"{window}stop=7"),
         ([TREE % "splits: [12, 9]"], "splits has step 12, .* 0 to 6", "rollout.tree.splits=[5, 6]"),
         ([split, "rollout.group_size=10"], "is 10.* 8 and 12", "rollout.group_size=8"),
-        ([TREE % "splits: [0]", f"{STEPS}=1"], f"{STEPS} is 1", f"{STEPS}=2"),
+        ([TREE % "splits: [0]", f"{STEPS}=1"], f"{STEPS} must be at least 2", f"{STEPS}=2"),
         ([split, PRUNED % "start: 0, size: 7, stop: 0"],
          "in iteration 0 rollout.depth_pruning leaves no step", f"{pruning}size=6"),
         ([split, PRUNED % "start: 2, size: 9"], "size is 9.* is 5", f"{pruning}size=5"),
