@@ -1,14 +1,10 @@
 """Which prompts a run encodes, and the caches that all parts of it share."""
 
-import logging
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from flowrl.assembly.backbone import encoding_backbone, load_without_transformer
 from flowrl.backbones.loading import pipeline_path
@@ -36,13 +32,11 @@ from flowrl.offline.source import filter_groups
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.scoring.spec import RewardSpec
 from flowrl.trajectory import Conditioning
-from flowrl.trees.memory import free_bytes
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import remove_abandoned
 from flowrl.utils.progress import Steps
 from flowrl.utils.untrusted import read_json
 
-LOG = logging.getLogger(__name__)
 ROWS = 64  # texts that are encoded at once, at most
 # Tokens encoded at once before the transformer is loaded: small cards have memory for no more.
 TOKENS_FIRST = 4096
@@ -112,11 +106,10 @@ class TextCaches:
         guided = guidance > 1
         if guided not in self._caches:
             disk = self._disk(guided)
-            keep_all = self.config.memory.text_encoders == "free" and disk is None
-            negative, capacity = self.config.rollout.negative_prompt, None if keep_all else CAPACITY
-            rows = ROWS
-            if self.config.memory.text_encoders != "keep":
+            negative, capacity, rows = self.config.rollout.negative_prompt, CAPACITY, ROWS
+            if self.config.memory.text_encoders != "keep":  # all are encoded first, and kept
                 rows = rows_first(self.config.pipeline.max_sequence_length)
+                capacity = None if disk is None else CAPACITY
             self._caches[guided] = TextCache(backbone, negative, rows, disk=disk, capacity=capacity)
         cache = self._caches[guided]
         cache.backbone = backbone  # the one of now, whose transformer is there
@@ -203,10 +196,9 @@ class TextCaches:
         reads what the others wrote.
 
         Raises:
-            UserError: on all processes, for texts that do not fit into memory and must, and for a
-                damaged file where the encoders were not loaded.
+            UserError: on all processes, for a damaged file where the encoders were not loaded.
         """
-        free, folder = self.config.memory.text_encoders == "free", self.config.memory.prompt_cache
+        folder = self.config.memory.prompt_cache
         if folder is not None and runtime.is_main:
             remove_abandoned(Path(folder))
         wanted = [(self._caches[guidance > 1], prompt) for guidance, prompt in prompts]
@@ -217,9 +209,9 @@ class TextCaches:
         for part, whole in ((share, True), (texts, False)):
             with runtime.raise_on_all():
                 missing = _incomplete_batches(part, whole=whole)
-                _encode(missing, show=runtime.is_main, all_must_fit=free)
+                _encode(missing, show=runtime.is_main)
             runtime.wait()
-        if free:
+        if self.config.memory.text_encoders == "free":
             free_encoders(pipeline)
 
     def _disk(self, guided: bool) -> PromptCache | None:
@@ -265,54 +257,15 @@ def _incomplete_batches(
     return incomplete
 
 
-def _encode(
-    batches: Sequence[tuple[TextCache, list[PromptRecord]]], *, show: bool, all_must_fit: bool
-) -> None:
-    """Encode batches of prompts.
-
-    all_must_fit: where memory does not hold everything, raise UserError after the first batch; else
-    leave out what is beyond the caches' capacity.
-    """
+def _encode(batches: Sequence[tuple[TextCache, list[PromptRecord]]], *, show: bool) -> None:
+    """Encode batches of prompts."""
     if not batches:
         return
     backbone = batches[0][0].backbone  # all have one pipeline
     steps = Steps("encoding prompts", len(batches)) if show else None
     where = place_to_encode(backbone)
     with encoders_on_device(encoders_of(backbone.pipeline), where), steps or nullcontext():
-        for number, (cache, prompts) in enumerate(batches):
-            if cache.capacity is None or len(cache.encoded) < cache.capacity or cache.disk:
-                cache.make(prompts)
-            if number == 0 and cache.disk is None:
-                count = sum(len(prompts) for _, prompts in batches)
-                _make_room(batches, cache.nbytes() // len(cache.encoded), count, all_must_fit)
+        for cache, prompts in batches:
+            cache.make(prompts)
             if steps is not None:
                 steps.advance()
-
-
-def _make_room(
-    batches: Sequence[tuple[TextCache, Any]], nbytes: int, prompts: int, all_must_fit: bool
-) -> None:
-    """Let caches keep all encoded prompts, each of so many bytes, if all processes have the memory.
-
-    Raises UserError if they must and have not.
-    """
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the launcher's
-    free = free_bytes(torch.device("cpu"))
-    if free is None or nbytes * prompts * processes <= free:
-        for cache, _ in batches:
-            cache.capacity = None
-        return
-    each = f" in each of {processes} processes" if processes > 1 else ""
-    lacking = (
-        f"{prompts} encoded prompts of {nbytes / 2**20:.1f} MB{each} do not fit into the "
-        f"{free / 2**30:.0f} GB of memory that are left"
-    )
-    if all_must_fit:
-        raise UserError(
-            f"memory.text_encoders is free, but {lacking}: set memory.prompt_cache to a folder, or "
-            "memory.text_encoders to offload"
-        )
-    LOG.warning(
-        "%s: those beyond %d are encoded on the CPU when they are needed, which is slow; set "
-        "memory.prompt_cache to a folder", lacking, CAPACITY,
-    )  # fmt: skip

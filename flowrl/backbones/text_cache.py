@@ -143,10 +143,6 @@ class TextCache:
         self._encode([self.key(prompt) for prompt in prompts])
         self._forget()
 
-    def nbytes(self) -> int:
-        """Return the size of the conditioning in memory."""
-        return sum(t.nbytes for cond in self.encoded.values() for t in cond.tensors.values())
-
     def _recall(self, keys: Sequence[Key]) -> None:
         missing = []
         for key in dict.fromkeys(keys):
