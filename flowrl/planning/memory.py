@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,8 @@ from flowrl.backbones.families import family_of, layer_rules_of, lora_targets
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import CAPACITY
 from flowrl.config import Config
-from flowrl.config.rollout import ReferenceOptions
+from flowrl.config.rollout import ExploreOptions, ReferenceOptions
+from flowrl.config.sections import PipelineOptions
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.activations import (
@@ -57,15 +57,7 @@ OVERHEAD = "CUDA overhead"
 NF4_GROUP, NF4_SCALE = 64, 4  # an fp32 maximum for 64 weights (2305.14314), not quantised itself
 INT8_SCALE = 2  # for an output, in the weights' dtype
 
-AUTO: tuple[Literal["fp8", "bf16"], ...] = ("fp8", "bf16")  # what precision auto may become
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkCopy:
-    """A copy of the transformer for rollouts, see `flowrl.quantization.rollout_model`."""
-
-    format: Literal["nvfp4", "nvfp4-emulated", "fp8", "bf16", "auto"]  # bf16: not quantised
-    min_dim: int | None = None  # None for the network's own rules
+AUTO = "fp8"  # what precision auto is counted as: bf16 and nvfp4 keep less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +139,7 @@ class MemoryPlan:
     def resident(self) -> dict[str, int]:
         """Return what is there in every phase."""
         memory, rewards = self.config.memory, self.config.rewards
-        copies = sum(self.copy_bytes(copy) for copy in self.copies)
-        if (trained := self.training_copy) is not None:
-            copies += sum(packed_layers(self.network, trained).values())
+        copies = self.candidates_bytes() + sum(self.packed_layers(self.config.pipeline).values())
         return {
             "transformer": self.sharded_bytes(),
             "text encoders": self.encoders if memory.text_encoders == "keep" else 0,
@@ -339,24 +329,6 @@ class MemoryPlan:
         whole = self.config.pipeline.precision is None and self.config.runtime.shard is None
         return whole and self.config.memory.base_bits is None
 
-    @property
-    def copies(self) -> tuple[NetworkCopy, ...]:
-        """Return the networks of rollouts beside the policy's."""
-        e = self.config.rollout.explore
-        if e is not None and (e.precision != "bf16" or self.mergeable != self.merged):
-            return (NetworkCopy(format=e.precision, min_dim=e.min_dim),)
-        return ()
-
-    @property
-    def training_copy(self) -> NetworkCopy | None:
-        """Return the low-bit weights that training multiplies by."""
-        p = self.config.pipeline
-        if p.precision in (None, "bf16"):
-            return None
-        # The larger of what auto may be: bf16 keeps nothing beside the weights.
-        format = "fp8" if p.precision == "auto" else p.precision
-        return NetworkCopy(format=format, min_dim=p.min_dim)
-
     def transformer_bytes(self) -> int:
         """Return the frozen weights and buffers, linear layers in `memory.base_bits`."""
         whole = nbytes([*self.network.parameters(), *self.network.buffers()])
@@ -389,24 +361,39 @@ class MemoryPlan:
 
     def widest_bytes(self) -> int:
         """Return the largest layer in `dtype`: few bits are dequantised layer by layer."""
-        trained = self.training_copy
-        if self.config.memory.base_bits is None and trained is None:
+        trained = self.config.pipeline.precision not in (None, "bf16")
+        if self.config.memory.base_bits is None and not trained:
             return 0
         largest = max(layer.weight.numel() for layer in linear_layers(self.network))
         # Training in few bits makes its straight-through weight in fp32 and casts it.
-        return largest * (self.dtype.itemsize + (0 if trained is None else FP32))
+        return largest * (self.dtype.itemsize + (FP32 if trained else 0))
 
-    def copy_bytes(self, copy: NetworkCopy) -> int:
-        """Return what a copy holds beside the policy's own tensors."""
-        if copy.format == "auto":  # the GPU decides: the larger
-            return max(self.copy_bytes(replace(copy, format=format)) for format in AUTO)
-        packed = packed_layers(self.network, copy)
+    def candidates_bytes(self) -> int:
+        """Return what the network of candidates holds beside the policy's own tensors."""
+        e = self.config.rollout.explore
+        if e is None or (e.precision == "bf16" and self.mergeable == self.merged):
+            return 0
+        packed = self.packed_layers(e)
         size = sum(packed.values())
         for name, layer in matrices(self.network):
             if is_adapted(name, self.targets) and name not in packed:
                 rows, columns = matrix_shape(layer)
                 size += rows * columns * self.dtype.itemsize
         return size
+
+    def packed_layers(self, options: PipelineOptions | ExploreOptions) -> dict[str, int]:
+        """Return the bytes of each quantised layer, as its backend packs a weight of that shape."""
+        if options.precision in (None, "bf16"):
+            return {}
+        format = AUTO if options.precision == "auto" else options.precision
+        rules = layer_rules_of(self.network)
+        choices = choose_layers(self.network, rules, format, min_dim=options.min_dim)
+        backend, chosen = BACKENDS[format], [c for c in choices if c.format]
+        by_shape = {
+            shape: nbytes(backend.pack(torch.empty(shape, device="meta")).values())
+            for shape in {c.shape for c in chosen}
+        }
+        return {c.name: by_shape[c.shape] for c in chosen}
 
     def adapted_bytes(self) -> int:
         """Return the adapted layers' weights once more: merged ones lie beside the frozen ones."""
@@ -484,16 +471,3 @@ def few_bits_bytes(rows: int, columns: int, bits: int) -> int:
 
 def linear_layers(network: nn.Module) -> list[nn.Linear]:
     return [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
-
-
-def packed_layers(network: nn.Module, copy: NetworkCopy) -> dict[str, int]:
-    """Return the bytes of each quantised layer, as its backend packs a weight of that shape."""
-    if copy.format == "bf16":
-        return {}
-    choices = choose_layers(network, layer_rules_of(network), copy.format, min_dim=copy.min_dim)
-    backend, chosen = BACKENDS[copy.format], [c for c in choices if c.format]
-    by_shape = {
-        shape: nbytes(backend.pack(torch.empty(shape, dtype=torch.float32, device="meta")).values())
-        for shape in {c.shape for c in chosen}
-    }
-    return {c.name: by_shape[c.shape] for c in chosen}

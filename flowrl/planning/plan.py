@@ -176,7 +176,7 @@ def _notes(config: Config, needs: Needs) -> Iterator[str]:
         yield f"{train} cannot be read here: its prompts are counted as all different."
     explore, store = config.rollout.explore, config.rollout.store
     if "auto" in (config.pipeline.precision, explore and explore.precision):
-        yield f"precision auto is counted as the larger of {' and '.join(AUTO)}."
+        yield f"precision auto is counted as {AUTO}."
     if needs.reward_grad:
         yield "The gradient through the decoder and the reward is not included."
     if store is not None:
