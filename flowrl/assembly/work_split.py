@@ -77,17 +77,9 @@ class WorkSplit:
 def split_work(load: IterationWork, gpus: int) -> WorkSplit:
     """Return the shares of `gpus` processes, as training deals them; they may be uneven.
 
-    Raises UserError where a process would have no tree or an update a part of a group.
+    Raises UserError where a process would have no tree.
     """
     check_split(load, gpus)
-    if load.prompts % load.updates:
-        unit = load.updates
-        near = max(unit, (load.prompts + (unit - 1) // 2) // unit * unit)  # the smaller of two
-        raise UserError(
-            f"rollout.prompts_per_iteration is {load.prompts} and optim.updates_per_rollout "
-            f"{unit}, but an update takes whole groups: the nearest "
-            f"rollout.prompts_per_iteration that works is {near}"
-        )
     unit = load.candidates if load.whole_candidates else 1
     explored = deal(load.prompts * load.candidates, gpus, unit)
     sampled = deal(load.prompts * load.roots, gpus, load.roots if load.whole_prompts else 1)

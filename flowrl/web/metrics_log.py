@@ -1,22 +1,16 @@
-"""Read a run's `metrics.jsonl`, in bounded memory.
-
-A look reads a file that has changed anew: of a long one the beginning and the last TAIL bytes.
-Beyond LIMIT iterations they are thinned out evenly; evaluations are kept.
-"""
+"""Read a run's `metrics.jsonl`; a look reads a file that has changed anew."""
 
 import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, BinaryIO
+from typing import Any
 
 from flowrl.utils.journal import open_line
 from flowrl.utils.untrusted import RefusedFile, open_regular
 
-LIMIT = 1000  # iterations of a run in memory
-HEAD = 2**16  # bytes at the beginning, where the base's evaluation is
-TAIL = 2**22  # bytes at the end
+MOST_BYTES = 64 * 2**20  # of some 40,000 iterations; a longer file has no curves
 MAX_STEP = 2**53
 
 Values = dict[str, float | None]  # metrics of one iteration by name; None is a missing value
@@ -38,22 +32,13 @@ class MetricsLog:
                 with open_regular(self.path, inside=self.path.parent) as file:
                     status = os.fstat(file.fileno())
                     stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-                    data = b"" if stamp == self._file else self._ends(file, status.st_size)
+                    whole = status.st_size <= MOST_BYTES and stamp != self._file
+                    data = file.read(status.st_size) if whole else b""
             except (OSError, RefusedFile):
                 stamp, data = None, b""
             if stamp != self._file:
                 self._file = stamp
-                self._parse(data)
-
-    def _ends(self, file: BinaryIO, size: int) -> bytes:
-        """Return whole lines at the beginning and the end of a file."""
-        head = file.read(HEAD if size > HEAD + TAIL else size)
-        head = head[: head.rfind(b"\n") + 1]
-        if size <= HEAD + TAIL:
-            return head
-        file.seek(size - TAIL)
-        end = file.read(TAIL)
-        return head + end[end.find(b"\n") + 1 : end.rfind(b"\n") + 1]
+                self._parse(data[: data.rfind(b"\n") + 1])  # whole lines
 
     def _parse(self, data: bytes) -> None:
         self._rows: dict[int, Values] = {}
@@ -66,7 +51,6 @@ class MetricsLog:
                 self._add(step, row)
             else:
                 self.damaged += 1
-        self._thin_out()
 
     def _add(self, step: int, row: dict[str, Any]) -> None:
         values = self._rows.setdefault(step, {})
@@ -75,18 +59,6 @@ class MetricsLog:
                 continue
             self._names[name] = None
             values[name] = float(value) if value is not None and abs(value) < 1e300 else None
-
-    def _thin_out(self) -> None:
-        evaluated = {step for step, values in self._rows.items() if any(map(_held_out, values))}
-        if len(evaluated) > LIMIT // 2:
-            evaluated = set()
-        last, every = max(self._rows, default=0), 1
-        while len(self._rows) > LIMIT:
-            every *= 2
-            self._rows = {
-                step: values for step, values in self._rows.items()
-                if step % every == 0 or step == last or step in evaluated
-            }  # fmt: skip
 
     # --- what was read --------------------------------------------------------------------------
 
@@ -107,8 +79,8 @@ class MetricsLog:
             return curves
 
     def means(self) -> dict[str, dict[str, float | None]]:
-        """Return the mean of what is held and the last value of each metric, None for no value."""
-        curves, means = self.points(self.names, LIMIT), {}
+        """Return the mean and the last value of each metric, None for no value."""
+        curves, means = self.points(self.names, len(self._rows)), {}
         for name, curve in curves.items():
             values = [value for value in curve["y"] if value is not None]
             means[name] = {"mean": fmean(values) if values else None, "last": curve["y"][-1]}

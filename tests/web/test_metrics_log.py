@@ -1,4 +1,4 @@
-"""A file of metrics, read as it grows: curves in bounded memory, damage counted."""
+"""A file of metrics, read as it grows: curves, and damage counted."""
 
 from typing import Any
 
@@ -50,41 +50,26 @@ def test_a_file_that_a_resumed_run_has_replaced_is_read_anew(path, tmp_path):
     assert curve(log) is None
 
 
-def test_a_long_run_is_thinned_out_evenly_and_keeps_its_ends_and_evaluations(path, monkeypatch):
-    monkeypatch.setattr(metrics_log, "LIMIT", 50)
-    log, text = MetricsLog(path), line(step=0, **{"eval/a": 0.25})
-    for begin in range(1, 1001, 40):  # however it grows
-        text += lines(*range(begin, min(begin + 40, 1001)))
-        text += line(step=begin + 1, **{"eval/a": 0.5}) if begin == 401 else ""
-        path.write_text(text)
-        steps = curve(log)["x"]
-        assert len(steps) <= 50 and steps[-1] == min(begin + 39, 1000)
-    inner = [step for step in steps[:-1] if step != 402]
-    gaps = {b - a for a, b in zip(inner, inner[1:], strict=False)}
-    assert len(gaps) == 1 and gaps <= {32}
-    assert curve(log, "eval/a") == {"x": [0, 402], "y": [0.25, 0.5]}
-    means = log.means()["loss"]
-    assert means["mean"] == pytest.approx(250, rel=0.05) and means["last"] == 500
-    few = curve(log, most=5)["x"]
-    assert len(few) <= 5 and few[-1] == 1000
-
-
-def test_of_a_long_file_the_beginning_and_the_end_are_read(path, monkeypatch):
-    monkeypatch.setattr(metrics_log, "HEAD", 200)
-    monkeypatch.setattr(metrics_log, "TAIL", 400)
-    base, last = line(step=0, **{"eval/a": 0.25}), line(step=90, **{"eval/a": 0.5})
-    path.write_text(base + lines(*range(1, 91)) + last + lines(91))
+def test_a_curve_has_at_most_as_many_points_as_asked_for_and_its_last(path):
+    path.write_text(line(step=0, **{"eval/a": 0.25}) + lines(*range(1, 1001)))
     log = MetricsLog(path)
-    assert 0 < len(curve(log)["x"]) < 30 and log.damaged == 0
-    ends = {
-        "step": 91, "latest": {"loss": 45.5}, "base": {"eval/a": 0.25},
-        "held_out": {"eval/a": 0.5}, "held_out_step": 90,
-    }  # fmt: skip
-    assert log.ends() == ends
+    few = curve(log, most=5)["x"]
+    assert len(few) <= 5 and few[-1] == 1000 and curve(log)["x"] == list(range(1, 1001))
+    means = log.means()["loss"]
+    assert means["mean"] == pytest.approx(250.25) and means["last"] == 500
     with open(path, "a") as file:
-        file.write(line(step=92, **{"eval/a": 0.75}))
+        file.write(line(step=1001, **{"eval/a": 0.75}))
     log.read()
-    assert log.ends() == ends | {"step": 92, "held_out": {"eval/a": 0.75}, "held_out_step": 92}
+    assert log.ends() == {
+        "step": 1001, "latest": {"loss": 500.0}, "base": {"eval/a": 0.25},
+        "held_out": {"eval/a": 0.75}, "held_out_step": 1001,
+    }  # fmt: skip
+
+
+def test_a_file_that_is_too_long_has_no_curves(path, monkeypatch):
+    monkeypatch.setattr(metrics_log, "MOST_BYTES", 200)
+    path.write_text(lines(*range(20)))
+    assert curve(MetricsLog(path)) is None
 
 
 def test_lines_that_are_not_metrics_are_counted_and_left_out(path):
