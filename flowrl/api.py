@@ -145,7 +145,7 @@ def align(
         )
     # A launcher ends all processes when one fails, so only the main one has to look.
     owned = claim(start.folder, resume=LATEST if start.holds_run and resume is not None else None)
-    with runtime.leaving(), owned if runtime.is_main else nullcontext():
+    with owned if runtime.is_main else nullcontext():
         return _train(config, provided, runtime, start, facts)
 
 

@@ -33,7 +33,6 @@ from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.scoring.spec import RewardSpec
 from flowrl.trajectory import Conditioning
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import remove_abandoned
 from flowrl.utils.progress import Steps
 from flowrl.utils.untrusted import read_json
 
@@ -198,9 +197,6 @@ class TextCaches:
         Raises:
             UserError: on all processes, for a damaged file where the encoders were not loaded.
         """
-        folder = self.config.memory.prompt_cache
-        if folder is not None and runtime.is_main:
-            remove_abandoned(Path(folder))
         wanted = [(self._caches[guidance > 1], prompt) for guidance, prompt in prompts]
         texts = list({(cache, cache.key(p)): (cache, p) for cache, p in wanted}.values())
         # Dealt one by one, since what is missing often lies side by side.

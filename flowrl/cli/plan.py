@@ -8,7 +8,6 @@ import typer
 
 from flowrl.cli._console import print_table, say, starting
 from flowrl.cli.train import Words, recipe_request
-from flowrl.utils.imports import without_garbage_collection
 
 if TYPE_CHECKING:
     from flowrl.config import Config
@@ -63,24 +62,23 @@ def plan(
     """
     from flowrl.config import load_config
 
-    with starting(), without_garbage_collection():
+    with starting():
         from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
 
-    with without_garbage_collection():
-        request = recipe_request(words, "flowrl plan quickstart")
-        config = load_config(request.recipe, request.overrides)
-        size = memory_class(Path(request.recipe).name) if memory is None else parse_memory(memory)
-        host = None if host_memory is None else parse_memory(host_memory, "--host-memory")
-        count = gpus or gpus_of(request.recipe)
-        planned = make_plan(config, gpus=count, memory=size, host_memory=host)
-        _show_shares(planned)
-        print_table(_work_rows(config, planned))
-        say("\nForwards of one image; those of training are the most there can be.\n")
-        _show_memory(planned)
-        if planned.duration is not None:
-            _show_time(planned, planned.duration, price, config.run)
-        for note in planned.notes:
-            say(note)
+    request = recipe_request(words, "flowrl plan quickstart")
+    config = load_config(request.recipe, request.overrides)
+    size = memory_class(Path(request.recipe).name) if memory is None else parse_memory(memory)
+    host = None if host_memory is None else parse_memory(host_memory, "--host-memory")
+    count = gpus or gpus_of(request.recipe)
+    planned = make_plan(config, gpus=count, memory=size, host_memory=host)
+    _show_shares(planned)
+    print_table(_work_rows(config, planned))
+    say("\nForwards of one image; those of training are the most there can be.\n")
+    _show_memory(planned)
+    if planned.duration is not None:
+        _show_time(planned, planned.duration, price, config.run)
+    for note in planned.notes:
+        say(note)
     if planned.fits is False or not planned.host_fits:
         raise typer.Exit(1)
 

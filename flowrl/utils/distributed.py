@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flowrl.errors import Interrupted, MachineFailure, UserError, as_failure
+from flowrl.errors import MachineFailure, UserError, as_failure
 from flowrl.functional.batches import Batches
 from flowrl.utils.peers import Peers, meet
 
@@ -198,16 +198,6 @@ class Runtime:
             failure.args = (message,)  # with the rank, as the others say it
             raise failure
         raise UserError(message)
-
-    @contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Say that nothing is lost when an error ends this process before training."""
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, MachineFailure | Interrupted) and not hasattr(error, "__notes__"):
-                error.add_note("Training had not begun: nothing is saved, and nothing is changed.")
-            raise
 
     def sum(self, value: float) -> float:
         """Return the sum of one number over processes."""

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -175,14 +174,6 @@ def remove_leftovers(folder: Path, kind: FolderKind) -> None:
         for path in (entry, *below):
             if _HALF_WRITTEN.fullmatch(path.name):
                 remove(path)
-
-
-def remove_abandoned(folder: Path, age: float = 3600.0) -> None:
-    """Remove half-written files older than `age` seconds from a folder that has many writers."""
-    for path in folder.rglob(f".*{TEMPORARY}"):
-        with contextlib.suppress(FileNotFoundError):  # its writer has just finished it
-            if _HALF_WRITTEN.fullmatch(path.name) and time.time() - path.stat().st_mtime > age:
-                path.unlink()
 
 
 @contextlib.contextmanager

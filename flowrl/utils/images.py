@@ -85,9 +85,7 @@ def png_of_file(path: Path) -> bytes | None:
 
 
 def data_url(image: Image.Image) -> str:
-    """Return the image as a `data:` URL of a lossless WebP, or of a PNG where it is too large."""
-    if max(image.size) > 16383:  # WebP's limit
-        return f"data:image/png;base64,{base64.b64encode(png(image.convert('RGB'))).decode()}"
+    """Return the image as a `data:` URL of a lossless WebP."""
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, "WEBP", lossless=True, quality=80, method=4)
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"

@@ -1,11 +1,9 @@
-"""Load a user's own component by its import path, and many modules in less time."""
+"""Load a user's own component by its import path."""
 
-import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 
@@ -29,18 +27,3 @@ def load_callable(target: str) -> Callable[..., Any]:
     if not callable(component):
         raise LookupError(f"it is {component!r}, expected a class or a function")
     return component
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Keep what only Python's garbage collector would free; it looks through all that is imported.
-
-    With torch, transformers and diffusers that search takes a fifth of their import.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.sampling.rollout import RolloutGenerator
-from flowrl.utils.imports import without_garbage_collection
 
 Seconds = dict[str, float]
 Moment = torch.cuda.Event | float
@@ -31,15 +30,16 @@ def in_turns(jobs: Mapping[str, Callable[[], Job]], repeats: int) -> dict[str, l
     rounds: dict[str, list[Job]] = {name: [] for name in jobs}
     gc.collect()
     gc.freeze()  # what was there before is not looked through each time
+    gc.disable()
     try:
-        with without_garbage_collection():
-            for number in range(repeats + 1):
-                gc.collect()  # between rounds: within one it would fall on any job
-                for name in list(jobs)[:: -1 if number % 2 else 1]:
-                    found = jobs[name]()
-                    if number:
-                        rounds[name].append(found)
+        for number in range(repeats + 1):
+            gc.collect()  # between rounds: within one it would fall on any job
+            for name in list(jobs)[:: -1 if number % 2 else 1]:
+                found = jobs[name]()
+                if number:
+                    rounds[name].append(found)
     finally:
+        gc.enable()
         gc.unfreeze()
     return rounds
 

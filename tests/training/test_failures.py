@@ -124,11 +124,12 @@ def expected(phase: PhaseName, failure: str) -> tuple[int, list[str], int | None
         name, _, remedy = CAUSES[cause]
         remedy = MEMORY[phase] if cause == "memory" else remedy
         words = [f"{name} in phase {phase}", remedy, "docs/troubleshooting.md"]
-        where = "nothing is saved" if phase in BEFORE else f"step-{WHOLE[phase]:06d}"
-        return CODES[failure], [*words, where], None if phase in BEFORE else WHOLE[phase]
+        if phase in BEFORE:
+            return CODES[failure], words, None
+        return CODES[failure], [*words, f"step-{WHOLE[phase]:06d}"], WHOLE[phase]
     word = signal_source(INJECTED[failure])
     if phase in BEFORE:
-        return CODES[failure], [f"ended by {word} in phase {phase}", "nothing is saved"], None
+        return CODES[failure], [f"ended by {word} in phase {phase}"], None
     # The first texts that are encoded after loading are those of the base's evaluation.
     work = "evaluation" if phase in ("encode", "evaluate") else "iteration"
     return 0, [f"{word}: ends after this {work}"], ASKED[phase]
