@@ -195,7 +195,7 @@ def check_parts(
             load = iteration_work(config, needs, plan, whole_groups=whole)
             check_split(load, runtime.world_size)
         try:
-            check_states(needs.states, config.plans(), config.rollout, config.run.seed)
+            check_states(needs.states, config.plans(), config.rollout)
         except ValueError as error:
             raise UserError(str(error)) from error
         check_prompts(specs, prompts)

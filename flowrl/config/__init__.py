@@ -69,7 +69,7 @@ class Config(Options):
     def _check(self) -> "Config":
         validate.check_rollout(self.rollout, self.optim, self.objective)
         plans = self.plans()
-        validate.check_plans(plans, self.rollout, self.objective, self.run.seed)
+        validate.check_plans(plans, self.rollout, self.objective)
         validate.check_explore(plans, self.rollout)
         validate.check_precision(self.pipeline, self.rollout)
         validate.check_base_bits(self.memory, self.pipeline, self.rollout)

@@ -211,10 +211,16 @@ class RolloutOptions(Options):
 
     def plan(self, iteration: int, seed: int) -> TreePlan:
         """Return the plan of an iteration. Raises PlanError for what cannot work."""
-        whole, pruned = self.whole(iteration, seed), self.depth_pruning
-        if pruned is None:
-            return whole
-        return whole.without_training(pruned.steps(iteration, self.num_inference_steps))
+        steps, leaves, pruned = self.num_inference_steps, self.group_size, self.depth_pruning
+        try:
+            whole = self.tree.plan(iteration=iteration, steps=steps, leaves=leaves, seed=seed)
+        except PlanError as error:
+            if "rollout." in str(error):
+                raise
+            raise PlanError(
+                f"rollout.tree {self.tree.kind}: {error}", leaves=error.leaves
+            ) from error
+        return whole if pruned is None else whole.without_training(pruned.steps(iteration, steps))
 
     def candidates(self, iteration: int, seed: int) -> TreePlan:
         """Return the plan of an iteration's candidates; needs `explore`."""
@@ -226,18 +232,6 @@ class RolloutOptions(Options):
         if e.num_inference_steps is not None:
             return chains(e.num_inference_steps, e.candidates, noisy=())
         return replace(self.plan(iteration, seed), roots=e.candidates)
-
-    def whole(self, iteration: int, seed: int) -> TreePlan:
-        """Return the plan of an iteration before depth pruning."""
-        steps, leaves = self.num_inference_steps, self.group_size
-        try:
-            return self.tree.plan(iteration=iteration, steps=steps, leaves=leaves, seed=seed)
-        except PlanError as error:
-            if "rollout." in str(error):
-                raise
-            raise PlanError(
-                f"rollout.tree {self.tree.kind}: {error}", leaves=error.leaves
-            ) from error
 
 
 class OptimOptions(Options):

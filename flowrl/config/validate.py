@@ -61,10 +61,10 @@ def check_rollout(rollout: RolloutOptions, optim: OptimOptions, objective: Objec
         )
 
 
-def check_plans(plans: Plans, rollout: RolloutOptions, objective: Objective, seed: int) -> None:
+def check_plans(plans: Plans, rollout: RolloutOptions, objective: Objective) -> None:
     """Check that every tree of the run suits the objective and the kernel."""
     if rollout.store is None:
-        check_states(objective.states, plans, rollout, seed)
+        check_states(objective.states, plans, rollout)
     for plan in plans:
         if isinstance(objective, GRPOOptions):
             check_credit(objective.advantage, plan)
@@ -72,35 +72,20 @@ def check_plans(plans: Plans, rollout: RolloutOptions, objective: Objective, see
             check_spo(plan)
 
 
-def check_states(states: str, plans: Plans, rollout: RolloutOptions, seed: int) -> None:
+def check_states(states: str, plans: Plans, rollout: RolloutOptions) -> None:
     """Check that the trees hold what the objective learns from; clean images are in all of them."""
-    if states == "transitions":
-        for plan, iteration in plans.items():
-            whole = rollout.whole(iteration, seed)
-            if not count(whole).trained_edges:
-                raise ValueError(
-                    f"in iteration {iteration} rollout.tree trains no step: give it at least one "
-                    "with noise and training"
-                )
-            if not count(plan).trained_edges:
-                raise ValueError(
-                    f"in iteration {iteration} rollout.depth_pruning leaves no step to learn from: "
-                    "make it smaller, or null"
-                )
-    if states == "path":
-        if rollout.depth_pruning and all(
-            plan == rollout.whole(iteration, seed) for plan, iteration in plans.items()
-        ):
+    for plan, iteration in plans.items():
+        if states == "transitions" and not count(plan).trained_edges:
             raise ValueError(
-                "rollout.depth_pruning covers no step that rollout.tree trains in any iteration: "
-                "move its start there, or set it to null"
+                f"in iteration {iteration} rollout.tree has no step to learn from: give it one "
+                "with noise and training that rollout.depth_pruning leaves"
             )
-        for plan in plans:
-            if plan.fans or any(move.noise or move.branch > 1 for move in plan.moves):
-                raise ValueError(
-                    "this objective goes back along chains without noise, but rollout.tree has "
-                    "noise or branches: set rollout.tree to {kind: ode}"
-                )
+        forks = plan.fans or any(move.noise or move.branch > 1 for move in plan.moves)
+        if states == "path" and forks:
+            raise ValueError(
+                "this objective goes back along chains without noise, but rollout.tree has noise "
+                "or branches: set rollout.tree to {kind: ode}"
+            )
     training, sampling = rollout.training_guidance_scale, rollout.guidance_scale
     if states in ("transitions", "path") and training not in (None, sampling):
         raise ValueError(

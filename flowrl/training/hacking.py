@@ -118,26 +118,18 @@ def hacking_rule(
 
 def _held_out_spec(name: str, specs: Sequence[RewardSpec]) -> RewardSpec:
     """Return the held-out reward of a name. Raises UserError unless evaluations measure it."""
-    option = f"run.on_hacking.held_out is {name!r}"
-    spec = next((spec for spec in specs if spec.name == name), None)
-    if spec is None:
-        names = ", ".join(spec.name for spec in specs)
-        raise UserError(f"{option}, expected the name of a reward of this run: {names}")
-    if not spec.held_out:
+    measured = {
+        spec.name: spec
+        for spec in specs
+        if spec.held_out and spec.asked_in("evaluation") and not spec.whole_groups
+    }
+    if name not in measured:
         raise UserError(
-            f"{option}, which is trained: name a reward that is only measured, with held_out: true"
+            f"run.on_hacking.held_out is {name!r}, expected a reward of this run with held_out: "
+            "true that evaluations ask about single images: "
+            f"{', '.join(measured) or 'there is none'}"
         )
-    if not spec.asked_in("evaluation"):
-        raise UserError(
-            f"{option}, whose option when is rollout, so that no evaluation calls it: set that to "
-            "both"
-        )
-    if spec.whole_groups:
-        raise UserError(
-            f"{option}, which compares the images of a prompt, and evaluation makes one image at a "
-            "time: name a reward that looks at single images"
-        )
-    return spec
+    return measured[name]
 
 
 def is_hacking(scores: Sequence[float], held_out: Sequence[float], patience: int) -> bool:

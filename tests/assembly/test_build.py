@@ -16,7 +16,7 @@ def test_what_cannot_work_is_refused(make_learner, tiny_config, tmp_path, monkey
     mine = {"prompts": str(tmp_path / "mine.txt")}
     for change, name in (
         ({"specs": [{"name": "geneval"}], "evaluation": mine}, "evaluation.prompts"),
-        ({"run": {"on_hacking": {"held_out": "brightness"}}}, "which is trained"),
+        ({"run": {"on_hacking": {"held_out": "brightness"}}}, "held_out: true"),
         ({"objective": {"kl_coef": 0.1, "kl_on": {"reward": "quality"}}}, "objective.kl_on.reward"),
     ):
         evaluation = {"prompts": "tiny:colors:test", "every": 1} | change.get("evaluation", {})

@@ -29,7 +29,7 @@ def test_an_impossible_tree_or_window_is_refused_and_the_suggestion_works():
         ([split, "rollout.group_size=10"], "is 10.* 8 and 12", "rollout.group_size=8"),
         ([TREE % "splits: [0]", f"{STEPS}=1"], f"{STEPS} must be at least 2", f"{STEPS}=2"),
         ([split, PRUNED % "start: 0, size: 7, stop: 0"],
-         "in iteration 0 rollout.depth_pruning leaves no step", f"{pruning}size=6"),
+         "in iteration 0 rollout.tree has no step .* rollout.depth_pruning", f"{pruning}size=6"),
         ([split, PRUNED % "start: 2, size: 9"], "size is 9.* is 5", f"{pruning}size=5"),
         ([split, PRUNED % "start: 9, size: 1"], "start is 9.* is 6", f"{pruning}start=6"),
         ([split, PRUNED % "start: 3, size: 1, stop: 2"], "stop is 2", f"{pruning}stop=3"),

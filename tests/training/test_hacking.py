@@ -78,7 +78,7 @@ def test_the_rule_watches_a_reward_that_is_only_measured():
     specs = [spec("ocr"), spec("quality", held_out=True), spec("flaws", held_out=True, weight=-1)]
     assert hacking_rule(options_of("quality"), specs, prompts) == RULE
     assert hacking_rule(options_of("flaws"), specs, prompts).sign == -1
-    for name, message in (("ocr", "which is trained"), ("beauty", "ocr, quality, flaws")):
+    for name, message in (("ocr", "quality, flaws"), ("beauty", "quality, flaws")):
         with pytest.raises(UserError, match=f"on_hacking.held_out is '{name}'.*{message}"):
             hacking_rule(options_of(name), specs, prompts)
     with pytest.raises(UserError, match="none of the 0 held-out prompts"):
