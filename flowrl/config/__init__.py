@@ -15,10 +15,10 @@ from flowrl.config.rollout import (
     EMAOptions,
     OptimOptions,
     ReferenceOptions,
-    RolloutOptions,
+    SamplingOptions,
 )
 from flowrl.config.sections import (
-    EvaluationOptions,
+    HeldOutOptions,
     LoRAOptions,
     MemoryOptions,
     PipelineOptions,
@@ -45,7 +45,7 @@ class Config(Options):
     )
     lora: LoRAOptions = option(LoRAOptions(), "The adapter that is trained.")
     prompts: PromptOptions = option(..., "What is sampled in training.")
-    rollout: RolloutOptions = option(RolloutOptions(), "How images to learn from are sampled.")
+    rollout: SamplingOptions = option(SamplingOptions(), "How images to learn from are sampled.")
     objective: Objective = option(GRPOOptions(), "What is minimised; an objective by its kind.")
     optim: OptimOptions = option(OptimOptions(), "AdamW and the size of its steps.")
     ema: EMAOptions = option(EMAOptions(), "A moving average of the adapter.")
@@ -58,7 +58,7 @@ class Config(Options):
     failures: FailureOptions = option(
         FailureOptions(), "What happens when rewards cannot be computed."
     )
-    evaluation: EvaluationOptions = option(EvaluationOptions(), "Scores on held-out prompts.")
+    evaluation: HeldOutOptions = option(HeldOutOptions(), "Scores on held-out prompts.")
     run: RunOptions = option(RunOptions(), "Where a run lives and how long it lasts.")
     runtime: RuntimeOptions = option(
         RuntimeOptions(),

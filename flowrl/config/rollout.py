@@ -120,7 +120,7 @@ FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
 FLOW_GRPO_CODE = "Flow-GRPO's published settings"
 
 
-class RolloutOptions(Options):
+class SamplingOptions(Options):
     """How images to learn from are sampled."""
 
     prompts_per_iteration: Several = option(

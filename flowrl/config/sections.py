@@ -158,7 +158,7 @@ class PromptOptions(Options):
 StepCounts = DenoisingSteps | Annotated[list[DenoisingSteps], Field(min_length=1)]
 
 
-class EvaluationOptions(Options):
+class HeldOutOptions(Options):
     """Scores on held-out prompts, before, during and after training."""
 
     prompts: Text | None = option(

@@ -11,9 +11,9 @@ from flowrl.config.objectives import (
     Objective,
     SPOOptions,
 )
-from flowrl.config.rollout import OptimOptions, ReferenceOptions, RolloutOptions
+from flowrl.config.rollout import OptimOptions, ReferenceOptions, SamplingOptions
 from flowrl.config.sections import (
-    EvaluationOptions,
+    HeldOutOptions,
     LoRAOptions,
     MemoryOptions,
     PipelineOptions,
@@ -34,7 +34,7 @@ def refuse(why: str, *conflicts: Conflict) -> None:
             raise ValueError(f"{why}: {option} must be {works}")
 
 
-def check_rollout(rollout: RolloutOptions, optim: OptimOptions, objective: Objective) -> None:
+def check_rollout(rollout: SamplingOptions, optim: OptimOptions, objective: Objective) -> None:
     """Check the kernel's noise, and that updates take whole groups of as many images as needed."""
     center = getattr(getattr(objective, "advantage", None), "center", "group")
     refuse(
@@ -61,7 +61,7 @@ def check_rollout(rollout: RolloutOptions, optim: OptimOptions, objective: Objec
         )
 
 
-def check_plans(plans: Plans, rollout: RolloutOptions, objective: Objective) -> None:
+def check_plans(plans: Plans, rollout: SamplingOptions, objective: Objective) -> None:
     """Check that every tree of the run suits the objective and the kernel."""
     if rollout.store is None:
         check_states(objective.states, plans, rollout)
@@ -72,7 +72,7 @@ def check_plans(plans: Plans, rollout: RolloutOptions, objective: Objective) -> 
             check_spo(plan)
 
 
-def check_states(states: str, plans: Plans, rollout: RolloutOptions) -> None:
+def check_states(states: str, plans: Plans, rollout: SamplingOptions) -> None:
     """Check that the trees hold what the objective learns from; clean images are in all of them."""
     for plan, iteration in plans.items():
         if states == "transitions" and not count(plan).trained_edges:
@@ -95,7 +95,7 @@ def check_states(states: str, plans: Plans, rollout: RolloutOptions) -> None:
         )
 
 
-def check_explore(plans: Plans, rollout: RolloutOptions) -> None:
+def check_explore(plans: Plans, rollout: SamplingOptions) -> None:
     """Check that there are candidates to choose among, each with a noise of its own."""
     explore = rollout.explore
     if explore is None:
@@ -129,7 +129,7 @@ def check_explore(plans: Plans, rollout: RolloutOptions) -> None:
         )
 
 
-def check_precision(pipeline: PipelineOptions, rollout: RolloutOptions) -> None:
+def check_precision(pipeline: PipelineOptions, rollout: SamplingOptions) -> None:
     """Check that rollouts can be sampled in the precision of training."""
     refuse(
         "pipeline.precision is null",
@@ -147,7 +147,7 @@ def check_precision(pipeline: PipelineOptions, rollout: RolloutOptions) -> None:
 
 
 def check_base_bits(
-    memory: MemoryOptions, pipeline: PipelineOptions, rollout: RolloutOptions
+    memory: MemoryOptions, pipeline: PipelineOptions, rollout: SamplingOptions
 ) -> None:
     """Check that nothing else needs the exact frozen weights where they are kept in few bits."""
     if memory.base_bits is None:
@@ -162,7 +162,7 @@ def check_base_bits(
     )
 
 
-def check_objective(objective: Objective, rollout: RolloutOptions, *, gates: bool) -> None:
+def check_objective(objective: Objective, rollout: SamplingOptions, *, gates: bool) -> None:
     """Check that the objective's options agree with each other, the rollout's and the rewards'.
 
     gates: whether a reward has one.
@@ -182,7 +182,7 @@ def check_objective(objective: Objective, rollout: RolloutOptions, *, gates: boo
         check_noising(noising, rollout.num_inference_steps)
 
 
-def check_book(prompts: PromptOptions, rollout: RolloutOptions, objective: Objective) -> None:
+def check_book(prompts: PromptOptions, rollout: SamplingOptions, objective: Objective) -> None:
     """Check that the book of prompts sees each iteration's scores in time, and all that read it."""
     advantage: AdvantageOptions | None = getattr(objective, "advantage", None)
     if prompts.book is not None:
@@ -226,7 +226,7 @@ def check_reference(reference: ReferenceOptions, objective: Objective, run: RunO
 
 
 def check_hacking(
-    run: RunOptions, evaluation: EvaluationOptions, objective: Objective, lora: LoRAOptions
+    run: RunOptions, evaluation: HeldOutOptions, objective: Objective, lora: LoRAOptions
 ) -> None:
     """Check that `run.on_hacking` has evaluations during training, and what to compare with."""
     if run.on_hacking is None:
@@ -301,7 +301,7 @@ def check_sharding(
     runtime: RuntimeOptions,
     pipeline: PipelineOptions,
     memory: MemoryOptions,
-    rollout: RolloutOptions,
+    rollout: SamplingOptions,
 ) -> None:
     """Check that nothing copies or changes the weights of a network that is in parts."""
     if runtime.shard is None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.config.rollout import ExploreOptions, RolloutOptions
+from flowrl.config.rollout import ExploreOptions, SamplingOptions
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
 from flowrl.sampling.two_stage import (
     SelectRule,
@@ -102,7 +102,7 @@ class RankAuditor:
     preview: Callable[[], RolloutGenerator]  # built at its first call
     precision: str  # of the candidates
     exact: RolloutGenerator
-    rollout: RolloutOptions
+    rollout: SamplingOptions
     explore: ExploreOptions
     seed: int
     folder: Path  # of the run

@@ -43,7 +43,7 @@ def test_no_field_stands_in_an_option_class_and_in_what_it_builds():
         for name in fields
         # A Rollout and an Evaluation are results; no options build them.
         if name.endswith("Options")
-        and name not in ("RolloutOptions", "EvaluationOptions")
+        and name not in ("SamplingOptions", "HeldOutOptions")
         and (shared := fields[name] & fields.get(name.removesuffix("Options"), set()))
     }
     assert not twice
