@@ -133,10 +133,11 @@ def check_precision(pipeline: PipelineOptions, rollout: SamplingOptions) -> None
     """Check that rollouts can be sampled in the precision of training."""
     refuse(
         "pipeline.precision is null",
+        ("pipeline.min_dim", pipeline.precision is None and pipeline.min_dim is not None, "null"),
         (
             "pipeline.quantize_gradients",
             pipeline.precision is None and pipeline.quantize_gradients,
-            "false without a precision to round to",
+            "false",
         ),
     )
     refuse(
