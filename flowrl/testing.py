@@ -62,11 +62,11 @@ def check_reward(
         AssertionError: what is wrong, or missing on this machine.
     """
     spec = RewardSpec(name=getattr(reward, "__name__", type(reward).__name__), reward=reward)
-    for result in scoring.check_reward(spec, prompts, size=size).results:
-        _expect(
-            result.state not in ("problem", "missing"), spec.name,
-            f"{result.detail} {result.remedy}".rstrip(),
-        )  # fmt: skip
+    result = scoring.check_reward(spec, prompts, size=size)
+    _expect(
+        result.state not in ("problem", "missing"), spec.name,
+        f"{result.detail} {result.remedy}".rstrip(),
+    )  # fmt: skip
     for trial in scoring.trials_of(spec, prompts, size)[:1]:
         images = quantise(trial.images)
         before, texts = images.clone(), [trial.prompt] * len(images)

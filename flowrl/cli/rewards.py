@@ -1,7 +1,6 @@
 """`flowrl reward-check` and `reward-serve`: try rewards, and serve them over HTTP."""
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,10 +12,7 @@ from flowrl.cli._console import (
     say,
     starting,
 )
-from flowrl.errors import CheckResult, UserError
-
-if TYPE_CHECKING:
-    from flowrl.scoring.check import RewardCheck
+from flowrl.errors import UserError
 
 
 def reward_check(
@@ -83,19 +79,17 @@ def reward_check(
         say(f"{len(left_out)} rows left out, the first: {left_out[0]}", err=True)
     states = {}
     for name, options in zip(chosen, arguments, strict=True):
-        checked = check_named(name, options, prompts=records)
-        if judged and all(result.state in ("ok", "warning") for result in checked.results):
+        results = check_named(name, options, prompts=records)
+        if judged and all(result.state in ("ok", "warning") for result in results):
             spec = RewardSpec(name=name, reward=load_reward(name, options))
-            agreement = measure_agreement(spec, judged).result(name)
-            checked = replace(checked, results=(*checked.results, agreement))
-        states[name] = {result.state for result in checked.results}
+            results.append(measure_agreement(spec, judged).result(name))
+        states[name] = {result.state for result in results}
         if as_json:
-            print_table([_row(name, checked, result) for result in checked.results], as_json=True)
+            fields = ("state", "detail", "remedy")
+            rows = [{"reward": name} | {f: getattr(r, f) for f in fields} for r in results]
+            print_table(rows, as_json=True)
         else:
-            first, *more = checked.results
-            if first.state in ("ok", "warning") and checked.version:
-                first = replace(first, detail=f"{first.detail}; {checked.version}")
-            print_checks([first, *more], max(map(len, chosen)))
+            print_checks(results, max(map(len, chosen)))
     if wrong := [name for name, its in states.items() if "problem" in its]:
         raise UserError(f"These rewards do not work, lines marked !! say why: {', '.join(wrong)}.")
     missing = [name for name, its in states.items() if "missing" in its]
@@ -114,13 +108,6 @@ def _chosen(names: list[str], *, everything: bool, single: bool) -> list[str]:
     if single and len(names) != 1:
         raise UserError("--args are of one reward: give one name with them.")
     return names or list(BUILT_IN)
-
-
-def _row(name: str, checked: "RewardCheck", result: CheckResult) -> dict:
-    return {
-        "reward": name, "state": result.state, "detail": result.detail, "remedy": result.remedy,
-        "version": checked.version,
-    }  # fmt: skip
 
 
 def reward_serve(

@@ -9,7 +9,7 @@ import importlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -55,12 +55,11 @@ ABSENT = re.compile(
 State = Literal["ok", "warning", "missing", "problem"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardCheck:
-    """The results of checking one reward."""
+class _Fault(Exception):
+    """What is wrong with a reward, and what to do about it."""
 
-    results: tuple[CheckResult, ...]  # at least one
-    version: str = ""
+    def __init__(self, detail: str, remedy: str):
+        super().__init__(detail, remedy)
 
 
 def check_before_training(
@@ -76,7 +75,7 @@ def check_before_training(
     for spec in specs:
         try:
             if any(spec.applies(p.text, p.metadata) for p in prompts):
-                results += check_reward(spec, prompts, size=size).results
+                results.append(check_reward(spec, prompts, size=size))
         except UserError as error:  # a server that does not say what its reward needs
             results.append(failure_result(spec.name, error))
     for result in results:
@@ -89,18 +88,17 @@ def check_before_training(
 
 
 def check_named(
-    name: str,
-    args: Mapping[str, Any] | None = None,
-    *,
-    prompts: Sequence[PromptRecord] = (),
-) -> RewardCheck:
-    """Check the reward of that name in this process; raises nothing."""
+    name: str, args: Mapping[str, Any] | None = None, *, prompts: Sequence[PromptRecord] = ()
+) -> list[CheckResult]:
+    """Check the reward of that name in this process, and whether it can judge a user's prompts."""
     try:
         spec = RewardSpec(name=name, reward=load_reward(name, args))
     except UserError as error:
-        return RewardCheck(results=(_load_failure(name, args, error),))
-    checked = check_reward(spec, prompts)
-    return replace(checked, results=(*checked.results, *_unfit(spec, prompts)))
+        if not isinstance(error, ArgumentsRefused) or args:
+            return [failure_result(name, error)]
+        detail = f"needs arguments: {line(str(error.__cause__))}"
+        return [_result(name, detail, "Give them, as in --args '{a: 1}'.", state="missing")]
+    return [check_reward(spec, prompts), *_unfit(spec, prompts)]
 
 
 def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckResult]:
@@ -120,32 +118,33 @@ def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckR
 
 
 def check_reward(
-    spec: RewardSpec,
-    prompts: Sequence[PromptRecord] = (),
-    *,
-    size: tuple[int, int] = SIZE,
-) -> RewardCheck:
-    """Score the same images twice, in another order and other batches, and check the scores.
+    spec: RewardSpec, prompts: Sequence[PromptRecord] = (), *, size: tuple[int, int] = SIZE
+) -> CheckResult:
+    """Score the same images twice, in another order and other batches; return the first fault.
 
     Args:
         prompts: for a reward without fixtures; generic ones if empty.
         size: height and width of plain images.
     """
     try:
-        version = str(getattr(spec.reward, "version", ""))  # a server may not say it
         trials = trials_of(spec, prompts, size)
         if not trials:
             detail = "applies to none of the prompts tried, and has no fixtures"
             remedy = "Name prompts that it applies to with --prompts."
-            result = _result(spec.name, detail, remedy, state="missing")
-            return RewardCheck(results=(result,), version=version)
+            return _result(spec.name, detail, remedy, state="missing")
         first, again = _score_twice(spec, trials)
-        results = tuple(_problems(spec, trials, first, again)) or (
-            _passed(spec, trials, first, again),
-        )
-        return RewardCheck(results=results, version=version)
+        if not _finite(first):
+            reason = next(iter(first.reasons.values()), "it gave no reason")
+            raise UserError(f"no score for any of {len(first.scores)} images: {reason}")
+        _check_order(trials, first)
+        _check_bounds(spec.reward, first)
+        if getattr(spec.reward, "deterministic", True):
+            _check_repeatable(first, again)
+        return _passed(spec, trials, first, again)
+    except _Fault as fault:
+        return _result(spec.name, *fault.args)
     except Exception as error:  # a user's reward may raise anything
-        return RewardCheck(results=(failure_result(spec.name, error),))
+        return failure_result(spec.name, error)
 
 
 # --- images to try --------------------------------------------------------------------------------
@@ -244,77 +243,52 @@ def _finite(answer: Answer) -> list[float]:
 # --- judging the scores ---------------------------------------------------------------------------
 
 
-def _problems(
-    spec: RewardSpec, trials: list[Trial], first: Answer, again: Answer
-) -> Iterator[CheckResult]:
-    if not _finite(first):
-        reason = next(iter(first.reasons.values()), "it gave no reason")
-        detail = f"no score for any of {len(first.scores)} images: {line(reason)}"
-        remedy = "Mend that before training."
-        yield _missing(spec.name, reason) or _result(spec.name, detail, remedy)
-        return
+def _check_order(trials: list[Trial], scored: Answer) -> None:
+    """Raise _Fault for the first fixture whose images are in the wrong order."""
     start = 0
     for trial in trials:
-        if trial.says:
-            yield from _misjudged(spec.name, trial, start, first)
-        start += len(trial.images)
-    yield from _out_of_bounds(spec, first)
-    if getattr(spec.reward, "deterministic", True):
-        yield from _unrepeatable(spec.name, first, again)
-
-
-def _misjudged(name: str, trial: Trial, start: int, scored: Answer) -> Iterator[CheckResult]:
-    """Yield a problem for a fixture, from row `start` on, whose images are in the wrong order."""
-    better, worse = scored.scores[start : start + 2].tolist()
-    where = f"fixture {trial.says!r} (prompt {trial.prompt!r})"
-    for row, score in enumerate((better, worse), start):
-        if not math.isfinite(score):
-            reason = line(scored.reasons[row])
-            yield _result(
-                name,
-                f"{where}: expected a score, got none: {reason}",
+        rows, start = (start, start + 1), start + len(trial.images)
+        if not trial.says:
+            continue
+        where = f"fixture {trial.says!r} (prompt {trial.prompt!r})"
+        if reasons := [line(scored.reasons[row]) for row in rows if row in scored.reasons]:
+            raise _Fault(
+                f"{where}: expected a score, got none: {reasons[0]}",
                 "Mend that, or let the fixture go if the reward has nothing to say to it.",
             )
-            return
-    if better <= worse:
-        relation = "the same" if better == worse else "more"
-        yield _result(
-            name,
-            f"{where}: expected more for the first image, got {better:.4g}, and {relation} for "
-            f"the second, {worse:.4g}",
-            "Look at its arguments, weights and preprocessing before anything learns from it.",
-        )
+        better, worse = scored.scores[[*rows]].tolist()
+        if better <= worse:
+            raise _Fault(
+                f"{where}: expected more for the first image, got {better:.4g}, and {worse:.4g} "
+                "for the second",
+                "Look at its arguments, weights and preprocessing before anything learns from it.",
+            )
 
 
-def _out_of_bounds(spec: RewardSpec, scored: Answer) -> Iterator[CheckResult]:
-    low, high = getattr(spec.reward, "bounds", None) or (None, None)
+def _check_bounds(reward: Any, scored: Answer) -> None:
+    low, high = getattr(reward, "bounds", None) or (None, None)
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     for score in _finite(scored):
         slack = 1e-6 * max(1.0, abs(score))  # of float32
         if not low - slack <= score <= high + slack:
-            yield _result(
-                spec.name,
+            raise _Fault(
                 f"got the score {score:.4g}, expected one in its bounds [{low:g}, {high:g}]",
                 "Correct the scores or the attribute `bounds`.",
             )
-            return
 
 
-def _unrepeatable(name: str, first: Answer, again: Answer) -> Iterator[CheckResult]:
+def _check_repeatable(first: Answer, again: Answer) -> None:
     for row in (first.scores.isfinite() != again.scores.isfinite()).nonzero().flatten().tolist():
         reason = line(first.reasons.get(row) or again.reasons[row])
-        yield _result(
-            name,
+        raise _Fault(
             f"an image got a score once and none the other time: {reason}",
             "It must score one image as it does several, in any order.",
         )
-        return
     finite, gaps = _finite(first), _gaps(first, again)
     limit = SPREAD_SHARE * (max(finite) - min(finite)) + SCORE_SHARE * max(map(abs, finite))
     worst = int(gaps.argmax())
     if gaps[worst] > limit:
-        yield _result(
-            name,
+        raise _Fault(
             f"the same image scored {first.scores[worst]:.6g}, and in another batch "
             f"{again.scores[worst]:.6g}; expected the same within {limit:.2g}",
             "Score each image by itself and without chance (networks in .eval(), temperature 0), "
@@ -344,6 +318,7 @@ def _passed(spec: RewardSpec, trials: list[Trial], first: Answer, again: Answer)
     else:
         parts.append(f"not deterministic: differs by up to {_gaps(first, again).max():.2g}")
     parts.append(f"scores {min(finite):.4g} to {max(finite):.4g}")
+    parts += [str(version)] if (version := getattr(spec.reward, "version", "")) else []
     detail = ", ".join(parts)
     if len(finite) == 1 or min(finite) < max(finite):
         return _result(spec.name, detail, state="ok")
@@ -352,7 +327,7 @@ def _passed(spec: RewardSpec, trials: list[Trial], first: Answer, again: Answer)
     return _result(spec.name, detail, remedy, state="warning")
 
 
-# --- what is missing ------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 def failure_result(name: str, error: Exception) -> CheckResult:
@@ -362,27 +337,11 @@ def failure_result(name: str, error: Exception) -> CheckResult:
     kinds, cause = "", error.__cause__
     while cause is not None:
         kinds, cause = f"{kinds} {type(cause).__name__}", cause.__cause__
-    return _missing(name, text, kinds) or _result(name, line(text), "Mend that before training.")
-
-
-def _missing(name: str, reason: str, kinds: str = "") -> CheckResult | None:
-    """Return a result "missing" if a reason, or names of exceptions, show it."""
-    if not ABSENT.search(f"{reason} {kinds}"):
-        return None
-    detail = re.sub(r"^\w+: ", "", line(reason))  # the exception's class says no more
+    if not ABSENT.search(f"{text} {kinds}"):
+        return _result(name, line(text), "Mend that before training.")
+    detail = re.sub(r"^\w+: ", "", line(text))  # the exception's class says no more
     remedy = "Install the package, download the weights or start the server that it names."
     return _result(name, detail, remedy, state="missing")
-
-
-def _load_failure(name: str, args: Mapping[str, Any] | None, error: UserError) -> CheckResult:
-    """Return why a reward cannot be made: no package, no arguments, or no such reward."""
-    if isinstance(error, ArgumentsRefused) and not args:
-        detail = f"needs arguments: {line(str(error.__cause__))}"
-        return _result(name, detail, "Give them, as in --args '{a: 1}'.", state="missing")
-    result = failure_result(name, error)
-    if result.state == "missing":
-        return result
-    return _result(name, line(str(error)), "Correct its name, its arguments or its code.")
 
 
 def _result(name: str, detail: str, remedy: str = "", *, state: State = "problem") -> CheckResult:

@@ -59,7 +59,7 @@ def test_the_reward_of_the_guide_is_found_by_its_path_and_prefers_edges(here):
     images[1, :, ::2] = 1
     result = score([spec], images, ["", ""], [{}, {}])
     assert result.scores[:, 0].tolist() == pytest.approx([0, 1])
-    (finding,) = check_named("my_rewards:sharpness").results
+    (finding,) = check_named("my_rewards:sharpness")
     assert finding.state == "ok" and finding.detail.startswith("1 fixture right, repeatable")
 
 
