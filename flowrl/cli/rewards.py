@@ -128,7 +128,7 @@ def reward_serve(
 ) -> None:
     """Serve rewards over HTTP, to runs with executor: {kind: http, urls: [...]}.
 
-    Each that has fixtures is loaded and scores one before the address is printed. Listens on this
+    Each that has fixtures is checked before the address is printed. Listens on this
     machine alone; --host with another address needs --token-env. Stop with Ctrl-C.
 
     Examples:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from flowrl.config.rewards import InlineOptions
 from flowrl.errors import UserError
-from flowrl.scoring.check import trials_of
+from flowrl.scoring.check import check_reward, trials_of
 from flowrl.scoring.executors.base import (
     Answer,
     InlineExecutor,
@@ -142,23 +142,16 @@ async def read_request(request: Request) -> tuple[ScoreRequest, bytes]:
 
 
 def warm_up(spec: RewardSpec) -> bool:
-    """Load a reward's model by scoring its first fixture, or plain images if it lists none.
+    """Load a reward's model by checking it, as training does before its first step.
 
     Returns False if the reward has no `fixtures` or applies to no prompt tried: the first request
-    then loads it. Raises UserError when an image gets no score.
+    then loads it. Raises UserError when it does not work.
     """
-    if not hasattr(spec.reward, "fixtures"):
+    if not hasattr(spec.reward, "fixtures") or not trials_of(spec, ()):
         return False
-    trials = trials_of(spec, ())
-    if not trials:
-        return False
-    first, count = trials[0], len(trials[0].images)
-    prompts, metadata = [first.prompt] * count, [dict(first.metadata) for _ in range(count)]
-    reasons = spec.get_executor().submit(first.images, prompts, metadata).result().reasons
-    if reasons and (first.says or len(reasons) == count):
-        row, reason = next(iter(reasons.items()))
-        image = f"its own fixture {row}" if first.says else "a plain image"
-        raise UserError(f"reward {spec.name!r} cannot score {image}: {reason}")
+    result = check_reward(spec)
+    if result.state in ("missing", "problem"):
+        raise UserError(f"reward {spec.name!r}: {result.detail}. {result.remedy}")
     return True
 
 

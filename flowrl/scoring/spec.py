@@ -70,7 +70,7 @@ class RewardSpec:
 
     def applicable(self, prompts: Sequence[str], metadata: Sequence[dict]) -> list[bool]:
         """Return `applies` of each prompt. Settings are contained once, which takes 0.1 ms."""
-        with contained_settings(self.name, generators=False):
+        with contained_settings(self.name):
             return [self._applies(*pair) for pair in zip(prompts, metadata, strict=True)]
 
     def _applies(self, prompt: str, metadata: dict) -> bool:
@@ -103,7 +103,7 @@ class RewardSpec:
                 return "the reward does not apply to this prompt"
         except UserError as error:
             return str(error)
-        with contained_settings(self.name, generators=False):
+        with contained_settings(self.name):
             return self.refusal(prompt, metadata)
 
     def refusal(self, prompt: str, metadata: dict) -> str | None:
@@ -302,7 +302,7 @@ def check_judges(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -
     Rewards with a method `check(prompt, metadata)` say so, for example of malformed metadata.
     """
     for spec in (spec for spec in specs if hasattr(spec.reward, "check")):
-        with contained_settings(spec.name, generators=False):
+        with contained_settings(spec.name):
             for p in prompts:
                 reason = (
                     spec.refusal(p.text, p.metadata) if spec._applies(p.text, p.metadata) else ""

@@ -3,19 +3,17 @@
 import gc
 import linecache
 import os
-import random
 import signal
 import sysconfig
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # read, write
@@ -84,14 +82,8 @@ _before_calls: dict[str, Any] = {}
 
 
 @contextmanager
-def contained_settings(name: str, *, generators: bool = True) -> Iterator[None]:
-    """Restore settings after code of the reward `name`. A changed setting is reported once.
-
-    Args:
-        generators: In the main thread, also give the generators of Python, NumPy and torch a new
-            seed for the block, drawn from Python's: code that seeds them, or draws from them, does
-            not shift what is drawn outside. It takes milliseconds.
-    """
+def contained_settings(name: str) -> Iterator[None]:
+    """Restore settings after code of the reward `name`. A changed setting is reported once."""
     global _open_calls
     in_main = threading.current_thread() is threading.main_thread()
     of_thread = {**OF_THREAD, **(OF_MAIN_THREAD if in_main else {})}
@@ -100,28 +92,27 @@ def contained_settings(name: str, *, generators: bool = True) -> Iterator[None]:
         if not _open_calls:
             _before_calls.update({setting: read() for setting, (read, _) in OF_PROCESS.items()})
         _open_calls += 1
-    with _seeded_generators() if in_main and generators else nullcontext():
-        try:
-            yield
-        finally:
-            changed = _restore(of_thread, before_thread)
-            with _calls:
-                _open_calls -= 1
-                # In the background only after the last call: another may be loading a model,
-                # which changes settings for a while. A call of the main thread never waits.
-                if in_main or not _open_calls:
-                    changed += _restore(OF_PROCESS, _before_calls)
-            for setting in changed:
-                if (name, setting) not in _reported:
-                    _reported.add((name, setting))
-                    beside = "" if in_main else (
-                        "; training ran beside it and may have used it: take executor.kind http"
-                    )  # fmt: skip
-                    warnings.warn(
-                        f"reward {name!r} changed a setting of the whole process, which was "
-                        f"restored: {setting}{beside}",
-                        stacklevel=2,
-                    )
+    try:
+        yield
+    finally:
+        changed = _restore(of_thread, before_thread)
+        with _calls:
+            _open_calls -= 1
+            # In the background only after the last call: another may be loading a model,
+            # which changes settings for a while. A call of the main thread never waits.
+            if in_main or not _open_calls:
+                changed += _restore(OF_PROCESS, _before_calls)
+        for setting in changed:
+            if (name, setting) not in _reported:
+                _reported.add((name, setting))
+                beside = "" if in_main else (
+                    "; training ran beside it and may have used it: take executor.kind http"
+                )  # fmt: skip
+                warnings.warn(
+                    f"reward {name!r} changed a setting of the whole process, which was "
+                    f"restored: {setting}{beside}",
+                    stacklevel=2,
+                )
 
 
 def _restore(settings: Mapping[str, Setting], before: Mapping[str, Any]) -> list[str]:
@@ -135,22 +126,6 @@ def _restore(settings: Mapping[str, Setting], before: Mapping[str, Any]) -> list
 def _read(read: Callable[[], Any]) -> Any:
     with suppress(OSError):  # a working directory that was removed
         return read()
-
-
-@contextmanager
-def _seeded_generators() -> Iterator[None]:
-    seed = random.getrandbits(32)
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -2,12 +2,10 @@
 
 import logging
 import os
-import random
 import signal
 import threading
 import warnings
 
-import numpy as np
 import pytest
 import torch
 
@@ -84,33 +82,6 @@ def test_a_call_that_begins_beside_a_changed_setting_does_not_bring_the_change_b
         first.result(30)
     executor.close()
     assert torch.get_default_dtype() == torch.float32
-
-
-def test_random_generators_outside_do_not_depend_on_what_a_reward_draws_or_seeds():
-    def draw():
-        return random.random(), np.random.rand(), torch.rand(1).item()
-
-    scores = []
-
-    def seed_all():
-        random.seed(0), np.random.seed(0), torch.manual_seed(0)
-
-    def reseeds(images, prompts, metadata):
-        seed_all()
-        return [sum(draw())]
-
-    def draws(images, prompts, metadata):
-        scores.append(sum(draw()))
-        return [scores[-1]]
-
-    after = []
-    for reward in (lambda *_: [1.0], reseeds, draws, draws):
-        seed_all()
-        ask(reward, "mine", IMAGE, ["p"], [{}])
-        after.append(draw())
-    assert len(set(after)) == 1
-    ask(draws, "mine", IMAGE, ["p"], [{}])
-    assert scores[0] == scores[1] != scores[2]  # by the process's seed, and new in each call
 
 
 # --- errors ---------------------------------------------------------------------------------------
