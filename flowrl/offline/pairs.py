@@ -162,7 +162,7 @@ def _read_json(source: str, columns: Columns) -> Iterator[tuple[str, dict, Any]]
 
 def _read_table(source: str, columns: Columns) -> Iterator[tuple[str, dict, Any]]:
     """Yield the rows of a table without its images, which stay in the file; and the table."""
-    place, split, _ = split_name(source.removeprefix(HUB))
+    place, split, _ = split_name(source)
     with dataset_errors(f"cannot read pairs {source}"):
         table = open_table(place, split, hub=source.startswith(HUB))
         kinds = {name: type(kind) for name, kind in table.features.items()}

@@ -7,10 +7,9 @@ date and 2 becomes 2.0, prompts change their uids, and errors lose their line nu
 import csv
 import functools
 import io
-import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -35,18 +34,19 @@ def read_rows(source: str | Path, *, split: str = "train") -> Iterator[dict]:
 
     Raises UserError for a missing or malformed source, some only when that row is read.
     """
-    name, path = str(source), Path(source)
+    name, path, column = str(source), Path(source), ""
     if name.startswith(TINY):
         return _tiny(name)
     if match := WITH_COLUMN.fullmatch(name):
-        return _file(Path(match[1]), match[2])
-    if (file := _of_split(path, split)) is not None:
+        rows, column = file_rows(Path(match[1])), match[2]
+    elif (file := _of_split(path, split)) is not None:
         check_regular(path)
-        return _file(file)
-    if name.startswith(HUB) or path.suffix.lower() in (".parquet", ".arrow") or path.is_dir():
-        rows = read_dataset(name.removeprefix(HUB), hub=name.startswith(HUB))
-        return (check_row(row, f"{name}, row {i}") for i, row in enumerate(rows, start=1))
-    return _file(path)
+        rows = file_rows(file)
+    elif name.startswith(HUB) or path.suffix.lower() in (".parquet", ".arrow") or path.is_dir():
+        rows, column = read_dataset(name), split_name(name)[2]
+    else:
+        rows = file_rows(path)
+    return (check_row(_with_prompt(row, where, column), where) for where, row in rows)
 
 
 def _of_split(folder: Path, split: str) -> Path | None:
@@ -85,12 +85,6 @@ def _tiny(source: str) -> Iterator[dict]:
     return (prompt for prompt in chain.from_iterable(turns) if prompt is not None)
 
 
-def _file(path: Path, column: str = "") -> Iterator[dict]:
-    """Yield the rows of a text file; column: of its texts, "" for the first of COLUMNS."""
-    for where, row in file_rows(path):
-        yield check_row(_with_prompt(row, where, column), where)
-
-
 def file_rows(path: Path, what: str = "prompts") -> Iterator[tuple[str, Any]]:
     """Yield the place and the value of each row of a text file or table.
 
@@ -123,14 +117,9 @@ def _text_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
 def _json_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the place and the value of each line."""
     for number, line in enumerate(text.split("\n"), start=1):
-        where = f"{path}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            yield where, json.loads(line)
-        except (ValueError, RecursionError) as error:  # or a number of very many digits
-            reason = getattr(error, "msg", "a value is nested too deeply, or a number too long")
-            raise UserError(f"{where}: not valid JSON ({reason}), expected an object") from error
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, parse_json(line, where)
 
 
 def _json_rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
@@ -163,17 +152,18 @@ def _table_rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
                     f"{len(cells)} cells, expected {len(header)} ({', '.join(header)}): "
                     + ("cells are separated by tabs" if tabs else "quote cells that hold commas")
                 )
-            # Empty cells are left out, but for texts, whose absence is an error.
-            yield (
-                f"{path}, line {lines.line_num}",
-                {
-                    name: cell if name.lower() in COLUMNS else parse_nested(cell)
-                    for name, cell in zip(header, cells, strict=True)
-                    if cell or name.lower() in COLUMNS
-                },
-            )
+            yield f"{path}, line {lines.line_num}", _filled(zip(header, cells, strict=True))
     except csv.Error as error:
         raise UserError(f"{path}, line {lines.line_num}: no row of a table: {error}") from error
+
+
+def _filled(cells: Iterable[tuple[str, Any]]) -> dict:
+    """Return a table's row without empty cells, but for texts, whose absence is an error."""
+    return {
+        name: cell if name.lower() in COLUMNS else parse_nested(cell)
+        for name, cell in cells
+        if cell not in (None, "") or name.lower() in COLUMNS
+    }
 
 
 READERS = {  # by suffix
@@ -195,7 +185,10 @@ def _with_prompt(row: Any, where: str, column: str) -> Any:
     if len(names) != 1:
         columns = ", ".join(map(str, row))
         which = f"no {column!r}" if column else "no column of texts, or several,"
-        raise UserError(f"{where}: {which} among {columns}: name the column, as in FILE.csv:COLUMN")
+        raise UserError(
+            f"{where}: {which} among {columns}: name the column, as in FILE.csv:COLUMN or "
+            "hf:NAME:SPLIT:COLUMN"
+        )
     rest = {name: value for name, value in row.items() if name not in (names[0], "prompt")}
     return {"prompt": row[names[0]]} | rest
 
@@ -225,11 +218,7 @@ def _usual(row: dict, where: str) -> dict:
     row = dict(row)
     if isinstance(row.get("metadata"), str | dict):
         inner = row.pop("metadata")
-        try:
-            inner = json.loads(inner) if isinstance(inner, str) else inner
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", "nested too deeply, or a number too long")
-            raise UserError(f'{where}: "metadata" is not valid JSON ({reason})') from error
+        inner = parse_json(inner, f'{where}: "metadata"') if isinstance(inner, str) else inner
         if not isinstance(inner, dict):
             raise UserError(f'{where}: "metadata" must hold an object, got {inner!r:.40}')
         row = inner | row
@@ -246,35 +235,36 @@ def _usual(row: dict, where: str) -> dict:
 
 
 def split_name(name: str) -> tuple[str, str, str]:
-    """Return place, split ("train" by default) and column ("" by default) of PLACE:SPLIT:COLUMN."""
-    place, split, column = [*re.split(r":(?![^\[]*\])", name), "", ""][:3]
+    """Return place, split ("train" by default) and column ("" by default) of PLACE:SPLIT:COLUMN.
+
+    Before the place there may be `hf:`.
+    """
+    place, split, column = [*re.split(r":(?![^\[]*\])", name.removeprefix(HUB)), "", ""][:3]
     return place, split or "train", column
 
 
-def read_dataset(name: str, *, hub: bool) -> Iterator[dict]:
-    """Yield the rows of NAME, NAME:SPLIT or NAME:SPLIT:COLUMN, with COLUMN under "prompt".
+def read_dataset(name: str) -> Iterator[tuple[str, dict]]:
+    """Yield the place and the value of each row of NAME, NAME:SPLIT or NAME:SPLIT:COLUMN.
 
-    All columns that JSON can hold become metadata, without empty fields; a text with a JSON object
-    or a list of objects is parsed, and the keys of a column "metadata" become metadata themselves.
+    Columns that JSON cannot hold are left out, and so are empty fields; a text with a JSON object
+    or a list of objects is parsed.
 
     Args:
-        name: NAME is a folder or file, or (if `hub`) a data set of the Hub. SPLIT is train by
-            default and may be cut, as in train[:100]; COLUMN is the first of COLUMNS by default.
+        name: NAME is a folder or file, or after `hf:` a data set of the Hub. SPLIT is train by
+            default and may be cut, as in train[:100].
 
-    Raises UserError when the package `datasets`, the network, the set, its split or column is
-    missing, and for a damaged file when its row is read.
+    Raises UserError when the package `datasets`, the network, the set or its split is missing, and
+    for a damaged file when its row is read.
     """
-    place, split, column = split_name(name)
+    place, split, _ = split_name(name)
     if not place.strip():
-        raise UserError(
-            f"cannot read prompts from 'hf:{name}': it names no data set, as hf:NAME does"
-        )
+        raise UserError(f"cannot read prompts from {name!r}: it names no data set, as hf:NAME does")
     what = f"cannot read prompts {place!r}, split {split!r}"
     with tempfile.TemporaryDirectory() as cache, dataset_errors(what):
-        table = open_table(place, split, hub=hub, cache=cache)
-        table, column = _select(table, place, split, column)
-        for fields in table:
-            yield _as_json_line(fields, column)
+        table = open_table(place, split, hub=name.startswith(HUB), cache=cache)
+        other = [column for column, kind in table.features.items() if not is_json(kind)]
+        for number, fields in enumerate(table.remove_columns(other), start=1):
+            yield f"{name}, row {number}", _filled(fields.items())
 
 
 @contextmanager
@@ -326,21 +316,6 @@ def open_table(place: str, split: str, *, hub: bool, cache: str | None = None) -
     return load() if table.features is None else table
 
 
-def _select(table: Any, place: str, split: str, column: str) -> tuple[Any, str]:
-    """Return the table with only columns that JSON can hold, and the name of that of texts."""
-    names = list(table.features)
-    usual = (name for c in COLUMNS for name in names if name.lower() == c)
-    chosen = column or next(usual, "")
-    if chosen not in names:
-        wanted = f"{column!r}" if column else f"one of {', '.join(COLUMNS)}"
-        raise UserError(
-            f"the prompts {place} have the columns {', '.join(names)}; expected {wanted}: name "
-            f"the column of texts as hf:{place}:{split}:COLUMN"
-        )
-    other = [name for name, kind in table.features.items() if not is_json(kind)]
-    return table.remove_columns(other), chosen
-
-
 def is_json(kind: Any) -> bool:
     """Return whether JSON can hold a column of this type: no images, sound, bytes or dates."""
     if isinstance(kind, dict):
@@ -361,19 +336,12 @@ def _remedy(reason: str) -> str:
     return ""
 
 
-def _as_json_line(row: dict, column: str) -> dict:
-    text = row.pop(column)
-    return {key: parse_nested(value) for key, value in row.items() if value is not None} | {
-        "prompt": text
-    }
-
-
 def parse_nested(value: Any) -> Any:
     """Parse texts that hold JSON, and drop fields that are None, which tables need."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
-            inner = json.loads(value)
-        except (ValueError, RecursionError):
+            inner = parse_json(value, "")
+        except UserError:
             return value
         nested = isinstance(inner, dict) or (
             isinstance(inner, list) and inner and all(isinstance(i, dict | list) for i in inner)
