@@ -34,7 +34,6 @@ FIRST: dict[str, tuple[int, int]] = {"nvfp4": (10, 0), "fp8": (8, 9)}
 class Resolved:
     """The precision that a run computes in."""
 
-    requested: str
     precision: str  # one of PRECISIONS but auto; bf16: not quantised, in the network's own dtype
     reason: str  # one sentence for the log
 
@@ -57,7 +56,7 @@ def resolve(requested: str, device: torch.device, *, where: str = "") -> Resolve
         reason = "the numbers of nvfp4 from ordinary products: not faster than bf16"
         if "nvfp4" in native:
             reason += f"; {name} has nvfp4 itself: ask for nvfp4"
-        return Resolved(requested=requested, precision=requested, reason=reason)
+        return Resolved(precision=requested, reason=reason)
     precision = native[0] if requested == "auto" else requested
     if precision not in native:
         possible = " or ".join([*native, "auto"])
@@ -71,7 +70,7 @@ def resolve(requested: str, device: torch.device, *, where: str = "") -> Resolve
     elif requested == "auto":
         lacks = [f"{f}: {lack}" for f in FIRST if (lack := _lack(f, device))]
         reason = "; ".join([f"the lowest precision that {name} multiplies natively", *lacks])
-    return Resolved(requested=requested, precision=precision, reason=reason)
+    return Resolved(precision=precision, reason=reason)
 
 
 def option_name(where: str, name: str) -> str:

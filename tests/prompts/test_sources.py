@@ -87,7 +87,8 @@ def test_a_row_is_text_negative_prompt_and_metadata(row, text, negative, metadat
         ('{"prompt": "a", "negative": "b", "negative_prompt": "c"}', '"negative_prompt"'),
         ('{"prompt": "a", "metadata": "{tag"}', '"metadata"'),
         ('{"prompt": "a", "metadata": "[1]"}', '"metadata"'),
-        ('{"prompt": "a \\ud800 cat"}', "hex escape"), ('{"prompt": "a", "negative": "\\udfff"}', "surrogate"),
+        ('{"prompt": "a \\ud800 cat"}', "hex escape"),
+        ('{"prompt": "a", "negative": "\\udfff"}', "surrogate"),
     ],
     ids=range(12),
 )  # fmt: skip

@@ -22,13 +22,11 @@ def points() -> torch.Tensor:
     )
 
 
-def test_the_clamped_cast_and_rounding_by_arithmetic_are_those_of_ml_dtypes_bit_for_bit():
+def test_the_clamped_cast_is_that_of_ml_dtypes_bit_for_bit():
     x = points()
     expected = np.clip(x.numpy(), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    cast, rounded = fp8.to_e4m3(x), fp8.round_e4m3(x)
-    assert torch.equal(cast.view(torch.uint8), torch.from_numpy(expected))
-    assert torch.equal(rounded.view(torch.int32), cast.float().view(torch.int32))
-    assert fp8.round_e4m3(torch.tensor([torch.nan])).isnan().all()
+    assert torch.equal(fp8.to_e4m3(x).view(torch.uint8), torch.from_numpy(expected))
+    assert fp8.to_e4m3(torch.tensor([torch.nan])).float().isnan().all()
 
 
 def test_rows_of_zeros_stay_and_rows_that_are_not_finite_are_nan_alone():

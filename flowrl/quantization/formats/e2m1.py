@@ -7,9 +7,8 @@ no NaN.
 import torch
 from torch import Tensor
 
-from flowrl.quantization.formats.rounding import round_mantissa_
-
 MAX = 6.0
+EXPONENT_BITS = 0x7F800000  # of float32
 
 
 def round_e2m1_(x: Tensor) -> Tensor:
@@ -17,7 +16,10 @@ def round_e2m1_(x: Tensor) -> Tensor:
 
     The sign is kept, that of zero too. NaN, which E2M1 lacks, is left as it is.
     """
-    return round_mantissa_(x.clamp_(-MAX, MAX), bits=1, smallest_normal=1.0)
+    x = x.clamp_(-MAX, MAX)
+    power = torch.bitwise_and(x.view(torch.int32), EXPONENT_BITS).view(torch.float32)
+    step = power.clamp_(min=1.0).mul_(0.5)  # a power of two: only the rounding is not exact
+    return x.div_(step).round_().mul_(step)
 
 
 def encode(x: Tensor) -> Tensor:

@@ -7,10 +7,7 @@ largest value 448, subnormals below 2^-6.
 import torch
 from torch import Tensor
 
-from flowrl.quantization.formats.rounding import amax, ratio, round_mantissa_
-
 MAX = 448.0
-SMALLEST_NORMAL = 2.0**-6
 SMALLEST_SCALE = 2.0**-100  # no quotient overflows; rows of zeros have a scale too
 
 
@@ -20,16 +17,24 @@ def quantise_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     A row with NaN or an infinity becomes NaN, others are not touched.
     """
     x = x.detach().float()
-    scale = ratio(amax(x).unsqueeze(-1), MAX).clamp(min=SMALLEST_SCALE)
+    scale = ratio(amax(x, keepdim=True), MAX).clamp(min=SMALLEST_SCALE)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     return to_e4m3(x / scale), scale
-
-
-def round_e4m3(x: Tensor) -> Tensor:
-    """Round x to the nearest E4M3 value, ties to even, saturating at 448; NaN stays. -> fp32"""
-    return round_mantissa_(x.float().clamp(-MAX, MAX), bits=3, smallest_normal=SMALLEST_NORMAL)
 
 
 def to_e4m3(x: Tensor) -> Tensor:
     """Cast x to float8_e4m3fn, clamped first: casts of larger numbers differ by library."""
     return x.float().clamp(-MAX, MAX).to(torch.float8_e4m3fn)
+
+
+def amax(x: Tensor, *, keepdim: bool = False) -> Tensor:
+    """Return the largest |x| of the last axis, NaN if one is: (..., n) -> (...)."""
+    return torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=keepdim)
+
+
+def ratio(a: Tensor, b: float) -> Tensor:
+    """Return a / b of fp32 and a number, rounded once.
+
+    On CUDA torch multiplies by the inverse of a number, which rounds twice.
+    """
+    return a / torch.full((), b, device=a.device)

@@ -9,7 +9,6 @@ One NaN or infinity makes the whole tensor NaN, as with a dynamic scale on hardw
 carries gradients.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +16,11 @@ from torch import Tensor
 
 from flowrl.quantization.formats import e2m1
 from flowrl.quantization.formats.fp8 import MAX as E4M3_MAX
-from flowrl.quantization.formats.fp8 import round_e4m3
-from flowrl.quantization.formats.rounding import amax, ratio
+from flowrl.quantization.formats.fp8 import amax, ratio, to_e4m3
 
 BLOCK = 16
 SMALLEST_SCALE = 2.0**-6
 SMALLEST_GLOBAL = 2.0**-100  # so that (1 / g) / s does not overflow; also g of a tensor of zeros
-CHUNK = 2**17  # elements worked on at once on a CPU: what stays in its cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +50,8 @@ def fake_unscaled(x: Tensor) -> tuple[Tensor, Tensor]:
     Faster than codes, and exact: q s has at most 6 significant bits.
     """
     g = _global_scale(x)
-    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    for chunk, into in zip(_chunks(x), _chunks(out), strict=True):
-        values, scale = _rounded(chunk, g)
-        _in_blocks(into).copy_(values.mul_(scale.unsqueeze(-1)))
-    return out, g
+    values, scale = _rounded(x, g)
+    return values.mul_(scale.unsqueeze(-1)).flatten(-2).bfloat16(), g
 
 
 def _global_scale(x: Tensor) -> Tensor:
@@ -73,16 +67,8 @@ def _rounded(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return element values (..., K/16, 16) and block scales (..., K/16), both fp32."""
     blocks, inverse = _in_blocks(x.detach().float()), 1 / g
     scale = ratio(amax(blocks), e2m1.MAX) / g
-    scale = round_e4m3(scale.clamp(SMALLEST_SCALE, E4M3_MAX))
+    scale = to_e4m3(scale.clamp(min=SMALLEST_SCALE)).float()
     return e2m1.round_e2m1_(blocks * (inverse / scale).unsqueeze(-1)), scale
-
-
-def _chunks(x: Tensor) -> Iterator[Tensor]:
-    """Yield rows of x at a time; all of them where a device or a compiler does better."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return iter((x,))
-    rows = max(CHUNK // x.shape[-1], BLOCK) // BLOCK * BLOCK
-    return iter(x.reshape(-1, x.shape[-1]).split(rows))
 
 
 def _in_blocks(x: Tensor) -> Tensor:
