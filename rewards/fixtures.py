@@ -21,12 +21,11 @@ NAMED = COLORS | {
     "white": (255, 255, 255),
 }
 SUPERSAMPLING = 4
-QUARTER_RADIUS = 12.5 / 64  # of a shape that fills a quarter
 SPOTS = {  # centres on a unit square, in reading order, and the radius that fits
     1: ([(0.5, 0.5)], 14 / 64),
     2: ([(0.25, 0.5), (0.75, 0.5)], 12 / 64),
     3: ([(0.25, 0.25), (0.75, 0.25), (0.5, 0.75)], 7 / 64),
-    4: ([(0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75)], 7 / 64),
+    4: ([(0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75)], 12.5 / 64),
 }
 ARM = 0.34  # half the width of the cross's arms
 RING = 0.42  # width of the ring, in radii
@@ -93,29 +92,18 @@ def word(text: str, size: int = 128) -> Tensor:
     return _tensor(canvas, size)
 
 
-def shapes(objects: Sequence[tuple[str, str]], size: int = 64) -> Tensor:
+def shapes(objects: Sequence[tuple[str, str] | None], size: int = 64) -> Tensor:
     """Return one to four upright shapes of the tiny world, (shape, colour) in reading order.
 
-    Two stand side by side, the first on the left.
+    Two stand side by side, the first on the left; four fill the quarters. None leaves a place empty.
     """
     if len(objects) not in SPOTS:
         raise ValueError(f"got {len(objects)} shapes, expected 1 to {max(SPOTS)}")
     canvas, pen = _canvas(size)
     spots, radius = SPOTS[len(objects)]
-    for (shape, color), spot in zip(objects, spots, strict=True):
-        _shape(pen, size, shape, spot, radius, _level(color))
-    return _tensor(canvas, size)
-
-
-def quarters(objects: Sequence[tuple[str, str] | None], size: int = 64) -> Tensor:
-    """Return what stands in the four quarters of an image of the tiny world, in reading order.
-
-    objects: (shape, colour) each, None for an empty quarter.
-    """
-    canvas, pen = _canvas(size)
-    for item, spot in zip(objects, SPOTS[4][0], strict=True):
+    for item, spot in zip(objects, spots, strict=True):
         if item is not None:
-            _shape(pen, size, item[0], spot, QUARTER_RADIUS, _level(item[1]))
+            _shape(pen, size, item[0], spot, radius, _level(item[1]))
     return _tensor(canvas, size)
 
 

@@ -8,7 +8,7 @@ and shares no code with the classical detector that quickstarts train on. It was
 
 import functools
 from collections.abc import Sequence
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .detectors.tiny_shapes import SHAPES
-from .fixtures import fixture, quarters
+from .fixtures import fixture, shapes
 from .networks.loading import small_network
 from .tiny_palette import COLORS
 
@@ -107,8 +107,8 @@ class TinyJudge:
         wanted = {"include": [{"class": "circle", "count": 1, "color": "red"}]}
         beside = {"include": [{"class": "ring", "count": 1}, {"class": "circle", "count": 1}]}
         beside["include"][1]["position"] = ["left of", 0]
-        right, mirrored = quarters([red, ring, None, None]), quarters([ring, red, None, None])
-        alone, other = quarters([None, red, None, None]), quarters([None, ring, None, None])
+        right, mirrored = shapes([red, ring, None, None]), shapes([ring, red, None, None])
+        alone, other = shapes([None, red, None, None]), shapes([None, ring, None, None])
         return [
             fixture("what is asked for scores above another", alone, other, "a red circle", wanted),
             fixture("nothing else may be there", alone, right, "a red circle", wanted),
@@ -138,33 +138,27 @@ def meets(quarters: Sequence[Any], signs: Sequence[Any], wanted: dict) -> bool:
     entries = [entry for entry in wanted["include"] for _ in range(entry["count"])]
     if len(objects) != len(entries) or any(read == "other" for _, read in objects):
         return False
-    return _assign(entries, objects, [])
+    return any(_fits(entries, order) for order in permutations(objects))
 
 
-def _assign(entries: list[dict], objects: list[tuple], chosen: list[str]) -> bool:
-    """Return whether the entries can be told from different objects, in any order."""
-    if len(chosen) == len(entries):
-        return True
-    entry = entries[len(chosen)]
-    for place, (shape, color, size) in objects:
-        fits = (
-            place not in chosen
-            and shape == entry["class"]
-            and color == entry.get("color", color)
-            and size == entry.get("size", size)
-            and place == entry.get("place", place)
-            and ("position" not in entry or _related(place, chosen, entry["position"]))
-        )
-        if fits and _assign(entries, objects, [*chosen, place]):
-            return True
-    return False
+def _fits(entries: list[dict], objects: Sequence[tuple[str, tuple[str, str, str]]]) -> bool:
+    """Return whether each object, with its quarter, is what the entry of its place asks for."""
+    places = [place for place, _ in objects]
+    return all(
+        entry["class"] == shape
+        and entry.get("color", color) == color
+        and entry.get("size", size) == size
+        and entry.get("place", place) == place
+        and ("position" not in entry or _related(place, places, entry["position"]))
+        for entry, (place, (shape, color, size)) in zip(entries, objects, strict=True)
+    )
 
 
-def _related(place: str, chosen: list[str], position: Sequence) -> bool:
+def _related(place: str, places: list[str], position: Sequence) -> bool:
     """Return whether a quarter lies as asked to that of an earlier entry, along one axis."""
     relation, index = position
     row, column = divmod(QUARTERS.index(place), 2)
-    other_row, other_column = divmod(QUARTERS.index(chosen[index]), 2)
+    other_row, other_column = divmod(QUARTERS.index(places[index]), 2)
     return {
         "left of": row == other_row and column < other_column,
         "right of": row == other_row and column > other_column,

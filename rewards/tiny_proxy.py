@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .detectors.tiny_shapes import SHAPES
-from .fixtures import fixture, quarters
+from .fixtures import fixture, shapes
 from .networks.loading import small_network
 from .tiny_palette import COLORS
 
@@ -99,7 +99,7 @@ class TinyProxy:
 
     def fixtures(self) -> list[dict]:
         wanted = {"include": [{"class": "circle", "count": 1, "color": "red"}]}
-        right, wrong = (quarters([("circle", c), None, None, None]) for c in ("red", "blue"))
+        right, wrong = (shapes([("circle", c), None, None, None]) for c in ("red", "blue"))
         return [
             fixture("the right colour scores above another", right, wrong, "a red circle", wanted)
         ]

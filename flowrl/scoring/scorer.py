@@ -20,7 +20,6 @@ from flowrl.errors import UserError, phase
 from flowrl.scoring.executors.base import (
     Answer,
     RewardFailure,
-    all_finite,
     failed,
     to_levels,
 )
@@ -195,8 +194,9 @@ def quantise(images: Tensor, prompts: Sequence[str] = ()) -> Tensor:
 
     Raises SamplerFailure for images that are not finite, with the first one's prompt.
     """
-    if not all_finite(images):
-        broken = (~images.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+    finite = images.isfinite()
+    if not finite.all():
+        broken = (~finite).flatten(1).any(1).nonzero().flatten().tolist()
         which = f" (the first for the prompt {prompts[broken[0]]!r})" if prompts else ""
         raise SamplerFailure(
             f"sampler failure: {len(broken)} of {len(images)} images hold NaN or infinite "

@@ -76,21 +76,7 @@ def joined(parts: Sequence[Answer], seconds: float) -> Answer:
 
 def to_levels(images: Tensor) -> Tensor:
     """Return images (B, ...) in [0, 1], finite, as uint8 levels on the CPU."""
-    # In place where nobody else holds the numbers: images are large, and a GPU waits for this.
-    images = images.detach()
-    if images.device.type != "cpu":
-        return (images.float() * 255).round_().clamp_(0, 255).byte().cpu()
-    levels = torch.empty(images.shape, dtype=torch.uint8)
-    # One image after the other: the floats of all of them would not fit the processor's cache.
-    for image, target in zip(images, levels, strict=True):
-        target.copy_((image.float() * 255).round_().clamp_(0, 255))
-    return levels
-
-
-def all_finite(images: Tensor) -> bool:
-    """Return whether no number is NaN or infinite."""
-    # One quick pass: a sum with such a number is none either. A GPU waits for this.
-    return bool(images.sum(dtype=torch.float32).isfinite() or images.isfinite().all())
+    return (images.detach().float() * 255).round_().clamp_(0, 255).byte().cpu()
 
 
 def read_answer(answer: Any, count: int) -> Answer:

@@ -15,7 +15,6 @@ from flowrl.scoring.executors.base import (
     Answer,
     InlineExecutor,
     RewardFailure,
-    all_finite,
     ask,
     read_answer,
     to_levels,
@@ -71,18 +70,13 @@ def test_another_length_or_form_stops_the_run(answer, words):
         ask(lambda *_: answer, "mine", IMAGE.expand(3, 3, 2, 2), ["p"] * 3, [{}] * 3)
 
 
-def test_levels_are_those_of_a_file_and_a_bad_pixel_is_noticed():
+def test_levels_are_those_of_a_file():
     images = torch.rand(3, 3, 5, 7, generator=torch.Generator().manual_seed(0))
     images[0].flatten()[:6] = torch.tensor([0.5, 1.5, 2.5, 254.5, 0, 255]) / 255
     images[1].flatten()[:2] = torch.tensor([-0.1, 1.2])
     for given_images in (images, images.bfloat16(), images.double(), images.mT, images[:0]):
         plain = (given_images.float() * 255).round().clamp(0, 255).byte()
-        assert torch.equal(to_levels(given_images), plain) and all_finite(given_images)
-    assert all_finite(torch.full((4,), 3e38))  # whose sum is infinite
-    for bad in (math.nan, math.inf, -math.inf):
-        broken = images.clone()
-        broken[2, 1, 4, 6] = bad
-        assert not all_finite(broken)
+        assert torch.equal(to_levels(given_images), plain)
 
 
 @pytest.mark.parametrize(
