@@ -95,7 +95,7 @@ def word(text: str, size: int = 128) -> Tensor:
 def shapes(objects: Sequence[tuple[str, str] | None], size: int = 64) -> Tensor:
     """Return one to four upright shapes of the tiny world, (shape, colour) in reading order.
 
-    Two stand side by side, the first on the left; four fill the quarters. None leaves a place empty.
+    Two stand side by side, the first on the left; four fill the quarters. None is an empty place.
     """
     if len(objects) not in SPOTS:
         raise ValueError(f"got {len(objects)} shapes, expected 1 to {max(SPOTS)}")

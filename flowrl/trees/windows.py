@@ -31,22 +31,11 @@ class _Window(Options):
         last = num_steps - 1
         size, start = getattr(self, "size", last), getattr(self, "start", 0)
         stop = getattr(self, "stop", None) or last
-        where = "rollout.tree.window"
-        if stop > last:
+        if stop > last or size > stop - start:
             raise PlanError(
-                f"{where}.stop is {stop}, but the window must end before the last of {num_steps} "
-                f"steps: the nearest valid value is {last}"
-            )
-        if start >= stop:
-            raise PlanError(
-                f"{where}.start is {start}, but the window must end at step {stop}: the nearest "
-                f"valid value is {max(stop - size, 0)}"
-            )
-        if size > stop - start:
-            raise PlanError(
-                f"{where}.size is {size}, but there are only {stop - start} steps from step "
-                f"{start} to {stop} (the last of {num_steps} steps has no noise): the nearest "
-                f"valid value is {stop - start}"
+                f"rollout.tree.window has size {size}, start {start} and stop {stop}, but only "
+                f"steps 0 to {last - 1} of {num_steps} can have noise: start + size is at most "
+                f"stop, and stop at most {last}"
             )
         first = self._first(iteration, stop, seed)
         return range(first, first + size)
@@ -152,30 +141,15 @@ class DepthPruning(Options):
 
     def steps(self, iteration: int, num_steps: int) -> range:
         """Return the steps without gradient in one iteration; PlanError if they cannot be."""
-        self._check(num_steps)
         last = num_steps - 1 - self.size if self.stop is None else self.stop
+        if not self.start <= last <= num_steps - 1 - self.size:
+            raise PlanError(
+                f"rollout.depth_pruning has size {self.size}, start {self.start} and stop "
+                f"{self.stop}, but only steps 0 to {num_steps - 2} can have noise: start is at "
+                f"most stop, and each is at most {num_steps - 1 - self.size}"
+            )
         first = min(self.start + iteration // self.period, last)
         return range(first, first + self.size)
-
-    def _check(self, num_steps: int) -> None:
-        where, last = "rollout.depth_pruning", num_steps - 2
-        for name, value in (("start", self.start), ("stop", self.stop)):
-            if value is not None and value > last:
-                raise PlanError(
-                    f"{where}.{name} is {value}, but noise is possible in steps 0 to {last}, never "
-                    f"in the last: the nearest that works is {last}"
-                )
-        room = num_steps - 1 - max(self.start, self.stop or 0)
-        if self.size > room:
-            raise PlanError(
-                f"{where}.size is {self.size}, but its window then reaches beyond step {last}, the "
-                f"last with noise: the nearest that works is {room}"
-            )
-        if self.stop is not None and self.stop < self.start:
-            raise PlanError(
-                f"{where}.stop is {self.stop}, but depth pruning moves later from step "
-                f"{self.start}: the nearest that works is {self.start}"
-            )
 
 
 def random_share(num_steps: int, share: float, seed: int, iteration: int) -> frozenset[int]:

@@ -21,19 +21,19 @@ def test_an_impossible_tree_or_window_is_refused_and_the_suggestion_works():
     window, pruning = "rollout.tree.window.", "rollout.depth_pruning."
     split = TREE % "splits: [0, 1]"
     for overrides, sentence, mended in (
-        ([FAST % "{kind: random, size: 9}"], "window.size is 9.* is 7", f"{window}size=7"),
-        ([FAST % "{kind: fixed, size: 4, start: 5}"], "size is 4.* is 2", f"{window}size=2"),
-        ([FAST % "{kind: fixed, size: 2, start: 7}"], "start is 7.* is 5", f"{window}start=5"),
-        ([FAST % "{kind: random, size: 2, stop: 8}"], "stop is 8.* is 7", f"{window}stop=7"),
+        ([FAST % "{kind: random, size: 9}"], "window has size 9.* 7", f"{window}size=7"),
+        ([FAST % "{kind: fixed, size: 4, start: 5}"], "window has size 4", f"{window}size=2"),
+        ([FAST % "{kind: fixed, size: 2, start: 7}"], "window .* start 7", f"{window}start=5"),
+        ([FAST % "{kind: random, size: 2, stop: 8}"], "window .* stop 8", f"{window}stop=7"),
         ([TREE % "splits: [12, 9]"], "splits has step 12, .* 0 to 6", "rollout.tree.splits=[5, 6]"),
         ([split, "rollout.group_size=10"], "is 10.* 8 and 12", "rollout.group_size=8"),
         ([TREE % "splits: [0]", f"{STEPS}=1"], f"{STEPS} must be at least 2", f"{STEPS}=2"),
         ([split, PRUNED % "start: 0, size: 7, stop: 0"],
          "in iteration 0 rollout.tree has no step .* rollout.depth_pruning", f"{pruning}size=6"),
-        ([split, PRUNED % "start: 2, size: 9"], "size is 9.* is 5", f"{pruning}size=5"),
-        ([split, PRUNED % "start: 9, size: 1"], "start is 9.* is 6", f"{pruning}start=6"),
-        ([split, PRUNED % "start: 3, size: 1, stop: 2"], "stop is 2", f"{pruning}stop=3"),
-        ([split, PRUNED % "start: 2, size: 1, stop: 7"], "stop is 7.* is 6", f"{pruning}stop=6"),
+        ([split, PRUNED % "start: 2, size: 9"], "depth_pruning has size 9", f"{pruning}size=5"),
+        ([split, PRUNED % "start: 9, size: 1"], "start 9.* 6", f"{pruning}start=6"),
+        ([split, PRUNED % "start: 3, size: 1, stop: 2"], "stop 2", f"{pruning}stop=3"),
+        ([split, PRUNED % "start: 2, size: 1, stop: 7"], "stop 7.* 6", f"{pruning}stop=6"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=sentence):
             parse(*overrides)
