@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowrl.config.objectives import AdvantageOptions, DGPOOptions, DPOOptions, KTOOptions
-from flowrl.functional.groups import best_and_worst, group_rows, undecided
+from flowrl.functional.groups import best_and_worst, by_group, undecided
 from flowrl.objectives.advantage import image_advantages, tie_break_noise
 from flowrl.objectives.base import Models
 from flowrl.objectives.batches import Compared, Endpoints
@@ -127,9 +127,7 @@ def recenter(advantage: Tensor, group: Tensor) -> Tensor:
 
 def _group_mean(value: Tensor, group: Tensor) -> Tensor:
     """Return the mean of each row's group. (N,)"""
-    rows = group_rows(group)
-    table = torch.where(rows.mask, value[rows.index], 0.0)
-    return (table.sum(1) / rows.mask.sum(1))[rows.number]
+    return by_group(group, lambda rows: value[rows].mean())
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config.objectives import GDROOptions, LAIROptions
-from flowrl.functional.groups import GroupRows, best_of_group, group_rows, require_finite, undecided
+from flowrl.functional.groups import best_of_group, by_group, require_finite, undecided
 from flowrl.objectives.advantage import image_advantages, tie_break_noise
 from flowrl.objectives.base import Models
 from flowrl.objectives.batches import Compared, Endpoints, without_siblings
@@ -24,17 +24,20 @@ def suffix_loss(s: Tensor, reward: Tensor, group: Tensor, tau: float, order_key:
     Plackett-Luce likelihood of the ranking, equation 12. Coefficient of s_j: the sum over
     suffixes with j of p_i(j) - q_i(j), hence that of err_j is implicit_beta times q - p. -> (N,)
     """
-    rows = _ranked(reward, group, order_key)
-    places = torch.arange(rows.mask.shape[1], device=s.device)
-    # The first of a suffix is always in it, or padded lines would be empty sums.
-    first = places[:, None] == places
-    suffix = (places[:, None] <= places) & rows.mask[:, None, :] | first
-    if tau > 0:
-        target = _softmax_target(reward[rows.index][:, None, :], suffix, tau)
-    else:
-        target = first.to(reward.dtype)
-    each = _cross_entropy(s[rows.index][:, None, :], target, suffix)
-    return torch.where(rows.mask, each, 0.0).sum(1)[rows.number]
+    require_finite(reward)
+
+    def suffixes(rows: Tensor) -> Tensor:
+        ranked = rows[order_key[rows].argsort(descending=True)]
+        ranked = ranked[reward[ranked].argsort(descending=True, stable=True)]
+        member = torch.ones(len(rows), len(rows), dtype=torch.bool, device=s.device).triu()
+        if tau > 0:
+            target = (reward[ranked] / tau).where(member, -torch.inf).softmax(1)
+        else:
+            target = torch.eye(len(rows)).to(reward)
+        total = s[ranked].where(member, -torch.inf).logsumexp(1)
+        return (total - (target * s[ranked]).sum(1)).sum()
+
+    return by_group(group, suffixes)
 
 
 def top1_loss(s: Tensor, reward: Tensor, group: Tensor, tau: float) -> Tensor:
@@ -44,14 +47,13 @@ def top1_loss(s: Tensor, reward: Tensor, group: Tensor, tau: float) -> Tensor:
     Coefficient of s_j: p(j) - q(j).
     """
     require_finite(reward)
-    rows = group_rows(group)
-    table = reward[rows.index]
-    if tau > 0:
-        target = _softmax_target(table, rows.mask, tau)
-    else:
-        best = best_of_group(reward, group)[rows.index] & rows.mask
-        target = best / best.sum(1, keepdim=True)
-    return _cross_entropy(s[rows.index], target, rows.mask)[rows.number]
+
+    def first(rows: Tensor) -> Tensor:
+        best = (reward[rows] == reward[rows].max()).to(s)
+        target = (reward[rows] / tau).softmax(0) if tau > 0 else best / best.sum()
+        return s[rows].logsumexp(0) - (target * s[rows]).sum()
+
+    return by_group(group, first)
 
 
 def best_error(err: Tensor, reward: Tensor, group: Tensor) -> Tensor:
@@ -60,32 +62,8 @@ def best_error(err: Tensor, reward: Tensor, group: Tensor) -> Tensor:
     Ties are averaged. Weighted with `top1_coef`, this term keeps the likelihood of the best image
     from falling while its rank rises.
     """
-    rows = group_rows(group)
-    best = best_of_group(reward, group)[rows.index] & rows.mask
-    return (torch.where(best, err[rows.index], 0.0).sum(1) / best.sum(1))[rows.number]
-
-
-def _ranked(reward: Tensor, group: Tensor, order_key: Tensor) -> GroupRows:
-    """Sort each group by falling reward, then `order_key`; padding may end up anywhere."""
-    require_finite(reward)
-    rows = group_rows(group)
-    order = order_key[rows.index].argsort(1, descending=True)
-    by_key = reward[rows.index].gather(1, order)
-    order = order.gather(1, by_key.argsort(dim=1, descending=True, stable=True))
-    return GroupRows(
-        index=rows.index.gather(1, order), mask=rows.mask.gather(1, order), number=rows.number
-    )
-
-
-def _softmax_target(reward: Tensor, member: Tensor, tau: float) -> Tensor:
-    """softmax of reward / tau over the members of a set, 0 elsewhere."""
-    return (reward / tau).masked_fill(~member, -torch.inf).softmax(-1)
-
-
-def _cross_entropy(s: Tensor, target: Tensor, member: Tensor) -> Tensor:
-    """logsumexp of the members' s, less its mean under the target. (..., K) -> (...)"""
-    total = s.masked_fill(~member, -torch.inf).logsumexp(-1)
-    return total - (target * s).sum(-1)
+    best = best_of_group(reward, group).to(err)
+    return by_group(group, lambda rows: (best[rows] * err[rows]).sum() / best[rows].sum())
 
 
 @dataclass(frozen=True)

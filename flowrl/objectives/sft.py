@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config.objectives import RWROptions, SFTOptions
-from flowrl.functional.groups import best_of_group, group_rows, require_finite
+from flowrl.functional.groups import best_of_group, by_group, require_finite
 from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.batches import Endpoints, tied, without_siblings
 from flowrl.objectives.noising import noise_images
@@ -19,11 +19,8 @@ def exp_weight(reward: Tensor, group: Tensor, tau: float) -> Tensor:
     A constant added to the rewards of a prompt changes nothing, and nothing overflows.
     """
     require_finite(reward)
-    rows = group_rows(group)
-    scaled = (reward / tau)[rows.index]
-    scaled = scaled.masked_fill(~rows.mask, -torch.inf)
-    total = scaled.logsumexp(1) - rows.mask.sum(1).to(scaled).log()
-    return (reward / tau - total[rows.number]).exp()
+    scaled = reward / tau
+    return by_group(group, lambda rows: len(rows) * scaled[rows].softmax(0)).to(reward)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from flowrl.functional.groups import (
     best_and_worst,
     best_of_group,
-    group_rows,
+    by_group,
+    groups_of,
     lone,
     ranks,
     undecided,
@@ -25,11 +26,11 @@ def grouped(draw):
     return torch.tensor(rewards).double(), torch.tensor(names), torch.tensor(keys).double()
 
 
-def test_ragged_groups_make_a_padded_table():
-    rows = group_rows(RAGGED)
-    assert rows.index.tolist() == [[1, 4, 0], [3, 0, 0], [0, 2, 5]]
-    assert rows.mask.tolist() == [[True, True, False], [True, False, False], [True, True, True]]
-    assert rows.number.tolist() == [2, 0, 2, 1, 0, 2]
+def test_a_function_of_a_groups_rows_is_put_back_in_their_order():
+    assert [rows.tolist() for rows in groups_of(RAGGED)] == [[1, 4], [3], [0, 2, 5]]
+    assert by_group(RAGGED, lambda rows: rows).tolist() == list(range(6))
+    assert by_group(RAGGED, lambda rows: rows.sum()).tolist() == [7, 5, 7, 3, 5, 7]
+    assert len(by_group(RAGGED[:0], lambda rows: rows.max())) == 0
 
 
 @given(case=grouped(), seed=st.integers(0, 99))
