@@ -61,37 +61,18 @@ def keyed_uniform(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:
 
 # --- Noise of siblings: how the K children of one node depend on each other --------------------
 
-Couple = Callable[[Tensor, Tensor | None, float], Tensor]
 
+def coupled(z: Tensor, kind: str, strength: float, shared: Callable[[], Tensor]) -> Tensor:
+    """Return the noises of K siblings, made of independent ones. (R, K, *latent)
 
-def independent(z: Tensor, shared: Tensor | None, strength: float) -> Tensor:
-    """Siblings know nothing of each other. (R, K, *latent)"""
-    return z
-
-
-def shared_noise(z: Tensor, shared: Tensor | None, strength: float) -> Tensor:
-    """xi_b = (xi_0 + s eta_b) / sqrt(1 + s^2), equation 2 of BranchGRPO (2509.06040).
-
-    xi_0 is `shared`, eta_b the rows of z and s the strength: 0 makes siblings identical, a large
-    one independent.
+    independent: z itself, as a lone child's always is. shared: (xi_0 + s z_b) / sqrt(1 + s^2),
+    equation 2 of BranchGRPO (2509.06040), with xi_0 what `shared` draws and s the strength: 0 makes
+    siblings identical, a large one independent. simplex: sqrt(K / (K - 1)) (z_b - mean z), siblings
+    as far apart as can be; they sum to 0.
     """
-    if z.shape[1] == 1:
-        return z
-    assert shared is not None  # the sampler draws it for NEEDS_SHARED
-    return (shared.unsqueeze(1) + strength * z) / math.hypot(1.0, strength)
-
-
-def simplex(z: Tensor, shared: Tensor | None, strength: float) -> Tensor:
-    """xi_b = sqrt(K / (K - 1)) (z_b - mean z): siblings as far apart as can be; they sum to 0."""
     siblings = z.shape[1]
-    if siblings == 1:
+    if siblings == 1 or kind == "independent":
         return z
+    if kind == "shared":
+        return (shared().unsqueeze(1) + strength * z) / math.hypot(1.0, strength)
     return math.sqrt(siblings / (siblings - 1)) * (z - z.mean(1, keepdim=True))
-
-
-COUPLINGS: dict[str, Couple] = {
-    "independent": independent,
-    "shared": shared_noise,
-    "simplex": simplex,
-}
-NEEDS_SHARED = frozenset({"shared"})

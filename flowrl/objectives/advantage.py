@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config.objectives import AdvantageOptions
-from flowrl.functional.groups import lone
+from flowrl.functional.groups import groups_of, lone
 from flowrl.functional.noise import keyed_uniform, noise_seed
 from flowrl.scoring.combine import share_weights
 from flowrl.trajectory import Rollout
@@ -43,8 +43,7 @@ def z_scores(
     present, advantage = ~value.isnan(), torch.zeros(len(value), dtype=torch.float64)
     counted = present if counted is None else present & counted
     everything = value[present if leaf is None else present & leaf]
-    names, order = population.sort(stable=True)
-    for rows in order.split(names.unique_consecutive(return_counts=True)[1].tolist()):
+    for rows in groups_of(population):
         rows, members = rows[present[rows]], value[rows[counted[rows]]]
         if len(members) > 1 and members.max() - members.min() > _rounding(members):
             distance = value[rows] - members.mean()

@@ -12,7 +12,7 @@ from flowrl.functional.sde import x0_from_velocity
 from flowrl.objectives.advantage import ADVANTAGE_CLIP, clip_advantage, image_advantages
 from flowrl.objectives.base import Models, Needs, OldPolicy
 from flowrl.objectives.batches import Endpoints
-from flowrl.objectives.noising import noise_images, velocity_error
+from flowrl.objectives.noising import noise_images
 from flowrl.trajectory import Metrics, Rollout
 
 SMALLEST_WEIGHT = 1e-5
@@ -40,7 +40,7 @@ def _weighted_error(prediction: Tensor, target: Tensor) -> Tensor:
     with torch.no_grad():
         distance = (prediction.double() - target.double()).abs().flatten(1).mean(1)
         scale = distance.clamp(min=SMALLEST_WEIGHT)
-    return (velocity_error(prediction, target) / scale).to(prediction.dtype)
+    return (velocity_kl(prediction, target) / scale).to(prediction.dtype)
 
 
 def reward_to_unit(advantage: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class NFT:
         each = nft_loss(v, v_old, points.x, points.x0, points.sigma, r, self.options.nft_mix)
         loss = each.mean()
         metrics: Metrics = {
-            "policy/error": velocity_error(v.detach(), points.target).mean(),
+            "policy/error": velocity_kl(v.detach(), points.target).mean(),
             "policy/moved": velocity_kl(v.detach(), v_old).mean(),
         }
         if self.options.kl_coef > 0:

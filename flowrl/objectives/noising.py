@@ -36,7 +36,7 @@ class NoisedImages:
 
     def error(self, v: Tensor) -> Tensor:
         """Return the mean squared distance of velocities and target. (N, D)"""
-        return velocity_error(v, self.target).view(-1, self.count)
+        return velocity_kl(v, self.target).view(-1, self.count)
 
     def distance(self, v: Tensor, field: VelocityField) -> Tensor:
         """Return the squared distances of velocities from those of another field. (N * D,)"""
@@ -140,8 +140,3 @@ def noised(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
 def velocity_target(x0: Tensor, noise: Tensor) -> Tensor:
     """Return what flow matching regresses on: u = dx / dsigma = noise - x0. (N, *latent)"""
     return noise - x0
-
-
-def velocity_error(v: Tensor, target: Tensor) -> Tensor:
-    """Return the mean of (v - u)^2 over the latent, in the dtype of its arguments. (N,)"""
-    return velocity_kl(v, target)

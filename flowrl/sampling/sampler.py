@@ -1,5 +1,6 @@
 """The sampler: `sample_tree` makes the nodes of many trees step by step, in whole batches."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.functional.gaussian import log_prob
-from flowrl.functional.noise import COUPLINGS, NEEDS_SHARED
+from flowrl.functional.noise import coupled
 from flowrl.functional.sde import StepKernel, lift, ode_step
 from flowrl.trajectory import Tree
 from flowrl.trees.plan import Move, Shape, TreePlan, levels, shape_of
@@ -138,10 +139,8 @@ def _advance(
 def _children_noise(move: Move, path: tuple[int, ...], noise: KeyedNoise) -> Tensor:
     """Return the noises of one node's children, in every tree: (R, branch, *latent)."""
     z = torch.stack([noise(child, move.step, "step") for child in move.paths(path)], 1)
-    kind = move.coupling.kind
-    needed = kind in NEEDS_SHARED and move.branch > 1
-    shared = noise(path, move.step, "shared") if needed else None
-    return COUPLINGS[kind](z, shared, move.coupling.strength)
+    shared = functools.partial(noise, path, move.step, "shared")
+    return coupled(z, move.coupling.kind, move.coupling.strength, shared)
 
 
 def _tree(nodes: _Nodes, prompt: Tensor, shape: Shape, schedule: Schedule) -> Tree:

@@ -230,20 +230,15 @@ class ScoringService:
             rows = [row for row in range(len(request.items)) if row not in misfits]
             items = [request.items[row] for row in rows]
             answer = await self._ask(spec, levels[rows], items) if rows else failed(0, "")
-        places = {row: place for place, row in enumerate(rows)}
+        scores = dict(zip(rows, answer.scores.tolist(), strict=True))
+        reasons = misfits | {rows[place]: reason for place, reason in answer.reasons.items()}
         return Response(
             protocol=PROTOCOL,
             reward=spec.name,
             version=_version(spec.reward),
             key=request.key,
             results=[
-                Result(
-                    id=item.id,
-                    score=answer.scores[places[row]].item(),
-                    error=answer.reasons.get(places[row]),
-                )
-                if row in places
-                else Result(id=item.id, error=misfits[row])
+                Result(id=item.id, score=scores.get(row), error=reasons.get(row))
                 for row, item in enumerate(request.items)
             ],
         )

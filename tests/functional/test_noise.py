@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.functional.noise import COUPLINGS, keyed_noise, noise_seed
+from flowrl.functional.noise import coupled, keyed_noise, noise_seed
 
 FIELDS = ("seed", "iteration", "prompt", "root", "path", "step", "role")
 KEY = dict(zip(FIELDS, (0, 3, "a1b2", 1, (2, 0), 4, "step"), strict=True))
@@ -55,5 +55,5 @@ def test_siblings_have_the_stated_correlation():
         expected = torch.full((siblings, siblings), rho, dtype=torch.float64).fill_diagonal_(1)
         # Each child's noise as coefficients of the draws z_1 ... z_K and shared. (K, K + 1)
         unit = torch.eye(siblings + 1, dtype=torch.float64)
-        linear = COUPLINGS[kind](unit[None, :-1], unit[None, -1], strength)[0]
+        linear = coupled(unit[None, :-1], kind, strength, lambda unit=unit: unit[None, -1])[0]
         assert_close(linear @ linear.T, expected, rtol=0, atol=1e-14)

@@ -1,8 +1,10 @@
+from functools import partial
+
 import pytest
 import torch
 from toy_forest import Counting, D, chain, grown, named_noise, schedule, velocity
 
-from flowrl.functional.noise import COUPLINGS
+from flowrl.functional.noise import coupled
 from flowrl.functional.sde import KERNELS
 from flowrl.trees.plan import INDEPENDENT, Fan, NoiseCoupling, Step, TreePlan, count
 
@@ -70,8 +72,8 @@ def test_replaying_one_leaf_with_its_recorded_noise_is_exact():
             noises[i] = noise(path, i, "step")
             if i in (0, 2):
                 z = torch.stack([noise((*path, b), i, "step") for b in range(2)], 1)
-                couple = COUPLINGS[coupling.kind]
-                noises[i] = couple(z, noise(path, i, "shared"), coupling.strength)[:, 1]
+                shared = partial(noise, path, i, "shared")
+                noises[i] = coupled(z, coupling.kind, coupling.strength, shared)[:, 1]
                 path = (*path, 1)
         x0 = chain(noise((), 0, "init"), tree.prompt, schedule(T), noises)
         assert torch.equal(tree.x[:, tree.leaf[-1]], x0)

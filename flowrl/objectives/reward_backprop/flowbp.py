@@ -115,19 +115,13 @@ def euler(
 
 
 def late_steps(u: Tensor, count: int, bias: float) -> Tensor:
-    """Sample `count` of M steps with weights (i + 1)^bias, ascending. u: (N, M); (N, count) long"""
-    weight = (torch.arange(u.shape[1], device=u.device) + 1).double() ** bias
-    return weighted_choice(u, weight, count)
+    """Return `count` different of M steps, ascending, as if taken one by one by (i + 1)^bias.
 
-
-def weighted_choice(u: Tensor, weight: Tensor, count: int) -> Tensor:
-    """Return `count` different numbers below M, ascending, as if taken one by one by weight.
-
-    u: (B, M) uniform in [0, 1); weight: (M,) > 0. The largest of u^(1 / weight) follow that law
-    (Efraimidis and Spirakis 2006). (B, count) long
+    u: (N, M) uniform in [0, 1). The largest of u^(1 / weight) follow that law (Efraimidis and
+    Spirakis 2006). (N, count) long
     """
-    keys = u.double().log() / weight.to(u.device, torch.float64)
-    return keys.topk(count, dim=1).indices.sort(1).values
+    weight = (torch.arange(u.shape[1], device=u.device) + 1).double() ** bias
+    return (u.double().log() / weight).topk(count, dim=1).indices.sort(1).values
 
 
 def shared_out(count: int, before: int, total: int) -> tuple[int, int]:
