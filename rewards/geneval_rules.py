@@ -13,12 +13,15 @@ not know them.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+from pydantic import BaseModel, Field, ValidationError
+
+Tag = Literal["single_object", "two_object", "counting", "colors", "position", "color_attr"]
+Relation = Literal["left of", "right of", "above", "below"]
+TAGS: tuple[Tag, ...] = get_args(Tag)
 MAX_PER_CLASS = 16  # boxes, the most confident first
 NEEDS = {"colors": "color", "color_attr": "color", "position": "position"}  # of some entry
-RELATIONS = ("left of", "right of", "above", "below")
 COLORS = (
     "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white",
 )  # fmt: skip
@@ -60,48 +63,39 @@ class Detection:
 Objects = dict[str, list[Detection]]
 
 
-def check(wanted: dict) -> None:
-    """Raise ValueError unless metadata are in GenEval's form: what is asked for can come true.
+class Entry(BaseModel):
+    """One kind of object that is asked for or forbidden; null stands for nothing."""
 
-    null stands for nothing, in an entry and for `exclude`.
-    """
-    tag, include, exclude = wanted.get("tag"), wanted.get("include"), wanted.get("exclude") or ()
-    if tag not in TAGS:
-        raise ValueError(
-            f"the tag {tag!r} is none of {', '.join(TAGS)}: correct the tag, or keep geneval to "
-            "its prompts with applies_to"
-        )
-    if not include:
-        raise ValueError("include lists no object: give [{class: cat, count: 1}] or the like")
-    for name, entries in (("include", include), ("exclude", exclude)):
-        if not isinstance(entries, list | tuple):
-            raise ValueError(f"{name} is {entries!r}, expected a list: [{{class: cat, count: 1}}]")
-        for i, entry in enumerate(entries):
-            _check_entry(entry, f"{name}[{i}]", i)
-    need = NEEDS.get(tag)
-    if need and not any(asks(entry, need) for entry in include):
-        raise ValueError(f"the tag is {tag!r}, and include asks for no {need}: {include!r}")
+    name: str = Field(alias="class")
+    count: Annotated[int, Field(strict=True, ge=1)]
+    color: str | None = None
+    size: str | None = None
+    place: str | None = None
+    position: tuple[Relation, Annotated[int, Field(strict=True, ge=0)]] | None = None
 
 
-def _check_entry(entry: Any, place: str, before: int) -> None:
-    """Raise ValueError for what is no object with a number; `before`: how many precede it."""
-    fields = entry if isinstance(entry, dict) else {}
-    count = fields.get("count")
-    if not isinstance(fields.get("class"), str) or type(count) is not int or count < 1:
-        raise ValueError(f"{place} is {entry!r}: it must name a class and a count of at least 1")
-    for key in ("color", "size", "place"):
-        if not isinstance(fields.get(key), str | None):
-            raise ValueError(f"{place} has the {key} {fields[key]!r}, expected the name of one")
-    position = fields.get("position")
-    if position is None:
-        return
-    is_pair = isinstance(position, list | tuple) and len(position) == 2
-    relation, index = position if is_pair else (None, None)
-    if relation not in RELATIONS or type(index) is not int or not 0 <= index < before:
-        raise ValueError(
-            f"{place} has the position {position!r}, expected [{' or '.join(RELATIONS)}, index of "
-            "an earlier entry of include]"
-        )
+class Wanted(BaseModel):
+    """A prompt's metadata in GenEval's form."""
+
+    tag: Tag
+    include: Annotated[list[Entry], Field(min_length=1)]
+    exclude: list[Entry] | None = None
+
+
+def check(metadata: dict) -> None:
+    """Raise ValueError unless metadata are in GenEval's form: what is asked for can come true."""
+    try:
+        wanted = Wanted.model_validate(metadata)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{place} is {first['input']!r:.80}: {first['msg']}") from error
+    for i, entry in enumerate(wanted.include):
+        if entry.position is not None and entry.position[1] >= i:
+            raise ValueError(f"include.{i}.position is {entry.position}: expected an earlier entry")
+    need = NEEDS.get(wanted.tag)
+    if need and all(getattr(entry, need) is None for entry in wanted.include):
+        raise ValueError(f"the tag is {wanted.tag!r}, and include asks for no {need}")
 
 
 def asks(entry: dict, key: str) -> bool:

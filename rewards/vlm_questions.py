@@ -3,8 +3,9 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 from torch import Tensor
 
 from .chat.client import Chat, connected
@@ -14,6 +15,9 @@ from .fixtures import fixture, square
 from .images import pngs
 
 ASK = "{question} Answer in one word."
+Spelling = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+Spellings = Spelling | Annotated[list[Spelling], Field(min_length=1)]
+PAIRS = TypeAdapter(Annotated[list[tuple[str, Spellings]], Field(min_length=1)])
 NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 SPELLINGS = {word: (word, str(n)) for n, word in enumerate(NUMBERS)} | {
     str(n): (word, str(n)) for n, word in enumerate(NUMBERS)
@@ -71,11 +75,12 @@ class VLMQuestions:
     def check(self, prompt: str, metadata: dict) -> None:
         """Raise ValueError when the question list has another form."""
         pairs = metadata["vqa_list"]
-        good = isinstance(pairs, list | tuple) and len(pairs) > 0
-        if not good or not all(map(_is_pair, pairs)):
+        try:
+            PAIRS.validate_python(pairs)
+        except ValidationError as error:
             raise ValueError(
                 f'metadata["vqa_list"] is {pairs!r}, expected [[question, answer], ...]'
-            )
+            ) from error
         for answer in (answer for _, answers in pairs for answer in accepted(answers)):
             if len(answer.split()) > 1:
                 raise ValueError(
@@ -117,14 +122,3 @@ class VLMQuestions:
         says = "a red square is said to be red rather than a blue one"
         metadata = {"vqa_list": [["What colour is the square?", "red"]]}
         return [fixture(says, square("red"), square("blue"), "a red square", metadata)]
-
-
-def _is_pair(pair: Any) -> bool:
-    if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-        return False
-    answers = [pair[1]] if isinstance(pair[1], str) else pair[1]
-    return (
-        isinstance(answers, list | tuple)
-        and len(answers) > 0
-        and all(isinstance(answer, str) and answer.strip() for answer in answers)
-    )

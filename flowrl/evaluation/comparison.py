@@ -19,10 +19,9 @@ from torch import Tensor
 
 from flowrl.assembly.learner import build_rewards, evaluation_key
 from flowrl.backbones.lora_files import load_lora, unload_lora
-from flowrl.backbones.lora_formats import LoRA, open_lora
+from flowrl.backbones.lora_formats import LoRA, lora_bytes, open_lora
 from flowrl.config import Config
 from flowrl.errors import DamagedFile
-from flowrl.evaluation.drawing import lora_digest
 from flowrl.evaluation.loading import held_out_prompts, load_evaluator, one_process
 from flowrl.functional.contrasts import Contrast, holm, paired_contrast, resamples_for
 from flowrl.prompts.records import PromptRecord
@@ -104,7 +103,7 @@ def compare_loras(
         entries = []
         with locked_folder(folder, "leaderboard"):
             for name, lora in _named(opened):
-                content = key if lora is None else f"{key}\n{lora_digest(lora)}"
+                content = key if lora is None else f"{key}\n{digest(lora_bytes(lora))}"
                 file = folder / EVALUATIONS / f"{digest(content.encode())}.safetensors"
                 evaluation = _saved(file) or _evaluate(name, lora, evaluator, runtime, file)
                 measures = _measures(evaluation, evaluator)

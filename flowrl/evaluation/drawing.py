@@ -15,7 +15,7 @@ from flowrl.backbones.call import call_arguments, default_guidance
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
-from flowrl.backbones.lora_formats import LoRA, open_lora
+from flowrl.backbones.lora_formats import LoRA, lora_bytes, open_lora
 from flowrl.backbones.pipeline import PipelineBackbone, images_of
 from flowrl.backbones.transfer import Transfer
 from flowrl.config import load_config
@@ -23,6 +23,7 @@ from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.files import METADATA, SAMPLES
 from flowrl.training.checkpoint import CONFIG
+from flowrl.utils.digests import digest
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import foreign_entries, write_bytes, write_text
 from flowrl.utils.images import is_whole_png, png, to_pil
@@ -128,19 +129,8 @@ class Drawing:
     def identity(self) -> dict[str, Any]:
         """Return everything that decides the images of a prompt and a seed, as JSON has it."""
         call = {k: float(v) if isinstance(v, int) else v for k, v in self.call.items()}
-        lora = None if self.lora is None else lora_digest(self.lora)
+        lora = None if self.lora is None else digest(lora_bytes(self.lora))
         return self.options | {"call": call, "lora": lora}
-
-
-def lora_digest(lora: LoRA) -> str:
-    """Return 16 hex digits that identify a LoRA by its tensors and scales, not by its file."""
-    state = blake2b(digest_size=8)
-    for name in sorted(lora.state):
-        tensor = lora.state[name].detach().cpu().contiguous()
-        state.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        state.update(tensor.view(torch.uint8).numpy().tobytes())
-    state.update(json.dumps(lora.scales, sort_keys=True).encode())
-    return state.hexdigest()
 
 
 def draw_prompts(

@@ -154,10 +154,8 @@ def test_images_belong_to_the_tensors_of_a_lora_and_not_to_its_file():
     def identity(value: float, name: str):
         drawing = object.__new__(Drawing)  # without its pipeline
         drawing.options, drawing.call = {}, {}
-        drawing.lora = LoRA(
-            name=name, path=Path(name), make="PEFT", scales={"a": 1.0},
-            state={"a.lora_A.weight": torch.full((1, 2), value)},
-        )  # fmt: skip
+        state = {"a.lora_A.weight": torch.full((1, 2), value), "a.lora_B.weight": torch.ones(2, 1)}
+        drawing.lora = LoRA(name=name, path=Path(name), make="PEFT", scales={"a": 1.0}, state=state)
         return drawing.identity()
 
     assert identity(1.0, "a") == identity(1.0, "b") != identity(2.0, "a")

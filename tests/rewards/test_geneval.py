@@ -61,7 +61,7 @@ def test_a_misspelled_tag_or_a_colour_that_nothing_can_tell_is_found_before_trai
     wrong = CAT | {"tag": "colours"}
     assert GenEval().applies("", wrong) and not GenEval().applies("", {"tag": "ocr"})
     pink = {"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "pink"}]}
-    for metadata, words in ((wrong, "'colours' .*single_object"), (pink, "'tiny' .*'pink', .*red")):
+    for metadata, words in ((wrong, "'colours'.*single_object"), (pink, "'tiny' .*'pink', .*red")):
         with pytest.raises(ValueError, match=words):
             GenEval().check("", metadata)
     GenEval(colors="clip").check("", pink)
