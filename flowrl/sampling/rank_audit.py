@@ -18,7 +18,6 @@ from flowrl.config.rollout import ExploreOptions, SamplingOptions
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
 from flowrl.sampling.two_stage import (
     SelectRule,
-    best_and_worst,
     score_candidates,
     select_candidates,
 )
@@ -85,8 +84,8 @@ def contrast_share(proxy: Tensor, true: Tensor, keep: int, select: SelectRule) -
         score, rng = score.masked_fill(~both, math.nan), torch.Generator().manual_seed(0)
         chosen = select_candidates(score, keep, select, rng)
         ranked = true[chosen[score[chosen].argsort(descending=True, stable=True)]]
-        best, worst = (ranked[half].mean() for half in best_and_worst(len(ranked), len(ranked)))
-        return (best - worst).item()
+        half = len(ranked) // 2
+        return (ranked[:half].mean() - ranked[half:].mean()).item()
 
     largest = contrast(true)
     return contrast(proxy) / largest if largest else math.nan

@@ -91,8 +91,7 @@ def select_candidates(proxy: Tensor, keep: int, select: SelectRule, rng: torch.G
         return finite
     ranked = finite[proxy[finite].argsort(descending=True, stable=True)]
     if select == "best_worst":
-        best, worst = best_and_worst(len(ranked), keep)
-        chosen = torch.cat([ranked[best], ranked[worst]])
+        chosen = both_ends(ranked, keep, keep // 2)
     elif select == "max_variance":
         equal = proxy[ranked[0]] == proxy[ranked[-1]]  # then any choice varies as little
         order = ranked[torch.randperm(len(ranked), generator=rng)] if equal else ranked
@@ -110,10 +109,9 @@ def select_candidates(proxy: Tensor, keep: int, select: SelectRule, rng: torch.G
     return chosen.sort().values
 
 
-def best_and_worst(count: int, keep: int) -> tuple[slice, slice]:
-    """Return the places of both ends among `count` ranked candidates, best first; no overlap."""
-    best = keep // 2
-    return slice(0, best), slice(count - (keep - best), count)
+def both_ends(ranked: Tensor, keep: int, best: int) -> Tensor:
+    """Return the `best` first and the last of the ranked candidates, `keep` in all. (keep,)"""
+    return torch.cat([ranked[:best], ranked[len(ranked) - (keep - best) :]])
 
 
 def most_varied(ranked: Tensor, proxy: Tensor, keep: int) -> Tensor:
@@ -124,6 +122,6 @@ def most_varied(ranked: Tensor, proxy: Tensor, keep: int) -> Tensor:
 
     ranked: (N,) long, candidates by falling score.
     """
-    ends = [torch.cat([ranked[:h], ranked[len(ranked) - keep + h :]]) for h in range(keep + 1)]
+    ends = [both_ends(ranked, keep, h) for h in range(keep + 1)]
     spread = torch.stack([proxy[rows].double().var(correction=0) for rows in ends])
     return ends[int(spread.argmax())]

@@ -127,8 +127,7 @@ class TreePlan:
             _check_step(i, step, len(self.steps))
         for fan in self.fans:
             _check_fan(fan, len(self.steps))
-        _check_trunk(self.steps, self.fans)
-        _check_stop(self)
+        _check_trunk(self)
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
@@ -208,25 +207,18 @@ def _check_fan(fan: Fan, total: int) -> None:
         )
 
 
-def _check_trunk(steps: tuple[Step, ...], fans: tuple[Fan, ...]) -> None:
-    end = max((fan.step for fan in fans), default=len(steps))
-    for i, step in enumerate(steps[end:], end):
+def _check_trunk(plan: TreePlan) -> None:
+    total, end = len(plan.steps), plan.stop_at
+    if end is None:
+        end = max((fan.step for fan in plan.fans), default=total)
+    elif plan.fans or not 0 < end < total:
+        raise PlanError(f"stop_at is {end}, expected a step from 1 to {total - 1}, and no fans")
+    for i, step in enumerate(plan.steps[end:], end):
         if step != Step():
             raise PlanError(
-                f"step {i} has branches or noise, but the trunk ends with its last fan at step "
-                f"{end}: the last step of the trunk that may have them is {end - 1}"
+                f"step {i} has branches or noise, but the trunk ends at step {end}, with its last "
+                f"fan or stop_at: the last step of it that may have them is {end - 1}"
             )
-
-
-def _check_stop(plan: TreePlan) -> None:
-    stop, total = plan.stop_at, len(plan.steps)
-    if stop is None:
-        return
-    if plan.fans or not 0 < stop < total or any(s != Step() for s in plan.steps[stop:]):
-        raise PlanError(
-            f"stop_at is {stop}, expected a step from 1 to {total - 1} with no fans, branches or "
-            "noise at it and after it"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ last step never has noise.
 """
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -448,11 +447,6 @@ def _comb(steps: int, leaves: int, fans: list[Fan]) -> TreePlan:
 
 
 def _roots_of_power(leaves: int, branch: int, power: int) -> int:
-    if power * math.log2(branch) > 60:
-        raise PlanError(
-            f"trees of {branch}^{power} leaves are asked for, more than any group_size: branch at "
-            "fewer steps, or into fewer"
-        )
     return check_leaves(leaves, branch**power, f"{branch}^{power}" if power > 1 else str(branch))
 
 
@@ -462,15 +456,13 @@ def check_leaves(leaves: int, unit: int = 1, made_of: str = "1") -> int:
         raise PlanError(f"group_size is {leaves}: the nearest that works is {unit}")
     if leaves % unit == 0:
         return leaves // unit
-    below = leaves // unit * unit
-    near = [n for n in (below, below + unit) if n > 0]
-    near = [n for n in near if abs(n - leaves) == min(abs(m - leaves) for m in near)]
+    above = (leaves // unit + 1) * unit
+    near = [str(n) for n in (above - unit, above) if n > 0]
     made = str(unit) if made_of == str(unit) else f"{made_of} = {unit}"
-    which = "nearest that works is" if len(near) == 1 else "nearest that work are"
     raise PlanError(
-        f"group_size is {leaves}, but trees of {made} leaves give {unit}, {2 * unit}, ...: "
-        f"the {which} {' and '.join(map(str, near))}",
-        leaves=near[-1],
+        f"group_size is {leaves}, but trees of {made} leaves give {unit}, {2 * unit}, ...: the "
+        f"nearest that work are {' and '.join(near)}",
+        leaves=above,
     )
 
 

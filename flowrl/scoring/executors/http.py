@@ -141,17 +141,16 @@ class HTTPExecutor:
     """
 
     differentiable = False
-    version = property(lambda self: self._fetch_info().version)
-    bounds = property(lambda self: self._fetch_info().bounds)
-    scope = property(lambda self: self._fetch_info().scope)
-    required_metadata = property(lambda self: tuple(self._fetch_info().required_metadata))
-    deterministic = property(lambda self: self._fetch_info().deterministic)
+    version = property(lambda self: self._info.version)
+    bounds = property(lambda self: self._info.bounds)
+    scope = property(lambda self: self._info.scope)
+    required_metadata = property(lambda self: tuple(self._info.required_metadata))
+    deterministic = property(lambda self: self._info.deterministic)
 
     def __init__(self, name: str, options: HTTPOptions):
         self.name, self.options = name, options
         self.servers = [Server(url=url.rstrip("/")) for url in options.urls]
         self._token = token_of(options.token_env, "executor.token_env")
-        self._info: RewardInfo | None = None
         self._version: tuple[str, str] | None = None  # URL and version of the first answer
         self._lock = Lock()
         self._open: ExitStack | None = None  # the thread and its connections, None without
@@ -176,14 +175,13 @@ class HTTPExecutor:
                 future.cancel()
             opened.close()
 
-    def _fetch_info(self) -> RewardInfo:
-        info, ends = self._info, time.monotonic() + self.options.deadline
-        if info is None:
-            try:
-                info = self._info = self._start(self._retry, ends, self._introduce).result()
-            except TimeoutError as error:
-                raise RewardFailure(f"reward {self.name!r}: {error}") from error
-        return info
+    @functools.cached_property
+    def _info(self) -> RewardInfo:
+        ends = time.monotonic() + self.options.deadline
+        try:
+            return self._start(self._retry, ends, self._introduce).result()
+        except TimeoutError as error:
+            raise RewardFailure(f"reward {self.name!r}: {error}") from error
 
     def _start(self, work: Callable[..., Awaitable[T]], *args: Any) -> "Future[T]":
         """Start one of the methods below in the event loop, which begins with the first."""
