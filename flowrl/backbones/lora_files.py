@@ -182,14 +182,7 @@ def load_lora(pipeline: Any, source: str | Path | LoRA) -> int:
         config = LoraConfig(**lora.header())
         inject_adapter_in_model(config, network, state_dict=lora.state)
         set_peft_model_state_dict(network, lora.state)
-    attached = count_layers(network)
-    if attached != len(lora.scales):
-        raise UserError(
-            f"{lora.path} is for {len(lora.scales)} layers, but {attached} layers of the pipeline "
-            "have a LoRA after loading it: load the pipeline again, or merge the LoRA with flowrl "
-            "export --to merged"
-        )
-    return attached
+    return count_layers(network)
 
 
 def unload_lora(pipeline: Any) -> None:

@@ -125,19 +125,6 @@ class TextCache:
             return key in self.encoded
         return self.disk.load(*key) is not None if whole else self.disk.has(*key)
 
-    def learn(self, prompts: Sequence[PromptRecord], rows: int | None = None) -> None:
-        """Encode the prompts that are not cached, as many as can be kept, `rows` at a time.
-
-        Prompts on disk are not loaded. Offloaded encoders are moved once for all.
-        """
-        rows = rows or self.batch_size
-        missing = list({self.key(p): p for p in prompts if not self.has(p)}.values())
-        missing = missing[: None if self.disk is not None else self.capacity]
-        moved = encoders_of(self.backbone.pipeline) if missing else []
-        with encoders_on_device(moved, place_to_encode(self.backbone)):
-            for start in range(0, len(missing), rows):
-                self.make(missing[start : start + rows])
-
     def make(self, prompts: Sequence[PromptRecord]) -> None:
         """Encode these prompts, cached or not."""
         self._encode([self.key(prompt) for prompt in prompts])

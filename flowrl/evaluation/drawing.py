@@ -15,7 +15,7 @@ from flowrl.backbones.call import call_arguments, default_guidance
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
-from flowrl.backbones.lora_formats import LoRA, lora_bytes, open_lora
+from flowrl.backbones.lora_formats import lora_bytes, open_lora
 from flowrl.backbones.pipeline import PipelineBackbone, images_of
 from flowrl.backbones.transfer import Transfer
 from flowrl.config import load_config

@@ -49,8 +49,7 @@ class RolloutModel:
         compile: the repeated blocks, see `compile_blocks`.
 
     Raises:
-        UserError: a layer to be packed is neither linear nor a 1x1 convolution, or one to be
-            merged is trained in low precision itself.
+        UserError: a layer to be merged is trained in low precision itself.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class RolloutModel:
                 weight if merged is None else merged,
                 base.bias,
                 backend,
-                pointwise=_is_convolution(name, base),
+                pointwise=is_pointwise(base),
             )
         if lora is not None:
             self._adapted.append(_Adapted(layer=layer, lora=lora, weight=weight))
@@ -131,17 +130,6 @@ def _exact(name: str, layer: Any, weight: Tensor) -> nn.Module:
         )
     layer.weight = nn.Parameter(weight.to(layer.weight.dtype), requires_grad=False)
     return layer
-
-
-def _is_convolution(name: str, layer: nn.Module) -> bool:
-    """Whether a layer is a 1x1 convolution. Raises UserError when it is not linear either."""
-    if is_pointwise(layer):
-        return True
-    if type(layer) in (nn.Linear, SamePrecisionLinear):
-        return False
-    raise UserError(
-        f"layer {name} is a {type(layer).__name__}, which cannot be quantised: keep it exact"
-    )
 
 
 # --- a precision on a network ---------------------------------------------------------------------

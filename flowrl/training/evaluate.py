@@ -235,10 +235,6 @@ class Evaluator:
         title = f"{self.title}, {len(self.schedule.sigmas) - 1} steps"
         steps = Steps(title, turns, console=SafeConsole(stderr=True)) if runtime.is_main else None
         with runtime.raise_on_all(), steps or nullcontext():
-            # All at once, so that offloaded encoders move once.
-            prompts = [request.prompts[i] for i in request.prompt[share].tolist()]
-            if self.call is None:
-                self.text_cache.learn(prompts, self.batch_size)
             # In lockstep a process without a batch generates its last one again, or the first.
             batches = (share if len(share) else torch.zeros(1, dtype=torch.long)).split(size)
             for turn in range(turns):

@@ -61,7 +61,7 @@ def test_as_many_texts_are_encoded_at_once_however_many_of_them_are_new():
     for before in ((), ("a",), ("a", "b")):
         backbone = Backbone()
         cache = TextCache(backbone)
-        cache.learn(records(*before))
+        cache.make(records(*before))
         backbone.asked.clear()
         cache(records("a", "b", "c"))
         assert len(backbone.asked) == 3
@@ -78,15 +78,12 @@ def test_beyond_its_capacity_the_oldest_are_forgotten_and_none_without_one():
     endless = TextCache(backbone, capacity=None)
     endless(records(*map(str, range(9))))
     assert len(endless.encoded) == 9
-    learned = TextCache(Backbone(), capacity=2)  # no more is learned than can be kept
-    learned.learn(records("a", "bb", "ccc"))
-    assert len(learned.backbone.asked) == len(learned.encoded) == 2
 
 
 def test_an_unknown_prompt_without_encoders_is_told():
     backbone = Backbone()
     cache = TextCache(backbone)
-    cache.learn(records("a"))
+    cache.make(records("a"))
     backbone.pipeline.text_encoder = None
     assert len(cache(records("a")))
     with pytest.raises(UserError, match="'b' is not among .* freed: .* offload or keep"):
@@ -95,7 +92,7 @@ def test_an_unknown_prompt_without_encoders_is_told():
 
 def test_a_damaged_file_is_seen_when_read_to_the_end_and_named_without_encoders(tmp_path):
     backbone, (prompt,) = Backbone(), records("a")
-    TextCache(backbone, disk=PromptCache(tmp_path, {})).learn([prompt])
+    TextCache(backbone, disk=PromptCache(tmp_path, {})).make([prompt])
     (path,) = tmp_path.rglob("*.safetensors")
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
