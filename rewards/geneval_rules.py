@@ -63,7 +63,7 @@ class Detection:
 Objects = dict[str, list[Detection]]
 
 
-class Entry(BaseModel):
+class WantedObject(BaseModel):
     """One kind of object that is asked for or forbidden; null stands for nothing."""
 
     name: str = Field(alias="class")
@@ -74,18 +74,18 @@ class Entry(BaseModel):
     position: tuple[Relation, Annotated[int, Field(strict=True, ge=0)]] | None = None
 
 
-class Wanted(BaseModel):
+class WantedImage(BaseModel):
     """A prompt's metadata in GenEval's form."""
 
     tag: Tag
-    include: Annotated[list[Entry], Field(min_length=1)]
-    exclude: list[Entry] | None = None
+    include: Annotated[list[WantedObject], Field(min_length=1)]
+    exclude: list[WantedObject] | None = None
 
 
 def check(metadata: dict) -> None:
     """Raise ValueError unless metadata are in GenEval's form: what is asked for can come true."""
     try:
-        wanted = Wanted.model_validate(metadata)
+        wanted = WantedImage.model_validate(metadata)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
