@@ -80,7 +80,7 @@ from flowrl.scoring.files import (
     score_files,
 )
 from flowrl.scoring.spec import RewardSpec, closing
-from flowrl.training.checkpoint import CONFIG, LATEST, claim
+from flowrl.training.checkpoint import CONFIG, LATEST, Checkpoints, claim, read_checkpoint
 from flowrl.training.evaluate import compare, table
 from flowrl.training.loop import Learner, train
 from flowrl.training.resume import AUTO, Facts, Start
@@ -281,13 +281,30 @@ def sample(
     with Steps("drawing", len(records) * count, console=SafeConsole(stderr=True)) as steps:
         for (i, record), k in itertools.product(enumerate(records), range(count)):
             seeds = range(seed + k * best_of, seed + (k + 1) * best_of)
-            images = [drawing.image(record.text, s, record.negative) for s in seeds]
+            images = [drawing.image(record.encoded, s, record.negative) for s in seeds]
             best, score = best_image(reward, images, record) if reward else (0, math.nan)
             path = unused(output_dir / f"{i:03d}-seed{seeds[best]}.png")
             write_bytes(path, png(images[best]))
             scores[path] = score
             steps.advance()
     return scores
+
+
+def refine(run: Path, prompts: Sequence[PromptRecord], *, device: str) -> list[PromptRecord]:
+    """Return prompts with the wordings that a run's refiner finds the most likely.
+
+    Raises UserError for a folder without such a run.
+    """
+    config = load_config(run / CONFIG) if (run / CONFIG).is_file() else None
+    steps = Checkpoints(run, keep=1).steps()
+    if config is None or config.prompts.refiner is None or not steps:
+        raise UserError(
+            f"{run} is no run with prompts.refiner and a checkpoint: name one with --lora, or "
+            "leave --refine out"
+        )
+    refiner = config.prompts.refiner.build(config.run.seed, Runtime(device=device).device)
+    refiner.load_state_dict(read_checkpoint(Checkpoints(run, keep=1).path(steps[-1]))["refiner"])
+    return [replace(prompt, wording=refiner.wording(prompt)) for prompt in prompts]
 
 
 # --- flowrl gallery ----------------------------------------------------------------------------
@@ -367,6 +384,7 @@ def collect(
     config = with_pipeline_name(config, pipeline).changed("rollout", store=None)
     if (book := config.prompts.book) is not None:  # nothing is told to it
         config = config.changed("prompts", book=book.model_copy(update={"choose": "uniform"}))
+    config = config.changed("prompts", refiner=None)  # stored groups have their own words
     shards = -(-groups // config.rollout.prompts_per_iteration)  # one an iteration
     # An audit is written into its output folder: here that of the data set.
     config = config.changed("run", output_dir=str(folder), iterations=shards)

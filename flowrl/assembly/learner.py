@@ -138,6 +138,7 @@ def build_learner(
         iterations=config.run.iterations,
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
         book=source.book if isinstance(source, Sampler) else None,
+        rewording=source.rewording if isinstance(source, Sampler) else None,
         checks_ratio=not isinstance(source, Ahead),
     )
 

@@ -22,6 +22,7 @@ from flowrl.quantization.backends import Backend, Resolved, resolve
 from flowrl.quantization.layer_rules import LayerChoice
 from flowrl.quantization.rollout_model import RolloutModel, log_precision, prepare
 from flowrl.sampling.rank_audit import RankAuditor
+from flowrl.sampling.rewording import Rewording
 from flowrl.sampling.rollout import (
     RolloutGenerator,
     Sampler,
@@ -100,7 +101,18 @@ def build_sampler(parts: RolloutParts, prompts: Sequence[PromptRecord]) -> Sampl
         ),
         seed=seed,
         explorer=build_explorer(parts, generator),
+        rewording=build_rewording(parts),
     )
+
+
+def build_rewording(parts: RolloutParts) -> Rewording | None:
+    """Return what rewords prompts, with its refiner on the main process; None without one."""
+    options, runtime, seed = parts.config.prompts.refiner, parts.runtime, parts.config.run.seed
+    if options is None:
+        return None
+    with runtime.raise_on_all():
+        refiner = options.build(seed, runtime.device) if runtime.is_main else None
+    return Rewording(refiner=refiner, own=options.own, seed=seed, runtime=runtime)
 
 
 def build_generator(parts: RolloutParts) -> RolloutGenerator:

@@ -116,7 +116,7 @@ class TextCache:
         return cond
 
     def key(self, prompt: PromptRecord) -> Key:
-        return prompt.text, self.negative if prompt.negative is None else prompt.negative
+        return prompt.encoded, self.negative if prompt.negative is None else prompt.negative
 
     def has(self, prompt: PromptRecord, *, whole: bool = False) -> bool:
         """Whether a prompt is cached. whole: read its file to the end."""

@@ -66,6 +66,9 @@ def sample(  # noqa: PLR0913  # an argument for each option
     args: Annotated[str | None, typer.Option(metavar="YAML", help="Its arguments.")] = None,
     revision: Revision = None,
     lora_alpha: LoraAlpha = None,
+    refine: Annotated[
+        bool, typer.Option("--refine", help="Reword prompts as the refiner of --lora's run does.")
+    ] = False,
 ) -> None:
     """Generate images.
 
@@ -89,7 +92,7 @@ def sample(  # noqa: PLR0913  # an argument for each option
 
       flowrl sample tiny-sd3 --prompts tiny:geneval:test --best-of 4 --reward geneval
     """
-    from flowrl.prompts.records import load_prompts
+    from flowrl.prompts.records import PromptRecord, load_prompts
 
     records = [*(prompt or []), *(load_prompts(prompts) if prompts else [])]
     if not records:
@@ -106,14 +109,22 @@ def sample(  # noqa: PLR0913  # an argument for each option
         raise UserError("--best-of and --reward belong together, as in --best-of 4 --reward ocr.")
     if args is not None and reward is None:
         raise UserError("--args are given without --reward: add --reward and --best-of.")
+    if refine and lora is None:
+        raise UserError("--refine is given without --lora: add the folder of a run with a refiner.")
     with starting():
         from flowrl.api import named_rewards
+        from flowrl.api import refine as refine_prompts
         from flowrl.api import sample as sample_images
         from flowrl.evaluation.drawing import Drawing
         from flowrl.scoring.spec import closing
 
     judges = named_rewards([reward], arguments_of([reward], args and [args])) if reward else []
 
+    if refine and lora is not None:
+        records = [PromptRecord(uid=p, text=p) if isinstance(p, str) else p for p in records]
+        records = refine_prompts(Path(lora), records, device=device)
+        for record in records:
+            typer.echo(f"{record.text} -> {record.encoded}")
     drawing = Drawing(
         model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
         steps=steps, max_sequence_length=max_sequence_length, device=device, rlg=rlg,

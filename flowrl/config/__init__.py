@@ -78,6 +78,7 @@ class Config(Options):
         validate.check_sharding(self.runtime, self.pipeline, self.memory, self.rollout)
         check_rewards(self.rewards)
         validate.check_book(self.prompts, self.rollout, self.objective)
+        validate.check_refiner(self.prompts, self.rollout, self.memory, plans)
         validate.check_reference(self.reference, self.objective, self.run)
         validate.check_hacking(self.run, self.evaluation, self.objective, self.lora)
         return self

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from flowrl.config.rollout import PRECISIONS, SOL_RL, DenoisingSteps, Precision
 from flowrl.prompts.book import BookOptions
+from flowrl.prompts.refiner import RefinerOptions
 from flowrl.utils.fields import (
     Choice,
     Count,
@@ -132,6 +133,12 @@ class PromptOptions(Options):
         "Remember how often images of each prompt succeed, and choose the next prompts by it; null "
         "takes all in turn. It needs an iteration's scores before it chooses the next prompts.",
         "VADE, arXiv 2511.18902, and DPS, arXiv 2603.10887",
+    )
+    refiner: RefinerOptions | None = option(
+        None,
+        "Reword prompts, and learn by the rewards of the images which wordings are good; null "
+        "encodes prompts as they are. Rewards are given the prompt's own words.",
+        "PromptRL, arXiv 2602.01382",
     )
     held_out: Annotated[Positive, Field(lt=1)] | None = option(
         None,

@@ -210,6 +210,38 @@ def check_book(prompts: PromptOptions, rollout: SamplingOptions, objective: Obje
     )
 
 
+def check_refiner(
+    prompts: PromptOptions, rollout: RolloutOptions, memory: MemoryOptions, plans: Plans
+) -> None:
+    """Check that new texts can be encoded in each iteration, and learned from before the next."""
+    if prompts.refiner is None:
+        return
+    for option, value, works in (
+        ("rollout.staleness", rollout.staleness != 0, "0"),
+        ("rollout.explore", rollout.explore is not None, "null"),
+        ("rollout.store", rollout.store is not None, "null"),
+        ("memory.text_encoders", memory.text_encoders != "keep", "keep"),
+        ("memory.prompt_cache", memory.prompt_cache is not None, "null"),
+    ):
+        if value:
+            raise ValueError(
+                "prompts.refiner draws new texts for each iteration and learns from all their "
+                f"images before the next: set {option} to {works}, or prompts.refiner to null"
+            )
+    roots, own = min(plan.roots for plan in plans), prompts.refiner.own
+    if roots < 2:
+        raise ValueError(
+            f"prompts.refiner compares trees of different words, but rollout.tree "
+            f"{rollout.tree.kind} has one a prompt: take a tree with several roots, such as "
+            "flow_grpo, or set prompts.refiner to null"
+        )
+    if own > roots:
+        raise ValueError(
+            f"prompts.refiner.own is {own}, but rollout.tree starts {roots} trees of a prompt: "
+            f"the nearest valid value is {roots}"
+        )
+
+
 def check_reference(reference: ReferenceOptions, objective: Objective, run: RunOptions) -> None:
     """Check that there is a pull where the reference moves or only some images are pulled."""
     raised = run.on_hacking is not None and run.on_hacking.action == "raise_kl"

@@ -119,6 +119,7 @@ def _small_training(config: Config, folder: Path) -> dict[str, Any]:
     # As many numbers of steps as the recipe evaluates at, each once and small.
     steps = min(counts[0], 4) if len(counts) == 1 else [2 + i for i in range(len(counts))]
     return {
+        "prompts": {"refiner": config.prompts.refiner and {"model": None, "lr": None}},
         "lora": {
             "rank": rank, "alpha": lora.alpha / lora.rank * rank, "init_from": None,
             "targets": None,

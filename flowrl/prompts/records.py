@@ -24,6 +24,12 @@ class PromptRecord:
     text: str
     negative: str | None = None
     metadata: dict = field(default_factory=dict)  # for rewards: tag, include, exclude, ocr_text
+    wording: str | None = None  # by prompts.refiner: encoded in place of the text
+
+    @property
+    def encoded(self) -> str:
+        """The text that the network is given; rewards and people are given `text`."""
+        return self.text if self.wording is None else self.wording
 
 
 def load_prompts(

@@ -33,6 +33,7 @@ from flowrl.utils.devices import send
 from flowrl.utils.distributed import Postponed, Runtime
 
 if TYPE_CHECKING:
+    from flowrl.sampling.rewording import Rewording
     from flowrl.sampling.two_stage import Explorer
 
 
@@ -259,6 +260,7 @@ class Sampler:
     prompts: PromptSampler
     seed: int
     explorer: "Explorer | None" = None  # selects the trees among more candidates; None samples all
+    rewording: "Rewording | None" = None  # of all but some trees of each prompt
 
     @property
     def book(self) -> PromptBook | None:
@@ -267,7 +269,9 @@ class Sampler:
 
     def request(self, iteration: int, plan: TreePlan) -> RolloutRequest:
         """Return all processes' trees of an iteration."""
-        return group_request(self.prompts.at(iteration), plan, seed=self.seed, iteration=iteration)
+        prompts = self.prompts.at(iteration)
+        request = group_request(prompts, plan, seed=self.seed, iteration=iteration)
+        return request if self.rewording is None else self.rewording.reword(request, plan.roots)
 
     def collect(self, iteration: int, timer: Timer) -> Rollout:
         """Sample trees of the iteration's prompts, decode and score their images."""

@@ -133,7 +133,7 @@ class PipelineCall:
             # Not in the autocast of training, which a user's own call does not have either.
             with torch.autocast(device.type, enabled=False):
                 visit = Visit(latents=noise.to(device, backbone.dtype))
-                call |= {"prompt": [p.text for p in prompts], "output_type": "pt"}
+                call |= {"prompt": [p.encoded for p in prompts], "output_type": "pt"}
                 if hasattr(pipeline, "prepare_latents"):  # whose result `visit` replaces
                     call["generator"] = torch.Generator().manual_seed(0)
                 else:

@@ -21,6 +21,7 @@ from flowrl.objectives.base import (
     with_random_rewards,
 )
 from flowrl.prompts.book import PromptBook
+from flowrl.sampling.rewording import Rewording
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.metrics import RowMeans, rollout_metrics
@@ -42,7 +43,7 @@ def train(learner: "Learner", run: Run, *, iterations: int) -> None:
 
     Stops early, after a whole iteration, at the time limit, by the stop rule or on a signal.
     """
-    first = run.begin(learner.policy, learner.optimizer, learner.book)
+    first = run.begin(learner.policy, learner.optimizer, learner.book, learner.rewording)
     for iteration in range(first, first if run.interrupted else iterations):
         learner.runtime.seed(run.options.seed, iteration)  # a resumed run draws the same
         rollout, metrics = learner.with_kl(run.kl_coef).iterate(iteration)
@@ -72,6 +73,7 @@ class Learner:
     iterations: int  # in which a linear schedule of the learning rate falls to 0
     reward_gradient: Callable[[Rollout], RewardField]  # of the trained reward, at its images
     book: PromptBook | None = None  # that chooses the source's prompts
+    rewording: Rewording | None = None  # of the source's prompts
     checks_ratio: bool = True  # rollouts are sampled by the very weights that learn from them
 
     def with_kl(self, kl_coef: float | None) -> "Learner":
@@ -104,6 +106,9 @@ class Learner:
                 self.policy.whole = False
                 self.book.tell(iteration, rollout.group.tolist(), rollout.reward.tolist())
                 metrics |= self.book.metrics(iteration)
+            if self.rewording is not None:
+                self.policy.whole = False
+                metrics |= self.rewording.learn(rollout.reward)
         timer.lap("time/train")
         forwards = {"forwards/rollout": sampled - start, "forwards/learn": rows.computed - sampled}
         forwards = {name: self.runtime.sum(count) for name, count in forwards.items()}

@@ -21,6 +21,7 @@ from flowrl.config.sections import RunOptions
 from flowrl.errors import DamagedFile, Interrupted, UserError, as_failure, in_phase, phase
 from flowrl.prompts.book import PromptBook
 from flowrl.quantization.linear import exact_weights
+from flowrl.sampling.rewording import Rewording
 from flowrl.training.checkpoint import (
     STATE,
     Checkpoints,
@@ -73,6 +74,7 @@ class Run:
     _policy: Policy = field(init=False)
     _optimizer: torch.optim.Optimizer = field(init=False)
     _book: PromptBook | None = field(init=False, default=None)
+    _rewording: Rewording | None = field(init=False, default=None)
     _began: float = field(init=False, default_factory=time.monotonic)
     _request: StopRequest = field(init=False, default_factory=StopRequest)
     # of the evaluations by iteration, on the main process
@@ -84,13 +86,15 @@ class Run:
     # --- before the loop --------------------------------------------------------------------
 
     def begin(
-        self, policy: Policy, optimizer: torch.optim.Optimizer, book: PromptBook | None = None
-    ) -> int:
+        self, policy: Policy, optimizer: torch.optim.Optimizer, book: PromptBook | None = None,
+        rewording: Rewording | None = None,
+    ) -> int:  # fmt: skip
         """Restore the checkpoint or evaluate the base; return the iteration to continue with.
 
         A run that its stop rule has ended returns the last one: it stays as it ended.
         """
         self._policy, self._optimizer, self._book = policy, optimizer, book
+        self._rewording = rewording
         policy.whole = True
         if self.resume is not None:
             self._restore(self.resume)
@@ -214,6 +218,8 @@ class Run:
         """Take what a checkpoint remembers of prompts; one without a book remembers nothing."""
         if self._book is not None and state.get("book") is not None:
             self._book.load_state_dict(state["book"])
+        if self._rewording is not None and state.get("refiner") is not None:
+            self._rewording.load_state_dict(state["refiner"])
 
     @property
     def _best_by(self) -> str | None:
@@ -261,7 +267,10 @@ class Run:
             if not whole or len(evaluation.at_steps) == len(self.evaluator.at_steps):
                 return evaluation
         with self._policy.using(self._policy.export_adapter):
+            self._evaluate_refined("both")
             evaluation = self._evaluate(self.done, whole=whole)
+        with self._policy.disabled():
+            self._evaluate_refined("refiner")
         self._latest = self.done, evaluation
         # The main process knows, which has the base's evaluation.
         judged = self.runtime.from_main(
@@ -287,6 +296,19 @@ class Run:
         if self.runtime.is_main:
             self._record(step, evaluation)
         return evaluation
+
+    def _evaluate_refined(self, name: str) -> None:
+        """Log the scores, against the prompts' own words, of images of a refiner's words."""
+        if self._rewording is None or self.evaluator is None:
+            return
+        with phase("evaluate"), exact_weights(self._policy.network):
+            prompts = self._rewording.best(self.evaluator.prompts)
+            evaluator = replace(self.evaluator, prompts=prompts, title="evaluating refined prompts")
+            evaluation = evaluator(evaluator.backbone.velocity, self.runtime, whole=False)
+        if self.report is not None:
+            self.report.log(
+                self.done, {f"eval/{name}/{n}": evaluation.mean(n) for n in evaluation.names}
+            )
 
     def _record(self, step: int, evaluation: Evaluation) -> None:
         """Log and save an evaluation, on the main process."""
@@ -408,6 +430,7 @@ class Run:
             "policy": self._policy.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "book": None if self._book is None else self._book.state_dict(),
+            "refiner": None if self._rewording is None else self._rewording.state_dict(),
             "runtime": self.runtime.state_dict(),
             "iteration": self.done,
             "elapsed": self.seconds(),

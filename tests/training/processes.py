@@ -65,6 +65,7 @@ SCORED = {
     "rwr": ({"kind": "rwr"}, ODE),
     "awm": ({"kind": "awm", "noising": {"count": 2}}, ODE),
     "book": ({"kind": "grpo", "advantage": {"center": "tracker", "emphasis": 1.0}}, CHAINS),
+    "refiner": ({"kind": "grpo"}, CHAINS),
     "all_adapters": (NFT | {"kl_coef": 0.1}, ODE),
     "bf16": (NFT | {"kl_coef": 0.1}, ODE),
 }
@@ -103,7 +104,11 @@ def config_of(case: str, folder: Path, shard: str):
             "pipeline": {"path": "tiny-sd3", "max_sequence_length": 12, "device": "cpu"} | half,
             "runtime": {"shard": None if shard == "whole" else shard},
             "lora": {"rank": 2, "alpha": 4},
-            "prompts": {"train": prompts, "book": BOOK if case == "book" else None},
+            "prompts": {
+                "train": prompts,
+                "book": BOOK if case == "book" else None,
+                "refiner": {"own": 1} if case == "refiner" else None,
+            },
             "rollout": rollout,
             "objective": objective,
             "evaluation": EVALUATION,
