@@ -117,7 +117,8 @@ def held_out_first(names: Iterable[str]) -> list[str]:
     """Return names of metrics in the order in which people should look at them."""
     order = (
         "eval/", "hacking/score", "hacking/", "reward/mean", "reward/", "groups/", "policy/kl",
-        "policy/", "book/", "explore/", "grad/", "loss", "image/", "latent/", "tree/", "time/",
+        "policy/", "book/", "refiner/", "explore/", "grad/", "loss", "image/", "latent/",
+        "tree/", "time/",
     )  # fmt: skip
 
     def place(name: str) -> tuple[int, int, str]:

@@ -12,6 +12,7 @@ from flowrl.prompts import language_model
 from flowrl.prompts.language_model import LanguageModelRefiner
 from flowrl.prompts.records import PromptRecord
 from flowrl.prompts.refiner import RefinerOptions, Wording
+from flowrl.utils.files import load_state, save_state
 
 PROMPT = PromptRecord(uid="a", text="a red ring")
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def test_the_gradient_is_that_of_the_token_means_and_zero_advantages_leave_the_s
     assert norm > 0
 
 
-def test_an_answer_that_earns_more_grows_likelier_and_a_state_goes_on_bit_for_bit(make):
+def test_an_answer_that_earns_more_grows_likelier_and_a_state_goes_on_bit_for_bit(make, tmp_path):
     refiner, other = make(lr=1e-2), make(lr=1e-2)
     wordings = [answer(refiner, "<answer>x</answer>"), answer(refiner, "no")]
     first = [refiner.log_probs(wording).mean().item() for wording in wordings]
@@ -88,7 +89,8 @@ def test_an_answer_that_earns_more_grows_likelier_and_a_state_goes_on_bit_for_bi
     later = [refiner.log_probs(wording).mean().item() for wording in wordings]
     assert later[0] - later[1] > first[0] - first[1] + 0.1
     assert metrics[0]["refiner/kl"] == 0 < metrics[2]["refiner/kl"]
-    other.load_state_dict(refiner.state_dict())
+    save_state(tmp_path / "state", refiner.state_dict())
+    other.load_state_dict(load_state(tmp_path / "state"))
     for one in (refiner, other):
         one.learn(wordings, [1.0, -1.0])
     assert all(map(torch.equal, refiner.weights.values(), other.weights.values()))
