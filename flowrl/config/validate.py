@@ -211,7 +211,7 @@ def check_book(prompts: PromptOptions, rollout: SamplingOptions, objective: Obje
 
 
 def check_refiner(
-    prompts: PromptOptions, rollout: RolloutOptions, memory: MemoryOptions, plans: Plans
+    prompts: PromptOptions, rollout: SamplingOptions, memory: MemoryOptions, plans: Plans
 ) -> None:
     """Check that new texts can be encoded in each iteration, and learned from before the next."""
     if prompts.refiner is None:
