@@ -1,4 +1,4 @@
-"""The pages of the radar and of best-of-N, from their data; what both compute, on small numbers."""
+"""The pages of the radar, of best-of-N and of a transfer, from their data; what they compute."""
 
 import shutil
 from pathlib import Path
@@ -7,27 +7,29 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.arena import best_of, loopholes, radar
+from scripts.arena import best_of, loopholes, radar, transfer
 from scripts.arena.runs import RUNS
 from scripts.compare.data import read_rows, write_rows
 
 GALLERY = Path(__file__).parents[2] / "gallery"
 
 
-@pytest.mark.parametrize(("module", "folder"), [(radar, "radar"), (best_of, "best-of")])
+@pytest.mark.parametrize(
+    ("module", "folder"), [(radar, "radar"), (best_of, "best-of"), (transfer, "transfer")]
+)
 def test_a_page_is_what_its_data_say(module, folder, tmp_path):
     for path in (GALLERY / folder).glob("*.csv"):
         shutil.copy(path, tmp_path)
     assert module.write_page(tmp_path).read_text() == (GALLERY / folder / "README.md").read_text()
 
 
-def test_the_radar_is_judged_by_eight_loopholes_and_24_honest_runs_on_three_worlds():
+def test_the_radar_is_judged_by_ten_loopholes_and_27_honest_runs_on_three_worlds():
     watched = radar.series(read_rows(GALLERY / "radar" / RUNS), "")
     hacked = {f"hacked {name}" for name in loopholes.JUDGED}
     honest = {f"honest {name}" for name in radar.HONEST}
     worlds = {str(world) for world in radar.WORLDS}
     assert set(watched) == {(arm, world) for arm in hacked | honest for world in worlds}
-    assert len(hacked) == 8 and len(honest) * len(worlds) == 24
+    assert len(hacked) == 10 and len(honest) * len(worlds) == 27
     assert not set(loopholes.JUDGED) & set(loopholes.TUNING)
 
 
@@ -68,3 +70,13 @@ def test_the_best_of_n_is_that_of_each_block(tmp_path, monkeypatch):
     np.testing.assert_array_equal(
         best_of.gold_of_best(tmp_path / "world-2.csv", "tiny_proxy", 4), [[0, 0]]
     )
+
+
+def test_a_shuffled_lora_keeps_the_norm_of_each_layer():
+    layer = torch.nn.Module()
+    layer.lora_B = torch.nn.ModuleDict({"policy": torch.nn.Linear(4, 8, bias=False)})
+    before = layer.lora_B["policy"].weight.detach().clone()
+    transfer.shuffle([layer])
+    after = layer.lora_B["policy"].weight
+    torch.testing.assert_close(after.abs().flatten().sort()[0], before.abs().flatten().sort()[0])
+    assert not torch.equal(after, before)
