@@ -150,7 +150,7 @@ class Scripted:
         return Evaluation(
             scores=torch.tensor([SCORES[step]]), names=("brightness", "quality"),
             images=torch.empty(0), prompts=(), draws=(), key=self.key, prompt=torch.arange(1),
-            statistics=torch.zeros(1, len(STATISTICS)), thumbnails=torch.zeros(1, 3, 1, 1),
+            statistics=torch.zeros(1, len(STATISTICS)), thumbnails=torch.zeros(1, 3, 8, 8),
         )  # fmt: skip
 
 
