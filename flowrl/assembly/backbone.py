@@ -56,10 +56,9 @@ def build_backbone(
 
 
 def evaluated_pipeline(config: Config) -> PipelineOptions:
-    """Return the pipeline's options with the size of evaluated images."""
-    sides = {"height": config.evaluation.height, "width": config.evaluation.width}
-    named = {name: side for name, side in sides.items() if side is not None}
-    return config.pipeline.model_copy(update=named)
+    """Return the pipeline's options with the width of evaluated images."""
+    width = config.evaluation.width or config.pipeline.width
+    return config.pipeline.model_copy(update={"width": width})
 
 
 def call_settings(config: Config, pipeline: Any) -> dict[str, Any]:

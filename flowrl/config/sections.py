@@ -188,9 +188,6 @@ class HeldOutOptions(Options):
         "published: 40",
     )
     guidance_scale: NonNegative = option(1.0, "Guidance in evaluation, apart from the rollout's.")
-    height: Count | None = option(
-        None, "Height of evaluated images in pixels; null is pipeline.height."
-    )
     width: Count | None = option(
         None, "Width of evaluated images in pixels; null is pipeline.width."
     )

@@ -98,7 +98,7 @@ class MemoryPlan:
     def footprints(self) -> list[Footprint]:
         """Return the phases in order. Raises UserError for images that make no whole patches."""
         config, spec = self.config, self.spec
-        for side in (self.height, self.width, config.evaluation.height, config.evaluation.width):
+        for side in (self.height, self.width, config.evaluation.width):
             if side is not None:
                 spec.latent_shape(side)  # raises
         # Nodes of one step, and images, of a batch of trees: they are there together.

@@ -70,7 +70,7 @@ def test_the_key_changes_with_whatever_changes_the_base_images(make):
         {"seed": 1},
         {"num_images": 4},
         {"prompts": "tiny:counting:test"},
-        {"height": 32},
+        {"width": 32},
         {"as_deployed": True},
         {"num_inference_steps": [2, 3]},
     ):
