@@ -55,15 +55,9 @@ def build_backbone(
     )
 
 
-def evaluated_pipeline(config: Config) -> PipelineOptions:
-    """Return the pipeline's options with the width of evaluated images."""
-    width = config.evaluation.width or config.pipeline.width
-    return config.pipeline.model_copy(update={"width": width})
-
-
 def call_settings(config: Config, pipeline: Any) -> dict[str, Any]:
     """Return the arguments of the pipeline's call that generate as the run's evaluation does."""
-    p, e = evaluated_pipeline(config), config.evaluation
+    p, e = config.pipeline, config.evaluation
     call = call_arguments(
         pipeline,
         guidance=e.guidance_scale,

@@ -16,7 +16,6 @@ from flowrl.assembly.backbone import (
     build_backbone,
     build_pipeline,
     call_settings,
-    evaluated_pipeline,
     rounding_key,
     set_precision,
 )
@@ -378,9 +377,7 @@ def build_evaluator(
     if not prompts:
         return None
     caches = caches or TextCaches(config, provided.pipeline)
-    backbone = build_backbone(
-        evaluated_pipeline(config), pipeline, guidance=e.guidance_scale, runtime=runtime
-    )
+    backbone = build_backbone(config.pipeline, pipeline, guidance=e.guidance_scale, runtime=runtime)
     text_cache = caches.get(backbone, e.guidance_scale)
     first, *at_steps = (
         Schedule(sigmas=backbone.sigmas(steps), kernel=KERNELS["flow_sde"], noise_level=0.0)

@@ -188,9 +188,6 @@ class HeldOutOptions(Options):
         "published: 40",
     )
     guidance_scale: NonNegative = option(1.0, "Guidance in evaluation, apart from the rollout's.")
-    width: Count | None = option(
-        None, "Width of evaluated images in pixels; null is pipeline.width."
-    )
     as_deployed: Flag = option(
         False,
         "Generate with the pipeline's own call, pipe(prompt, ...), hence with its own scheduler "

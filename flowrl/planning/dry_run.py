@@ -130,7 +130,7 @@ def _small_training(config: Config, folder: Path) -> dict[str, Any]:
             "micro_batch": min(optim.micro_batch, ROWS),
         },
         "evaluation": {
-            "num_images": min(e.num_images, IMAGES), "every": min(e.every, 1), "width": None,
+            "num_images": min(e.num_images, IMAGES), "every": min(e.every, 1),
             "num_inference_steps": steps, "batch_size": min(e.batch_size, ROWS),
         },
         "run": {

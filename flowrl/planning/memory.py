@@ -1,14 +1,13 @@
 """The memory of each phase of an iteration on one GPU, part by part, and of the machine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from flowrl.assembly.backbone import evaluated_pipeline
 from flowrl.assembly.text import ROWS, rows_first
 from flowrl.assembly.work_split import WorkSplit
 from flowrl.backbones.families import family_of, layer_rules_of, lora_targets
@@ -98,9 +97,8 @@ class MemoryPlan:
     def footprints(self) -> list[Footprint]:
         """Return the phases in order. Raises UserError for images that make no whole patches."""
         config, spec = self.config, self.spec
-        for side in (self.height, self.width, config.evaluation.width):
-            if side is not None:
-                spec.latent_shape(side)  # raises
+        for side in (self.height, self.width):
+            spec.latent_shape(side)  # raises
         # Nodes of one step, and images, of a batch of trees: they are there together.
         plans = [plan for plan in (self.kind.plan, self.kind.candidates) if plan is not None]
         frontier = max(count(p).peak_frontier // p.roots * self.trees(p) for p in plans)
@@ -121,10 +119,7 @@ class MemoryPlan:
             "training": held | self.training(),
         }
         if self.evaluation_batch:
-            # Whose images may have another size.
-            changed = config.model_copy(update={"pipeline": evaluated_pipeline(config)})
-            plan = replace(self, config=changed)
-            parts["evaluation"] = self.vae | plan.evaluation()
+            parts["evaluation"] = self.vae | self.evaluation()
         resident, footprints = self.resident(), []
         for phase, extra in parts.items():
             alone = phase == "encode" and config.memory.text_encoders != "keep"

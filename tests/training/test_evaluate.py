@@ -70,12 +70,12 @@ def test_the_key_changes_with_whatever_changes_the_base_images(make):
         {"seed": 1},
         {"num_images": 4},
         {"prompts": "tiny:counting:test"},
-        {"width": 32},
         {"as_deployed": True},
         {"num_inference_steps": [2, 3]},
     ):
         assert key(evaluation=change) != plain, change
-    assert key(pipeline={"dtype": "bf16"}) != plain
+    for change in ({"dtype": "bf16"}, {"height": 32}):
+        assert key(pipeline=change) != plain, change
     unseen = {"batch_size": 1, "every": 7}
     assert key(evaluation=unseen, optim={"lr": 1.0}) == plain
 
