@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
-from flowrl.prompts.refiner import RefinerOptions, Wording
+from flowrl.prompts.refiner import KL_COEF, RefinerOptions, Wording
 
 INSTRUCTION = (
     "Rewrite the following prompt of a text-to-image model so that the image shows all that it "
@@ -28,7 +28,7 @@ class LanguageModelRefiner:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self.options, self.device = options, device
+        self.device = device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path)
@@ -65,7 +65,7 @@ class LanguageModelRefiner:
             k3 = (gap.exp() - gap - 1).mean()
             # The ratio is 1, and its gradient that of the log-probability.
             gain = advantage * (now - now.detach()).exp().mean()
-            ((self.options.kl_coef * k3 - gain) / len(wordings)).backward()
+            ((KL_COEF * k3 - gain) / len(wordings)).backward()
             kl += k3.item() / len(wordings)
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
         if not norm.isfinite():

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flowrl.prompts.records import PromptRecord
-from flowrl.utils.fields import NonNegative, Options, Positive, Text, Whole, option
+from flowrl.utils.fields import Options, Positive, Text, Whole, option
 
 if TYPE_CHECKING:
     import torch
 
 PROMPT_RL = "PromptRL, arXiv 2602.01382"
+KL_COEF = 0.01  # weight of the penalty that pulls wordings to those of the start, as in PromptRL
 
 
 class RefinerOptions(Options):
@@ -36,9 +37,6 @@ class RefinerOptions(Options):
         None,
         "Size of the refiner's steps; null is 0.05 for templates and 1e-5 for a language model.",
         f"1e-6 in the code of {PROMPT_RL}, which trains all weights",
-    )
-    kl_coef: NonNegative = option(
-        0.01, "Weight of the KL penalty that pulls wordings to those of the start.", PROMPT_RL
     )
 
     def build(self, seed: int, device: "torch.device") -> "Refiner":

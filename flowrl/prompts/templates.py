@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowrl.prompts.records import PromptRecord
-from flowrl.prompts.refiner import RefinerOptions, Wording
+from flowrl.prompts.refiner import KL_COEF, RefinerOptions, Wording
 
 # Between the parts of a prompt; what stands in quotes is to be spelled, and stays whole.
 BETWEEN_PARTS = re.compile(r'(?: and |, )(?=(?:[^"]*"[^"]*")*[^"]*$)')
@@ -64,11 +64,11 @@ class TemplateRefiner:
     def gradient(
         self, wordings: Sequence[Wording], advantages: Sequence[float]
     ) -> list[list[float]]:
-        """Return that of mean(-A log pi + kl_coef k3) by the logits, k3 = e^gap - gap - 1."""
+        """Return that of mean(-A log pi + KL_COEF k3) by the logits, k3 = e^gap - gap - 1."""
         chances = self.chances()
         gradient = [[0.0] * size for size in SLOTS]
         for wording, advantage in zip(wordings, advantages, strict=True):
-            pull = self.options.kl_coef * (1 - math.exp(self.gap(wording.draw)))
+            pull = KL_COEF * (1 - math.exp(self.gap(wording.draw)))
             share = (pull - advantage) / len(wordings)
             for slot, choice in enumerate(wording.draw):
                 for j, chance in enumerate(chances[slot]):

@@ -61,8 +61,11 @@ def test_an_answer_in_its_tags_is_the_wording_and_any_other_leaves_the_prompt(ma
         assert (bad.text, bad.format) == (PROMPT.text, 0.0)
 
 
-def test_the_gradient_is_that_of_the_token_means_and_zero_advantages_leave_the_start(make):
-    refiner = make(kl_coef=0.0)
+def test_the_gradient_is_that_of_the_token_means_and_zero_advantages_leave_the_start(
+    make, monkeypatch
+):
+    monkeypatch.setattr(language_model, "KL_COEF", 0.0)
+    refiner = make()
     wordings = [answer(refiner, "<answer>x</answer>"), answer(refiner, "no")]
     before = {name: weight.clone() for name, weight in refiner.weights.items()}
     assert refiner.learn(wordings, [0.0, 0.0]) == {"refiner/kl": 0.0}

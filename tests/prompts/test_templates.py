@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from flowrl.prompts import templates
 from flowrl.prompts.records import PromptRecord
 from flowrl.prompts.refiner import RefinerOptions, Wording
 from flowrl.prompts.templates import SLOTS, TemplateRefiner, fill_in, k3, parts_of
@@ -36,8 +37,9 @@ def gained(refiner: TemplateRefiner, kl_coef: float) -> float:
     return sum(p * reward(draw) for draw, p in chances.items()) - kl_coef * kl
 
 
-def test_the_gradient_is_that_of_the_expected_reward_by_enumeration():
-    refiner = refiner_of(UNEVEN, kl_coef=0)
+def test_the_gradient_is_that_of_the_expected_reward_by_enumeration(monkeypatch):
+    monkeypatch.setattr(templates, "KL_COEF", 0.0)
+    refiner = refiner_of(UNEVEN)
     expected = [[0.0] * size for size in SLOTS]
     for draw in DRAWS:
         rows = refiner.gradient([Wording(text="", draw=draw)], [reward(draw) - 0.7])
@@ -56,8 +58,9 @@ def test_the_gradient_is_that_of_the_expected_reward_by_enumeration():
             assert value == pytest.approx((sides[0] - sides[1]) / 2e-5, abs=1e-9)
 
 
-def test_the_gradient_of_many_is_the_mean_and_the_penalty_is_that_of_k3():
-    refiner, draws = refiner_of(UNEVEN, kl_coef=0.3), DRAWS[:5]
+def test_the_gradient_of_many_is_the_mean_and_the_penalty_is_that_of_k3(monkeypatch):
+    monkeypatch.setattr(templates, "KL_COEF", 0.3)
+    refiner, draws = refiner_of(UNEVEN), DRAWS[:5]
     wordings, advantages = [Wording(text="", draw=d) for d in draws], [1.0, -2.0, 0.5, 0.0, 0.0]
     found = refiner.gradient(wordings, advantages)
 
@@ -104,10 +107,11 @@ def test_forms_keep_every_part_and_what_is_in_quotes():
     assert fill_in(PROMPT.text, (0, 0, 0)) == PROMPT.text == refiner_of().wording(PROMPT)
 
 
-def test_the_wording_that_earns_more_is_learned_and_a_penalty_holds_it_back():
+def test_the_wording_that_earns_more_is_learned_and_a_penalty_holds_it_back(monkeypatch):
     best, kl = (2, 1, 3), {}
     for kl_coef in (0.0, 5.0):
-        refiner = refiner_of(kl_coef=kl_coef, lr=0.1)
+        monkeypatch.setattr(templates, "KL_COEF", kl_coef)
+        refiner = refiner_of(lr=0.1)
         for iteration in range(100):
             (row,) = refiner.propose([PROMPT], 16, str(iteration))
             earned = [sum(a == b for a, b in zip(w.draw, best, strict=True)) for w in row]
