@@ -43,10 +43,6 @@ class AuditOptions(Options):
     every: Whole = option(
         50, "Iterations between two audits, the first before any rollout; 0 is never."
     )
-    prompts: Count = option(
-        2,
-        "Number of an iteration's prompts whose candidates are also all sampled exactly.",
-    )
 
 
 SelectRule = Literal["best_worst", "max_variance", "mean_deviation", "extremes_random", "random"]

@@ -99,11 +99,8 @@ def _small_rollout(config: Config) -> dict[str, Any]:
         "store": None,
     }  # fmt: skip
     if r.explore is not None:
-        prompts = min(r.explore.audit.prompts, 1)
         precision = "bf16" if r.explore.precision == "bf16" else "nvfp4-emulated"
-        small["explore"] = {
-            "precision": precision, "min_dim": 0, "audit": {"prompts": prompts},
-        }  # fmt: skip
+        small["explore"] = {"precision": precision, "min_dim": 0}
     return {"rollout": small}
 
 

@@ -13,6 +13,7 @@ from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.dry_run import inspect_reward
 from flowrl.planning.model_specs import spec_for
+from flowrl.sampling.rank_audit import AUDITED_PROMPTS
 from flowrl.trees.plan import TreePlan, count
 
 
@@ -163,5 +164,5 @@ def _audit_forwards(config: Config) -> int:
     times = -(-config.run.iterations // explore.audit.every)
     plan = r.plan(0, config.run.seed)
     forwards = count(plan).forwards // plan.roots * (1 + doubles(config, r.guidance_scale))
-    prompts = min(explore.audit.prompts, r.prompts_per_iteration)
+    prompts = min(AUDITED_PROMPTS, r.prompts_per_iteration)
     return times * prompts * explore.candidates * forwards

@@ -30,6 +30,7 @@ LOG = logging.getLogger(__name__)
 
 # Mean of Spearman's rho within prompts that is enough; Sol-RL publishes 0.9 to 0.94, pooled.
 MIN_RHO = 0.8
+AUDITED_PROMPTS = 2  # of an iteration, whose candidates are also all sampled exactly
 FILE = "audits.jsonl"
 
 
@@ -110,8 +111,8 @@ class RankAuditor:
         self, iteration: int, candidates: RolloutRequest
     ) -> tuple[RolloutGenerator, Mapping[str, float]]:
         """Return the generator and the metrics of an audit, {} without one."""
-        generator, o = self.preview(), self.explore.audit
-        if not o.every or iteration % o.every:
+        generator, every = self.preview(), self.explore.audit.every
+        if not every or iteration % every:
             return generator, {}
         plan = self.rollout.plan(iteration, self.seed)
         exact_plan = replace(plan, roots=self.explore.candidates)
@@ -142,7 +143,7 @@ class RankAuditor:
         """Score all candidates of the first prompts, by previews and by exact images: (P, N)."""
         # All prompts' texts at once, as without an audit: the last bits depend on their batch.
         generator.encode_prompts(candidates.take(generator.share(candidates, plans[0])))
-        first = (candidates.group < self.explore.audit.prompts).nonzero().squeeze(1)
+        first = (candidates.group < AUDITED_PROMPTS).nonzero().squeeze(1)
         exact = replace(
             self.exact,
             specs=generator.specs,

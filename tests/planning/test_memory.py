@@ -73,7 +73,6 @@ def test_adamw_takes_8_bytes_a_trained_number_and_adapters_4_each():
 def test_candidates_are_held_a_batch_of_trees_at_a_time_and_freed_before_training():
     """48 trees of 5 nodes, of which 4 are held at once, then 2 that are trained on."""
     explore = {"candidates": 48, "num_inference_steps": 4, "precision": "bf16"}
-    explore["audit"] = {"prompts": 1}
     few = {"prompts_per_iteration": 1, "group_size": 2}
     many = plan(rollout=few | {"explore": explore})
     latent = many.spec.channels * (64 // many.spec.factor) ** 2

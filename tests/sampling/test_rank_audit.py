@@ -79,7 +79,7 @@ EXPLORE = {"candidates": 8, "num_inference_steps": 2, "precision": "nvfp4-emulat
 @pytest.fixture
 def options(tmp_path):
     def make(tree="ode", explore=None, **audit):
-        merged = EXPLORE | (explore or {}) | {"audit": {"prompts": 1, "every": 2} | audit}
+        merged = EXPLORE | (explore or {}) | {"audit": {"every": 2} | audit}
         return {
             "objective": {"kind": "nft", "noising": {"count": 2}},
             "rollout": {"tree": {"kind": tree}, "explore": merged},

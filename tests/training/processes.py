@@ -41,7 +41,7 @@ FAN = LONG | {"tree": {"kind": "tree_grpo", "branch": 2, "window": {"kind": "fix
 TWO_STAGE = CHAINS | {
     "explore": {
         "candidates": 4, "num_inference_steps": 2, "precision": "bf16",
-        "audit": {"every": 1, "prompts": 1},
+        "audit": {"every": 1},
     }
 }  # fmt: skip
 NFT = {"kind": "nft", "noising": {"count": 2}}

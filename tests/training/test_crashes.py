@@ -32,7 +32,7 @@ EXPLORE = {
     "candidates": 4,
     "num_inference_steps": 2,
     "precision": "bf16",
-    "audit": {"every": 1, "prompts": 1},
+    "audit": {"every": 1},
 }
 EVALUATION = {"prompts": "tiny:colors:test", "num_images": 2, "num_inference_steps": 1, "every": 1}
 GDRO = {"kind": "gdro", "noising": {"count": 1}}
