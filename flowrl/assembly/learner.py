@@ -396,7 +396,6 @@ def build_evaluator(
         decode_batch=config.pipeline.decode_batch,
         key=evaluation_key(config, specs, prompts),
         origin=evaluation_origin(config, caches, specs, prompts, backbone.device),
-        max_invalid_fraction=config.failures.max_invalid_fraction,
     )
 
 

@@ -133,7 +133,6 @@ def build_generator(parts: RolloutParts) -> RolloutGenerator:
         text_cache=parts.text_cache,
         specs=[spec for spec in parts.specs if spec.asked_in("rollout")],
         runtime=parts.runtime,
-        max_invalid_fraction=parts.config.failures.max_invalid_fraction,
         num_inference_steps=r.num_inference_steps,
         kernel=KERNELS[r.kernel],
         noise_level=r.noise_level,

@@ -10,7 +10,7 @@ from flowrl.config import validate
 from flowrl.config.load import load_recipe
 from flowrl.config.messages import format_errors
 from flowrl.config.objectives import GRPOOptions, Objective
-from flowrl.config.rewards import FailureOptions, RewardOptions, check_rewards
+from flowrl.config.rewards import RewardOptions, check_rewards
 from flowrl.config.rollout import (
     EMAOptions,
     OptimOptions,
@@ -54,9 +54,6 @@ class Config(Options):
     )
     rewards: Annotated[list[RewardOptions], Field(max_length=100)] = option(
         ..., "What is scored: a list, each with a name at least."
-    )
-    failures: FailureOptions = option(
-        FailureOptions(), "What happens when rewards cannot be computed."
     )
     evaluation: HeldOutOptions = option(HeldOutOptions(), "Scores on held-out prompts.")
     run: RunOptions = option(RunOptions(), "Where a run lives and how long it lasts.")

@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from flowrl.utils.fields import (
     Count,
     Flag,
-    NonNegative,
     Number,
     Options,
     Positive,
@@ -176,16 +175,6 @@ class RewardOptions(Options):
         name = self.name if remote else getattr(reward, "name", self.name)
         name = name if isinstance(name, str) else self.name  # a property, of objects alone
         return self.label or name
-
-
-class FailureOptions(Options):
-    """When missing scores stop a run."""
-
-    max_invalid_fraction: Annotated[NonNegative, Field(le=1)] = option(
-        0.1,
-        "Largest share of an iteration's images that may lack a score of a trained reward; above "
-        "it the run stops.",
-    )
 
 
 def check_rewards(rewards: list[RewardOptions]) -> None:

@@ -147,7 +147,6 @@ class RankAuditor:
         exact = replace(
             self.exact,
             specs=generator.specs,
-            max_invalid_fraction=generator.max_invalid_fraction,
             whole_prompts=generator.whole_prompts,  # these images are not compared in training
         )
         proxy, true = (

@@ -161,7 +161,6 @@ class RolloutGenerator:
     text_cache: TextCache
     specs: Sequence[RewardSpec]
     runtime: Runtime
-    max_invalid_fraction: float  # of images without a reward
     num_inference_steps: int
     kernel: StepKernel
     noise_level: float
@@ -200,7 +199,7 @@ class RolloutGenerator:
         request = samples.request
         group = request.group.repeat_interleave(len(result.scores) // len(request.prompt))
         reward, valid = combine(self.specs, result)
-        check_invalid(valid, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)
+        check_invalid(valid, result.errors)
         return Scores(images=images, result=result, reward=reward, valid=valid, group=group)
 
     def start(

@@ -16,6 +16,8 @@ from torch import Tensor
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardResult, RewardSpec
 
+MOST_INVALID = 0.1  # share of images that may lack a reward; means over the others mislead
+
 
 def combine(specs: Sequence[RewardSpec], result: RewardResult) -> tuple[Tensor, Tensor]:
     """Return the sum of weight times score, (L,) float32, and where it is valid, (L,) bool.
@@ -82,19 +84,17 @@ def train_weights(specs: Sequence[RewardSpec]) -> list[float]:
 # --- missing scores -------------------------------------------------------------------------------
 
 
-def check_invalid(
-    valid: Tensor, *, max_invalid_fraction: float, errors: Mapping[str, str] | None = None
-) -> None:
-    """Raise RewardFailure when more than `max_invalid_fraction` of valid (L,) is False.
+def check_invalid(valid: Tensor, errors: Mapping[str, str]) -> None:
+    """Raise RewardFailure when more than MOST_INVALID of valid (L,) is False.
 
     errors: by reward's name, why its scores are missing and of which prompt.
     """
     missing = int((~valid).sum())
-    if missing > max_invalid_fraction * valid.numel():
-        reasons = "; ".join(f"{name}: {text}" for name, text in (errors or {}).items())
+    if missing > MOST_INVALID * valid.numel():
+        reasons = "; ".join(f"{name}: {text}" for name, text in errors.items())
         reasons = reasons or "the rewards gave no finite numbers"
         raise RewardFailure(
             f"{missing} of {valid.numel()} images have no reward, more than the allowed share "
-            f"{max_invalid_fraction:g} ({reasons}): mend the reward, or raise "
-            "failures.max_invalid_fraction"
+            f"{MOST_INVALID:g} ({reasons}): mend the reward, or leave out prompts that it cannot "
+            "score"
         )

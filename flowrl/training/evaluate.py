@@ -153,8 +153,8 @@ class Evaluator:
     """Generates and scores one image of each of `prompts`, deterministically over `schedule`.
 
     The k-th image of a prompt always has the same initial noise, also at other numbers of steps
-    and in the pipeline's own call. Raises RewardFailure when more than `max_invalid_fraction` of
-    the images lack a score of a trained reward.
+    and in the pipeline's own call. Raises RewardFailure when too many images lack a
+    score of a trained reward.
     """
 
     backbone: PipelineBackbone
@@ -170,7 +170,6 @@ class Evaluator:
     key: str = ""  # of everything in the recipe that decides the base's images and their scores
     origin: str = ""  # of what else does, see `evaluation_origin`; "": no other run may have these
     keep: int = 24  # images kept for people to look at
-    max_invalid_fraction: float = 1.0
     title: str = "evaluating"  # of the progress bar
 
     def request(self) -> RolloutRequest:
@@ -258,7 +257,7 @@ class Evaluator:
         result = gather_results(RewardResult.cat(results), runtime)
         # Means over the few images that have a score would mislead.
         scored = ~lacks_score(self.specs, result)
-        check_invalid(scored, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)
+        check_invalid(scored, result.errors)
         images = runtime.gather(torch.cat(shown) if shown else to_levels(none))
         statistics, small = (runtime.gather(torch.cat(parts)) for parts in zip(*looks, strict=True))
         return result.scores, (statistics, small), images, result.errors

@@ -25,7 +25,7 @@ Changes = dict[str, tuple[Any, Any]]  # by option: before, now
 FREE = (
     "run.output_dir", "run.iterations", "run.max_minutes", "run.checkpoint_every",
     "run.keep_checkpoints", "run.sample_every", "run.trackers",
-    "run.push_to_hub", "run.hub_model_id", "run.threads", "failures",
+    "run.push_to_hub", "run.hub_model_id", "run.threads",
     "pipeline.device", "pipeline.decode_batch", "pipeline.attention", "pipeline.compile",
     "memory.gradient_checkpointing", "memory.text_encoders", "memory.vae", "memory.prompt_cache",
     "rollout.batch_size", "rollout.merge_lora", "rollout.workers", "optim.micro_batch",

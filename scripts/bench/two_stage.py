@@ -617,7 +617,6 @@ def _generator(
         text_cache=RandomTexts(own),
         specs=[RewardSpec(name="brightness", reward=load_reward("brightness"))],
         runtime=networks.runtime,
-        max_invalid_fraction=0.0,
         num_inference_steps=steps,
         kernel=KERNELS["flow_sde"],
         noise_level=0.0,  # no plan here has noise

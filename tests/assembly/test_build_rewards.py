@@ -23,10 +23,8 @@ class Rivals:
         return [self.factor] * len(images)
 
 
-def config(*rewards, **failures):
-    return parse_config(
-        {"prompts": {"train": "p.txt"}, "rewards": [*rewards], "failures": failures}
-    )
+def config(*rewards):
+    return parse_config({"prompts": {"train": "p.txt"}, "rewards": [*rewards]})
 
 
 def build(**entry) -> RewardSpec:

@@ -7,6 +7,7 @@ from policies import disturb
 import flowrl.sampling.rollout
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer
+from flowrl.scoring import combine
 
 ODE = {"tree": {"kind": "ode"}}
 NFT = {"kind": "nft", "noising": {"count": 2}}
@@ -106,15 +107,16 @@ def test_proxies_decide_what_is_sampled_again_and_nothing_else(make_learner):
     assert not torch.equal(plain.explored.chosen, other.explored.chosen)
 
 
-def test_candidates_without_a_score_are_not_ranked_and_are_counted(make_learner):
+def test_candidates_without_a_score_are_not_ranked_and_are_counted(make_learner, monkeypatch):
+    monkeypatch.setattr(combine, "MOST_INVALID", 0.7)
+
     def patchy(bright):
         bright = bright.clone()
         bright[:5] = math.nan
         bright[6:12] = math.nan
         return bright
 
-    limit = {"max_invalid_fraction": 0.7}
-    learner = explorer(make_learner, Twofold(patchy), failures=limit)
+    learner = explorer(make_learner, Twofold(patchy))
     rollout, metrics = learner.iterate(0)
     assert metrics["explore/missing"] == pytest.approx(11 / 18)
     # Of the first prompt one of nine has a score: it is kept, and the first of those without.

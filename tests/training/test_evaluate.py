@@ -152,8 +152,6 @@ def test_an_evaluation_without_enough_scores_stops(evaluator, runtime):
     def patchy(images, prompts, metadata):
         return [math.nan] + [0.5] * (len(images) - 1)  # the first of each batch of two
 
-    strict = replace(
-        evaluator, specs=[RewardSpec(name="patchy", reward=patchy)], max_invalid_fraction=0.4
-    )
+    strict = replace(evaluator, specs=[RewardSpec(name="patchy", reward=patchy)])
     with pytest.raises(RewardFailure, match="patchy"):
         strict(strict.backbone.velocity, runtime)

@@ -10,6 +10,7 @@ from policies import disturb
 from flowrl.backbones.policy import OLD, POLICY
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer
+from flowrl.scoring import combine
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.training.metrics import RowMeans, rollout_metrics
 
@@ -137,20 +138,22 @@ def test_a_second_update_sees_a_ratio_that_has_moved(make_learner):
     assert metrics["policy/ratio_error_max"] > 0.1  # and yet training went on
 
 
-def test_missing_rewards_are_left_out_and_too_many_stop(make_learner):
+def test_missing_rewards_are_left_out_and_too_many_stop(make_learner, monkeypatch):
     def sometimes(images, prompts, metadata):
         scores = images.mean((1, 2, 3))
         scores[0] = math.nan
         return scores
 
     rewards = {"sometimes": sometimes}
-    learner = make_learner(rewards=rewards, failures={"max_invalid_fraction": 0.2})
-    _, metrics = learner.iterate(0)
+    learner = make_learner(rewards=rewards)
+    with monkeypatch.context() as patch:
+        patch.setattr(combine, "MOST_INVALID", 0.2)
+        _, metrics = learner.iterate(0)
     assert metrics["reward/invalid"] == 1 / 8
     assert all(math.isfinite(v) for v in metrics.values())
     assert all(p.isfinite().all() for p in learner.policy.parameters())
     with pytest.raises(RewardFailure, match="1 of 8"):
-        make_learner(rewards=rewards, failures={"max_invalid_fraction": 0.1}).iterate(0)
+        make_learner(rewards=rewards).iterate(0)
 
 
 def test_without_any_signal_nothing_moves(make_learner):
