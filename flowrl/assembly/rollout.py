@@ -112,7 +112,7 @@ def build_rewording(parts: RolloutParts) -> Rewording | None:
         return None
     with runtime.raise_on_all():
         refiner = options.build(seed, runtime.device) if runtime.is_main else None
-    return Rewording(refiner=refiner, own=options.own, seed=seed, runtime=runtime)
+    return Rewording(refiner=refiner, own_words=options.own_words, seed=seed, runtime=runtime)
 
 
 def build_generator(parts: RolloutParts) -> RolloutGenerator:

@@ -228,17 +228,17 @@ def check_refiner(
                 "prompts.refiner draws new texts for each iteration and learns from all their "
                 f"images before the next: set {option} to {works}, or prompts.refiner to null"
             )
-    roots, own = min(plan.roots for plan in plans), prompts.refiner.own
+    roots, own_words = min(plan.roots for plan in plans), prompts.refiner.own_words
     if roots < 2:
         raise ValueError(
             f"prompts.refiner compares trees of different words, but rollout.tree "
             f"{rollout.tree.kind} has one a prompt: take a tree with several roots, such as "
             "flow_grpo, or set prompts.refiner to null"
         )
-    if own > roots:
+    if own_words > roots:
         raise ValueError(
-            f"prompts.refiner.own is {own}, but rollout.tree starts {roots} trees of a prompt: "
-            f"the nearest valid value is {roots}"
+            f"prompts.refiner.own_words is {own_words}, but rollout.tree starts {roots} trees of a "
+            f"prompt: the nearest valid value is {roots}"
         )
 
 

@@ -28,7 +28,7 @@ class RefinerOptions(Options):
         "and is trained with a LoRA of its own; null fills in templates, without such a model.",
         f"Qwen2.5-VL in {PROMPT_RL}",
     )
-    own: Whole = option(
+    own_words: Whole = option(
         2,
         "Trees of each prompt that keep its own words; the others have a wording each.",
         f"2 of 8 in {PROMPT_RL}",

@@ -24,7 +24,7 @@ class Rewording:
     """
 
     refiner: Refiner | None  # on the main process
-    own: int  # trees of each prompt that keep its own words
+    own_words: int  # trees of each prompt that keep its own words
     seed: int
     runtime: Runtime
     _wordings: list[list[Wording]] = field(init=False, default_factory=list)  # not yet learned from
@@ -35,7 +35,7 @@ class Rewording:
         Each of them is a prompt of its own there, also where words are equal: the number of texts
         that are encoded together decides the last bits, and must not depend on chance.
         """
-        records, count = list(request.prompts), roots - self.own
+        records, count = list(request.prompts), roots - self.own_words
         if not count:
             return request
         key = f"{self.seed}/refiner/{request.iteration}"
@@ -45,7 +45,7 @@ class Rewording:
             for record, row in zip(records, texts, strict=True)
             for text in (None, *row)
         ]
-        place = (torch.arange(roots) - self.own + 1).clamp(min=0)
+        place = (torch.arange(roots) - self.own_words + 1).clamp(min=0)
         index = torch.arange(len(records))[:, None] * (count + 1) + place
         return replace(request, prompts=prompts, prompt=index.flatten())
 
@@ -68,24 +68,23 @@ class Rewording:
             with self.runtime.raise_on_all():
                 return {}
         forms = torch.tensor([[w.format for w in row] for row in wordings], dtype=torch.float64)
-        mean_form = forms.mean(1, keepdim=True).expand(-1, self.own)
-        trees = self.own + forms.shape[1]
+        mean_form = forms.mean(1, keepdim=True).expand(-1, self.own_words)
+        trees = self.own_words + forms.shape[1]
         total = reward.cpu().double().view(len(wordings), trees, -1).nanmean(2)
         total = total + torch.cat([mean_form, forms], 1)
         distance = total - total.nanmean(1, keepdim=True)
         scale = distance.square().nanmean(1, keepdim=True).sqrt() + FLOOR
-        advantage = (distance / scale).nan_to_num(0.0).clamp(-CLIP, CLIP)[:, self.own :]
+        advantage = (distance / scale).nan_to_num(0.0).clamp(-CLIP, CLIP)[:, self.own_words :]
         drawn = [wording for row in wordings for wording in row]
         with self.runtime.raise_on_all():
             assert self.refiner is not None
             metrics = self.refiner.learn(drawn, advantage.flatten().tolist())
         distinct = sum(len({w.text for w in row}) for row in wordings)
+        same, reworded = total.split([self.own_words, forms.shape[1]], 1)
         return metrics | {
             "refiner/distinct": distinct / len(drawn),
             "refiner/format": forms.mean().item(),
-            "refiner/gain": (total[:, self.own :].nanmean() - total[:, : self.own].nanmean()).item()
-            if self.own
-            else 0.0,
+            "refiner/gain": (reworded.nanmean() - same.nanmean()).item() if self.own_words else 0.0,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -90,7 +90,7 @@ TRACKED = ["prompts.book={}", "objective.advantage.center=tracker"]
         (["prompts.refiner={}", "rollout.store=groups"], "rollout.store", "null"),
         (["prompts.refiner={}", "memory.text_encoders=free"], "memory.text_encoders", "keep"),
         (["prompts.refiner={}", "memory.prompt_cache=a"], "memory.prompt_cache", "null"),
-        (["prompts.refiner={own: 99}"], "prompts.refiner.own", "2"),
+        (["prompts.refiner={own_words: 99}"], "prompts.refiner.own_words", "2"),
         (["prompts.refiner={}", "rollout.tree={kind: branch_grpo}"], "rollout.tree",
          "{kind: flow_grpo}"),
         (["rollout.group_size=1", "prompts.book={}"], "objective.advantage.center", "tracker"),

@@ -107,7 +107,7 @@ def config_of(case: str, folder: Path, shard: str):
             "prompts": {
                 "train": prompts,
                 "book": BOOK if case == "book" else None,
-                "refiner": {"own": 1} if case == "refiner" else None,
+                "refiner": {"own_words": 1} if case == "refiner" else None,
             },
             "rollout": rollout,
             "objective": objective,

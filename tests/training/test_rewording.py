@@ -28,12 +28,12 @@ def learner_with(make_learner):
 
 def test_where_all_trees_have_their_own_words_no_bit_of_a_run_changes(learner_with):
     weights, kept = [], []
-    for refiner in (None, {"own": 3}, {"own": 0}):
+    for refiner in (None, {"own_words": 3}, {"own_words": 0}):
         learner = learner_with(refiner)
         metrics = [learner.iterate(iteration)[1] for iteration in range(2)]
         weights.append(learner.policy.weights(POLICY))
         kept.append("refiner/distinct" in metrics[1])
-        if refiner == {"own": 3}:
+        if refiner == {"own_words": 3}:
             start = TemplateRefiner(RefinerOptions())
             assert learner.rewording.state_dict() == start.state_dict()
     assert all(map(torch.equal, weights[0], weights[1])) and kept == [False, False, True]
@@ -47,7 +47,7 @@ def test_each_tree_is_learned_from_with_the_words_it_was_sampled_with(learner_wi
         scored.extend(prompts)
         return images.mean((1, 2, 3)).tolist()
 
-    learner = learner_with({"own": 1}, rewards={"bright": reward})
+    learner = learner_with({"own_words": 1}, rewards={"bright": reward})
     request = learner.source.request(0, learner.source.plan(0))
     records = learner.source.prompts.at(0)
     rollout = learner.iterate(0)[0]
@@ -83,7 +83,7 @@ def test_advantages_are_the_z_scores_of_the_seed_means_with_the_form_over_all_tr
     sampler = learner_with(None).source
     request = sampler.request(0, sampler.plan(0))
     refiner = Fixed(RefinerOptions())
-    rewording = Rewording(refiner=refiner, own=1, seed=0, runtime=Runtime(device="cpu"))
+    rewording = Rewording(refiner=refiner, own_words=1, seed=0, runtime=Runtime(device="cpu"))
     rewording.reword(request, 3)
     nan = float("nan")
     reward = torch.tensor([[[1.0, 3.0], [0.0, 2.0], [5.0, nan]], [[nan, nan], [1.0, 1.0], [2, 2]]])
@@ -100,7 +100,7 @@ def test_advantages_are_the_z_scores_of_the_seed_means_with_the_form_over_all_tr
 
 
 def test_a_run_learns_the_words_that_its_reward_likes(learner_with):
-    learner = learner_with({"own": 1, "lr": 0.3}, optim={"lr": 1e-9})
+    learner = learner_with({"own_words": 1, "lr": 0.3}, optim={"lr": 1e-9})
     sampler, refiner = learner.source, learner.rewording.refiner
     for iteration in range(25):
         request = sampler.request(iteration, sampler.plan(iteration))
