@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flowrl.errors import UserError
 from flowrl.prompts.generate.geneval import KINDS, RATIO, TEST_RATIO, geneval_sets
 from flowrl.prompts.generate.ocr import ocr_sets
-from flowrl.prompts.generate.templates import article, plural, write_sets
+from flowrl.prompts.generate.templates import apportion, article, plural, write_sets
 from flowrl.prompts.overlap import request_of
 from flowrl.prompts.records import load_prompts
 
@@ -114,3 +114,10 @@ def test_files_are_read_back_and_lists_have_no_repeats(tmp_path):
     with pytest.raises(UserError, match="train.jsonl is there already"):
         write_sets(tmp_path, sets)
     assert write_sets(tmp_path / "new", ([], sets[1])) == [tmp_path / "new" / "test.jsonl"]
+
+
+def test_the_largest_remainders_get_what_is_left():
+    """10 by 1:1:2 is 2.5, 2.5 and 5: the first of the equal halves gets the tenth."""
+    assert apportion(10, "abc", (1, 1, 2)) == {"a": 3, "b": 2, "c": 5}
+    assert apportion(7, "abc", (5, 1, 1)) == {"a": 5, "b": 1, "c": 1}
+    assert apportion(3, "ab", (1, 5)) == {"a": 1, "b": 2}
