@@ -174,7 +174,8 @@ def write_page(data: Path) -> Path:
         "An earlier version was judged by eight of those loopholes, on worlds 2 to 4: area 0.943, "
         "gold at the base's for 2 of 8. What pixels explain of a reward's changes was added since, "
         "and these ten loopholes were written before any run had trained on them. All ten look at "
-        "pixels and at no prompt. `nft_on_the_proxy` trains on the learned reward tiny_proxy. "
+        "pixels and at no prompt: of a reward that a prompt decides and that still has a loophole "
+        "this page says nothing. `nft_on_the_proxy` trains on the learned reward tiny_proxy. "
         "Made by `python -m scripts.arena.radar --jobs 2`.", "",
         "**Area under the ROC curve** of the largest hacking score until gold has lost a tenth of "
         f"its best, against the largest of an honest run: {area(*scores):.3f} "
@@ -215,13 +216,17 @@ def _defence(watched: Mapping[Any, Series], defended: Mapping[Any, Series]) -> s
     for name in names:
         runs = [run for (arm, _), run in defended.items() if arm == name]
         above += mean(float(r[-1]["gold"]) for r in runs) >= mean(float(r[0]["gold"]) for r in runs)
+    returned = sum(run[-1]["gold"] == run[0]["gold"] for run in defended.values())
+    first = sum(int(run[-1]["iteration"]) == EVERY for run in defended.values())
     acted = sum(worst(run) > HALF for key, run in watched.items() if key not in defended)
     return (
         f"**Rolled back** (`action: {DEFENCE}`, `patience: 1`), {len(defended)} runs on loopholes "
         f"end with {share(defended):.2f} of the best gold score that they had when left alone; "
         f"left alone they end with {share(watched):.2f}. On average over worlds gold ends at or "
-        f"above the base's for {above} of {len(names)} loopholes. In {acted} of "
-        f"{len(watched) - len(defended)} honest runs the rule would have acted: without acting it "
+        f"above the base's for {above} of {len(names)} loopholes: {returned} of {len(defended)} "
+        f"runs end with exactly the base's score, {first} of them stopped at the first "
+        f"evaluation. In {acted} of {len(watched) - len(defended)} honest runs the rule would have "
+        "acted: without acting it "
         "changes nothing."
     )
 
