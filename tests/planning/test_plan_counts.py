@@ -36,7 +36,7 @@ def of(config) -> UpdateWork:
 
 @pytest.mark.parametrize(
     "name",
-    ["chains", "trees", "teachers", pytest.param("guided", marks=pytest.mark.slow), "groups"],
+    ["chains", "trees", "teachers", "guided", "groups"],
 )
 def test_an_iteration_takes_as_many_forwards_as_are_counted(make_learner, tiny_config, name):
     rollout, objective, updates = CASES[name]
