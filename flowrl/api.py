@@ -303,7 +303,10 @@ def refine(run: Path, prompts: Sequence[PromptRecord], *, device: str) -> list[P
             "leave --refine out"
         )
     refiner = config.prompts.refiner.build(config.run.seed, Runtime(device=device).device)
-    refiner.load_state_dict(read_checkpoint(Checkpoints(run, keep=1).path(steps[-1]))["refiner"])
+    state = read_checkpoint(Checkpoints(run, keep=1).path(steps[-1])).get("refiner")
+    if not state:
+        raise UserError(f"the newest checkpoint of {run} is from before it had a refiner")
+    refiner.load_state_dict(state)
     return [replace(prompt, wording=refiner.wording(prompt)) for prompt in prompts]
 
 

@@ -61,8 +61,8 @@ class AdvantageOptions(Options):
     )
     scale: Literal["auto", "std", "none", "global"] = option(
         "auto",
-        "Divisor of an advantage: std of the group, std over all images of the iteration "
-        "(global), plus 1e-4, or 1 (none). auto is global with rewards: gdpo, and std with "
+        "Divisor of an advantage: std of the group, or over all images of the iteration "
+        "(global), each plus 1e-4; or 1 (none). auto is global with rewards: gdpo, and std with "
         "rewards: sum.",
         "global in DiffusionNFT and in Flow-GRPO's published runs, std in most later ones",
     )

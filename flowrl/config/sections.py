@@ -263,8 +263,8 @@ class RunOptions(Options):
     )
     hub_model_id: Text | None = option(
         None,
-        "With push_to_hub: name of the repository, which keeps being private where it is; null is "
-        "the output folder's name.",
+        "With push_to_hub: name of the repository; one that is there stays public or private, a "
+        "new one is public. null is the output folder's name.",
     )
     threads: Count | None = option(None, "CPU threads; null leaves it to torch.")
     on_hacking: OnHackingOptions | None = option(

@@ -131,14 +131,11 @@ def check_explore(plans: Plans, rollout: SamplingOptions) -> None:
 
 def check_precision(pipeline: PipelineOptions, rollout: SamplingOptions) -> None:
     """Check that rollouts can be sampled in the precision of training."""
+    exact = pipeline.precision in (None, "bf16")
     refuse(
-        "pipeline.precision is null",
+        f"pipeline.precision is {pipeline.precision or 'null'}, which quantises no layer",
         ("pipeline.min_dim", pipeline.precision is None and pipeline.min_dim is not None, "null"),
-        (
-            "pipeline.quantize_gradients",
-            pipeline.precision is None and pipeline.quantize_gradients,
-            "false",
-        ),
+        ("pipeline.quantize_gradients", exact and pipeline.quantize_gradients, "false"),
     )
     refuse(
         f"pipeline.precision is {pipeline.precision}, which keeps the adapter beside the packed "
@@ -248,6 +245,10 @@ def check_reference(reference: ReferenceOptions, objective: Objective, run: RunO
     pulls = raised or getattr(objective, "kl_coef", 0)
     moves, selective = reference != ReferenceOptions(), getattr(objective, "kl_on", None)
     refuse(
+        f"objective.kind {objective.kind} has no KL penalty",
+        ("reference", moves and not hasattr(objective, "kl_coef"), "left out"),
+    )
+    refuse(
         "objective.kl_on and reference are about the KL penalty, which is 0",
         ("objective.kl_coef", (moves or selective) and not pulls, "above 0"),
     )
@@ -291,7 +292,7 @@ def check_credit(credit: CreditOptions, plan: TreePlan) -> None:
     scope, siblings = "objective.advantage.scope", credit.edges == "sibling"
     alone = count(plan).leaves == plan.roots
     refuse(
-        "each tree of rollout.tree has one image, which has none of its tree to be compared with",
+        "each tree of rollout.tree has one image, so that no two images share a tree",
         (scope, alone and credit.scope in ("leaf", "depth", "sibling"), "prompt"),
         ("objective.advantage.edges", alone and siblings, "node"),
         ("objective.advantage.keep", alone and credit.keep == "parent_top1", "extreme"),

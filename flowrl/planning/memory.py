@@ -56,7 +56,7 @@ OVERHEAD = "CUDA overhead"
 NF4_GROUP, NF4_SCALE = 64, 4  # an fp32 maximum for 64 weights (2305.14314), not quantised itself
 INT8_SCALE = 2  # for an output, in the weights' dtype
 
-AUTO = "fp8"  # what precision auto is counted as: bf16 and nvfp4 keep less
+AUTO = "fp8"  # what precision auto is counted as, where the card has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,12 +369,19 @@ class MemoryPlan:
         if e is None or (e.precision == "bf16" and self.mergeable == self.merged):
             return 0
         packed = self.packed_layers(e)
-        size = sum(packed.values())
-        for name, layer in matrices(self.network):
-            if is_adapted(name, self.targets) and name not in packed:
-                rows, columns = matrix_shape(layer)
-                size += rows * columns * self.dtype.itemsize
+        size = sum(packed.values()) + self._adapted_bytes(packed)
+        if e.precision == "auto" and self.mergeable != self.merged:
+            return max(size, self._adapted_bytes({}))  # a copy in bf16, without few bits
         return size
+
+    def _adapted_bytes(self, packed: Mapping[str, int]) -> int:
+        """Return the bytes of the adapted layers' weights that are not packed."""
+        shapes = (
+            matrix_shape(layer)
+            for name, layer in matrices(self.network)
+            if is_adapted(name, self.targets) and name not in packed
+        )
+        return sum(rows * columns for rows, columns in shapes) * self.dtype.itemsize
 
     def packed_layers(self, options: PipelineOptions | ExploreOptions) -> dict[str, int]:
         """Return the bytes of each quantised layer, as its backend packs a weight of that shape."""

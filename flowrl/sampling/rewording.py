@@ -13,7 +13,7 @@ from flowrl.prompts.refiner import Refiner, Wording
 from flowrl.sampling.rollout import RolloutRequest
 from flowrl.utils.distributed import Runtime
 
-FLOOR, CLIP = 1e-4, 5.0  # under and of advantages, as in PromptRL
+FLOOR, CLIP = 1e-4, 5.0  # added to the divisor of advantages, and their largest size (PromptRL)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -102,7 +102,10 @@ def _ledger(folder: Path) -> str:
             place = checkpoints.path(event["step"])
             saved |= {place / name: digest for name, digest in event["digests"].items()}
     for newest in map(checkpoints.path, checkpoints.steps()[-1:]):
-        saved[folder / FILE] = saved[newest / FILE]
+        if newest / FILE in saved:  # not where a kill came between it and its line in the ledger
+            saved[folder / FILE] = saved[newest / FILE]
+        if not (folder / FILE).is_file():
+            raise DamagedFile(f"{folder / FILE} is missing; {newest / FILE} is a copy of it")
     files = [path for path in saved if path.is_file()]
     changed = [path for path in files if sealed_digest(path) != saved[path]]
     if changed:
