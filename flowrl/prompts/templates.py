@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from flowrl.prompts.records import PromptRecord
 from flowrl.prompts.refiner import KL_COEF, RefinerOptions, Wording
 
@@ -26,7 +28,6 @@ FORMS: tuple[Callable[[str], str], ...] = (
 )
 SUFFIXES = ("", ", sharp and clear", ", on a plain background", ", and nothing else")
 SLOTS = len(PREFIXES), len(FORMS), len(SUFFIXES)  # each begins with what changes nothing
-FIRST_DECAY, SECOND_DECAY, TINY = 0.9, 0.999, 1e-8  # Adam's
 
 
 class TemplateRefiner:
@@ -36,10 +37,9 @@ class TemplateRefiner:
     """
 
     def __init__(self, options: RefinerOptions):
-        self.options = options
-        self.logits = [[0.0] * size for size in SLOTS]
-        self._moments = [[(0.0, 0.0)] * size for size in SLOTS]  # Adam's, of each logit
-        self._steps = 0
+        self.lr = options.lr or 0.05
+        self.logits = [torch.zeros(size, dtype=torch.float64) for size in SLOTS]
+        self.optimizer = torch.optim.Adam(self.logits, lr=self.lr)
 
     def propose(self, records: Sequence[PromptRecord], count: int, key: str) -> list[list[Wording]]:
         stream, chances = random.Random(key), self.chances()
@@ -52,8 +52,7 @@ class TemplateRefiner:
 
     def chances(self) -> list[list[float]]:
         """Return the probability of each choice in each slot."""
-        weights = [[math.exp(x - max(slot)) for x in slot] for slot in self.logits]
-        return [[w / sum(slot) for w in slot] for slot in weights]
+        return [slot.softmax(0).tolist() for slot in self.logits]
 
     def gap(self, draw: Sequence[int]) -> float:
         """Return log pi_start - log pi of a draw."""
@@ -77,27 +76,22 @@ class TemplateRefiner:
 
     def learn(self, wordings: Sequence[Wording], advantages: Sequence[float]) -> dict[str, float]:
         gaps = [self.gap(wording.draw) for wording in wordings]
-        self._steps += 1
-        lr = self.options.lr or 0.05
-        lr *= math.sqrt(1 - SECOND_DECAY**self._steps) / (1 - FIRST_DECAY**self._steps)
-        for slot, row in enumerate(self.gradient(wordings, advantages)):
-            for j, g in enumerate(row):
-                m, v = self._moments[slot][j]
-                m, v = m + (1 - FIRST_DECAY) * (g - m), v + (1 - SECOND_DECAY) * (g * g - v)
-                self._moments[slot][j] = m, v
-                self.logits[slot][j] -= lr * m / (math.sqrt(v) + TINY)
-        return {"refiner/kl": sum(k3(gap) for gap in gaps) / len(gaps)}
+        for logits, row in zip(self.logits, self.gradient(wordings, advantages), strict=True):
+            logits.grad = torch.tensor(row, dtype=logits.dtype)
+        self.optimizer.step()
+        return {"refiner/kl": sum(map(k3, gaps)) / len(gaps)}
 
     def wording(self, record: PromptRecord) -> str:
-        return fill_in(record.text, [slot.index(max(slot)) for slot in self.logits])
+        return fill_in(record.text, [int(slot.argmax()) for slot in self.logits])
 
     def state_dict(self) -> dict[str, Any]:
-        moments = [[list(pair) for pair in slot] for slot in self._moments]
-        return {"logits": self.logits, "moments": moments, "steps": self._steps}
+        return {"logits": self.logits, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.logits, self._steps = [list(slot) for slot in state["logits"]], state["steps"]
-        self._moments = [[(m, v) for m, v in slot] for slot in state["moments"]]
+        for slot, logits in zip(self.logits, state["logits"], strict=True):
+            slot.copy_(logits)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.param_groups[0]["lr"] = self.lr  # the recipe's, changed or not
 
 
 def k3(gap: float) -> float:
