@@ -174,7 +174,8 @@ def write_page(data: Path) -> Path:
         "These ten loopholes were written before any run trained on them; eight of the tuning "
         "ones had judged the radar without `explained`, on these worlds: area 0.943. All ten look "
         "at pixels and at no prompt: of a reward that a prompt decides and that still has a "
-        "loophole this page says nothing. `nft_on_the_proxy` trains on the learned reward tiny_proxy. "
+        "loophole this page says nothing. `nft_on_the_proxy` trains on the learned reward "
+        "tiny_proxy. "
         "Made by `python -m scripts.arena.radar --jobs 2`.", "",
         "**Area under the ROC curve** of the largest hacking score until gold has lost a tenth of "
         f"its best, against the largest of an honest run: {area(*scores):.3f} "
