@@ -302,7 +302,9 @@ def build_policy(
             continue
         policy.add_teacher(number, fit_lora(teacher, policy.network, type(backbone.pipeline)))
     if config.pipeline.compile:
-        compile_blocks(policy.network)
+        compile_blocks(policy.network, graphs=config.pipeline.compile == "graphs")
+    if config.pipeline.compile == "graphs":
+        policy.replay_graphs()
     return policy
 
 

@@ -63,7 +63,9 @@ class RolloutParts:
         """Whether the adapter is folded into the weights that sample exactly."""
         # Folding rounds the weights: in fp32 that is far below any clip, in half precision not.
         wanted, p = self.config.rollout.merge_lora, self.config.pipeline
-        return p.dtype == "fp32" and self.foldable if wanted == "auto" else wanted
+        # Folding puts other tensors in place of the weights, whose addresses CUDA graphs hold.
+        sound = p.dtype == "fp32" and p.compile != "graphs" and self.foldable
+        return sound if wanted == "auto" else wanted
 
     @property
     def foldable(self) -> bool:
@@ -75,7 +77,8 @@ class RolloutParts:
         self, layers: Sequence[LayerChoice], backend: Backend | None
     ) -> tuple[PipelineBackbone, Callable[[], AbstractContextManager[VelocityField]]]:
         """Return a backbone around a copy of the network, and what prepares it for sampling."""
-        model = RolloutModel(self.policy, layers, backend, compile=self.config.pipeline.compile)
+        compile = self.config.pipeline.compile
+        model = RolloutModel(self.policy, layers, backend, compile=compile)
         backbone = with_network(self.backbone, model.network)
         network = functools.partial(
             rollout_model_velocity, model, backbone, self.adapter, runtime=self.runtime

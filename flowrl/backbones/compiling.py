@@ -5,6 +5,7 @@ the whole network. There is a graph for each kind of block, shape of a batch, ad
 with and without gradients.
 """
 
+import torch
 from torch import nn
 
 GRAPHS = 64  # of one class of blocks, at least; torch's own limit is 8
@@ -13,7 +14,7 @@ LIMIT_NAMES = ("recompile_limit", "cache_size_limit")
 FAIL_NAMES = ("fail_on_recompile_limit_hit", "fail_on_cache_limit_hit")
 
 
-def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
+def compile_blocks(network: nn.Module, backend: str = "inductor", *, graphs: bool = False) -> None:
     """Compile the blocks that a network holds in lists, in place, or all of it where it has none.
 
     Each is compiled at its first call for each shape (dynamic=False). Weights can still be written
@@ -22,11 +23,22 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
 
     Args:
         backend: of torch.compile; "aot_eager" traces and guards alike but generates no code.
+        graphs: replay each block as a CUDA graph on a GPU; not a network without such lists, whose
+            velocity would lie in memory that the next step writes over. See `begin_step`.
     """
     _limit_graphs()
     lists = (child for child in network.children() if isinstance(child, nn.ModuleList))
-    for block in [block for blocks in lists for block in blocks] or [network]:
-        block.compile(dynamic=False, backend=backend)
+    blocks = [block for blocks in lists for block in blocks]
+    mode = "reduce-overhead" if graphs and blocks else None
+    for block in blocks or [network]:
+        block.compile(dynamic=False, backend=backend, mode=mode)
+    if mode:
+        begin_step()  # from the first mark on, steps end at marks and not at each block
+
+
+def begin_step() -> None:
+    """Let CUDA graphs write over what blocks computed before, activations for backwards too."""
+    torch.compiler.cudagraph_mark_step_begin()
 
 
 def compiled_graphs() -> int:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.backbones.base import VelocityField
+from flowrl.backbones.compiling import begin_step
 from flowrl.backbones.lora_formats import LoRA
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.quantized_base import check_mergeable
@@ -58,6 +60,7 @@ class Policy:
         # Weights of an adapter, by the iteration whose images were sampled with them ahead of time.
         self.sampled_with: dict[int, list[Tensor]] = {}
         self.starts_at_base = True  # False where it began with a LoRA
+        self.graphs = False  # see `replay_graphs`
         self.whole = True  # False from an iteration's first update to its end: not to be saved
         self.network.requires_grad_(False).eval()
         names = [POLICY] + [EMA] * (ema_decay is not None) + [OLD] * keep_old
@@ -129,6 +132,29 @@ class Policy:
         name = TEACHER.format(number)
         with self.using(name) if name in self.network.peft_config else self.disabled():
             return self.backbone.velocity(x, sigma, cond)
+
+    def replay_graphs(self) -> None:
+        """Take the network's blocks for CUDA graphs from now on, see `compile_blocks`.
+
+        Gradients get tensors of their own, to which backwards add: a graph writes over its results.
+        """
+        self.graphs = True
+        for parameter in self.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def begin_step(self) -> None:
+        """Begin a micro-batch, or a step of sampling, that needs nothing of those before."""
+        if self.graphs:
+            begin_step()
+
+    def stepwise(self, velocity: VelocityField) -> VelocityField:
+        """Return a velocity each call of which begins a step."""
+
+        def begun(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+            begin_step()
+            return velocity(x, sigma, cond)
+
+        return begun if self.graphs else velocity
 
     def add_teacher(self, number: int, lora: LoRA) -> None:
         """Hold another LoRA that never changes and is in no checkpoint.

@@ -69,6 +69,7 @@ class Config(Options):
         validate.check_plans(plans, self.rollout, self.objective)
         validate.check_explore(plans, self.rollout)
         validate.check_precision(self.pipeline, self.rollout)
+        validate.check_graphs(self.pipeline, self.memory, self.rollout)
         validate.check_base_bits(self.memory, self.pipeline, self.rollout)
         gates = any(reward.gate is not None for reward in self.rewards)
         validate.check_objective(self.objective, self.rollout, gates=gates)

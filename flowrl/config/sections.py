@@ -40,11 +40,12 @@ class PipelineOptions(Options):
         "Who computes attention: a back end of diffusers such as native, flash or xformers; null "
         "leaves it to diffusers. Some transformers take native alone.",
     )
-    compile: Flag = option(
+    compile: Flag | Literal["graphs"] = option(
         False,
         "Compile the transformer's repeated blocks with torch.compile, for this run's sampling, "
         "learning and evaluations: faster on a GPU after a first minute or two. It needs a C "
-        "compiler.",
+        "compiler. graphs also replays them as CUDA graphs, for batches so small that the GPU "
+        "waits for the CPU; they keep the memory of activations, which flowrl plan does not count.",
     )
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",

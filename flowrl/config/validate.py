@@ -144,6 +144,22 @@ def check_precision(pipeline: PipelineOptions, rollout: SamplingOptions) -> None
     )
 
 
+def check_graphs(
+    pipeline: PipelineOptions, memory: MemoryOptions, rollout: SamplingOptions
+) -> None:
+    """Check that CUDA graphs find the tensors that they hold, and nothing that was not tried."""
+    if pipeline.compile != "graphs":
+        return
+    refuse(
+        "pipeline.compile is graphs, which hold the addresses of the weights",
+        ("rollout.merge_lora", rollout.merge_lora is True, "auto or false"),
+    )
+    refuse(
+        "pipeline.compile is graphs, which were not tried with activations computed again",
+        ("memory.gradient_checkpointing", memory.gradient_checkpointing, "false"),
+    )
+
+
 def check_base_bits(
     memory: MemoryOptions, pipeline: PipelineOptions, rollout: SamplingOptions
 ) -> None:

@@ -8,7 +8,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class RolloutModel:
         choices: layers with a format are packed by `backend`, once where no adapter changes them.
             Adapted layers without a format hold a merged copy in their own dtype; without choices
             the copy is exact and needs no backend. Everything else is the policy's own tensors.
-        compile: the repeated blocks, see `compile_blocks`.
+        compile: the repeated blocks, see `compile_blocks`; "graphs" as CUDA graphs.
 
     Raises:
         UserError: a layer to be merged is trained in low precision itself.
@@ -58,7 +58,7 @@ class RolloutModel:
         choices: Sequence[LayerChoice] = (),
         backend: Backend | None = None,
         *,
-        compile: bool = False,
+        compile: bool | Literal["graphs"] = False,
     ):
         from peft.tuners.lora import LoraLayer
 
@@ -78,7 +78,7 @@ class RolloutModel:
             parent, _, last = name.rpartition(".")
             setattr(self.network.get_submodule(parent), last, layer)
         if compile:
-            compile_blocks(self.network)
+            compile_blocks(self.network, graphs=compile == "graphs")
 
     @torch.no_grad()
     def sync(self, adapter: str) -> None:

@@ -449,7 +449,7 @@ def policy_velocity(
     # Merged before autocast begins, which would compute the change of the weights in 16 bits.
     network = policy.merged(adapter) if merged else policy.using(adapter)
     with torch.no_grad(), network, runtime.autocast():
-        yield backbone.velocity
+        yield policy.stepwise(backbone.velocity)
 
 
 @contextmanager
@@ -462,7 +462,7 @@ def rollout_model_velocity(
     """
     model.sync(adapter)
     with torch.no_grad(), runtime.autocast():
-        yield backbone.velocity
+        yield model.policy.stepwise(backbone.velocity)
 
 
 def with_network(backbone: PipelineBackbone, network: nn.Module) -> PipelineBackbone:

@@ -141,7 +141,7 @@ class Learner:
             self._check_norm(norm)
             policy.whole = False
             self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.optimizer.zero_grad(set_to_none=not policy.graphs)
             policy.update_ema_and_count()
             means.add({"grad/norm": torch.tensor(norm)}, 1)
         return means.of_all(runtime)
@@ -183,6 +183,7 @@ class Learner:
         size, call = (runtime.most(number) for number in shape)
         models = self.models(rollout, size, call)
         for chunk, weight in self._weighted(part, rows, size, rollout):
+            self.policy.begin_step()
             if self.objective.needs.update_mean:
                 mean = partial(runtime.mean_of_all, counted=weight > 0)
                 models = replace(models, update_mean=mean)

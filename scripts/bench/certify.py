@@ -130,7 +130,8 @@ def _parts(recipes: Sequence[str]) -> dict[str, Callable[[], Result]]:
         "rewards": _rewards,
         **{f"iteration {name}": functools.partial(_iteration, name) for name in sizes},
         **{f"kernels {name}": functools.partial(_kernels, name) for name in LOW_BITS},
-        "compile": _compile,
+        "compile": functools.partial(_compile, True),
+        "graphs": functools.partial(_compile, "graphs"),
         "attention": _attention,
         # A size that a card of 24 GB holds; of the recipes', where they name others.
         f"two stages {sizes[0]}": functools.partial(_two_stages, sizes[0]),
@@ -220,13 +221,13 @@ def _kernels(name: str) -> Result:
     }
 
 
-def _compile() -> Result:
-    """Compare compiled forwards and backwards of SD3.5-Medium with plain ones."""
+def _compile(compile: bool | str) -> Result:
+    """Compare compiled forwards and backwards of SD3.5-Medium, or CUDA graphs, with plain ones."""
     if torch.cuda.is_available():
-        return bench_compile(name=SIZES[0], pixels=512, layers=None, dtype="bf16")
+        return bench_compile(name=SIZES[0], pixels=512, layers=None, dtype="bf16", compile=compile)
     return bench_compile(
-        name=SIZES[0], pixels=64, layers=2, dtype="fp32", rows=2, text_tokens=TEXT_TOKENS,
-        repeats=1, device="cpu",
+        name=SIZES[0], pixels=64, layers=2, dtype="fp32", compile=compile, rows=2,
+        text_tokens=TEXT_TOKENS, repeats=1, device="cpu",
     )  # fmt: skip
 
 
@@ -503,7 +504,7 @@ SHOWN = (
     "error", "skipped", "forward_share", "training_by_bare", "images_per_second", "of_planned",
     "peak_gb", "operations_per_second", "measured", "predicted", "ratio", "difference",
     "ratios", "seconds_each", "native", "precision", "processes", "all_reduce_gb_per_second",
-    "places", "summary", "beside",
+    "places", "summary", "sampling_ms", "learning_ms", "beside",
 )  # fmt: skip
 
 

@@ -160,12 +160,15 @@ def bench_compile(
     pixels: int,
     layers: int | None,
     dtype: str,
+    compile: bool | str = True,
     rows: int = 4,
     text_tokens: int | None = None,
     repeats: int = 3,
     device: str = "auto",
 ) -> dict[str, Any]:
     """Compare forwards and backwards of `rows` rows in compiled blocks with plain ones.
+
+    compile: the option of this name, true or "graphs".
 
     Returns the seconds of the first call of each, the compiled ones' by the plain ones' of later
     calls in alternating turns, and by how much of its norm the gradient differs.
@@ -177,7 +180,7 @@ def bench_compile(
         guidance=1.0, kl_coef=0.0,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        pipeline = _pipeline(spec, work, pixels, device, dtype=dtype, compile=True)
+        pipeline = _pipeline(spec, work, pixels, device, dtype=dtype, compile=compile)
         config = _config(pipeline, work, False, folder)
         runtime = Runtime(device=device, mixed_precision=PRECISION[dtype])
         learner = _learner(config, runtime, name, spec, work, layers)
@@ -189,12 +192,13 @@ def bench_compile(
         gradients: dict[str, torch.Tensor] = {}
 
         def passes(mode: str) -> None:
+            learner.policy.begin_step()
             with torch.compiler.set_stance("force_eager" if mode == "plain" else "default"):
                 with runtime.autocast():
                     loss = learner.policy.velocity(chunk.x, chunk.sigma, cond).square().mean()
                 loss.backward()
             gradients[mode] = torch.cat([p.grad.flatten() for p in learner.policy.parameters()])
-            learner.optimizer.zero_grad()
+            learner.optimizer.zero_grad(set_to_none=not learner.policy.graphs)
 
         jobs = {mode: partial(passes, mode) for mode in ("compiled", "plain")}
         first = {f"first {mode} seconds": seconds(job) for mode, job in jobs.items()}

@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo import config
 
 from flowrl.assembly import learner as assembly
+from flowrl.backbones import policy as policies_module
 from flowrl.backbones.compiling import compile_blocks, compiled_graphs
 from flowrl.errors import UserError, phase
 from flowrl.utils.distributed import Runtime
@@ -115,3 +116,44 @@ def test_gradients_of_compiled_blocks_are_those_of_plain_ones(tiny_config, load_
         gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
         learner.optimizer.zero_grad()
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
+
+
+def test_steps_begin_at_each_forward_of_sampling_and_each_micro_batch_and_change_nothing(
+    tiny_config, load_tiny, monkeypatch
+):
+    begun = []
+    monkeypatch.setattr(policies_module, "begin_step", lambda: begun.append(1))
+
+    def weights(graphs: bool) -> list[torch.Tensor]:
+        config = tiny_config(rollout=RAGGED | {"merge_lora": False}, optim={"micro_batch": 4})
+        provided = assembly.ProvidedObjects(pipeline=load_tiny())
+        learner = assembly.build_learner(config, Runtime(device="cpu"), provided)
+        if graphs:
+            learner.policy.replay_graphs()
+        for number in range(2):
+            learner.iterate(number)
+        return [parameter.detach() for parameter in learner.policy.parameters()]
+
+    plain = weights(graphs=False)
+    assert not begun
+    assert all(map(torch.equal, plain, weights(graphs=True)))
+    # 9 images at most 7 at a time and 4 steps, then their 3 noisy ones at most 4 at a time.
+    assert len(begun) == 2 * (2 * 4 + -(-9 * 3 // 4))
+
+
+@pytest.mark.gpu
+def test_learning_by_cuda_graphs_is_that_of_plain_blocks(tiny_config):
+    def learned(compile):
+        torch.compiler.reset()
+        config = tiny_config(
+            pipeline={"device": "cuda", "compile": compile},
+            rollout=RAGGED | {"merge_lora": False}, optim={"micro_batch": 4},
+        )  # fmt: skip
+        learner = assembly.build_learner(config, Runtime(device="cuda"), assembly.ProvidedObjects())
+        start = torch.cat([p.detach().flatten() for p in learner.policy.parameters()])
+        for number in range(3):
+            learner.iterate(number)
+        return torch.cat([p.detach().flatten() for p in learner.policy.parameters()]) - start
+
+    plain, graphs = learned(False), learned("graphs")
+    assert (graphs - plain).norm() <= 0.05 * plain.norm()

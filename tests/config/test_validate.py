@@ -68,6 +68,12 @@ TRACKED = ["prompts.book={}", "objective.advantage.center=tracker"]
         (["run.on_hacking={held_out: quality}"], "evaluation.every", "10"),
         (["runtime.shard=node", "rollout.merge_lora=true"], "rollout.merge_lora", "auto"),
         (["runtime.shard=node", "pipeline.compile=true"], "pipeline.compile", "false"),
+        (["pipeline.compile=graphs", "rollout.merge_lora=true"], "rollout.merge_lora", "auto"),
+        (
+            ["pipeline.compile=graphs", "memory.gradient_checkpointing=true"],
+            "memory.gradient_checkpointing",
+            "false",
+        ),
         (["runtime.shard=node", "rollout.explore={candidates: 20}"],
          "rollout.explore.precision", "bf16"),
         (["runtime.shard=node", "pipeline.precision=fp8"], "pipeline.precision", "null"),
