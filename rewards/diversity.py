@@ -49,7 +49,7 @@ class SetDiversity:
                 needed = f"they cannot be split into {self.sets} sets of at least {ENOUGH}"
             why = f"{count} images of a prompt, {needed}: change rollout.group_size"
             return [math.nan] * count, dict.fromkeys(range(count), why)
-        cells = F.adaptive_avg_pool2d(images.detach().double(), GRID).flatten(1)
+        cells = cells_of(images)
         difference = (cells[:, None] - cells).abs().mean(-1)
         if self.sets == 1:
             return leave_one_out_credit(difference).float(), {}
@@ -60,6 +60,11 @@ class SetDiversity:
         says = "an image unlike all others scores above one that has a twin"
         twins = [twin.clone() for _ in range(ENOUGH * self.sets - 2)]
         return [fixture(says, odd, twin, "a square", more=twins)]
+
+
+def cells_of(images: Tensor) -> Tensor:
+    """Return the means of 16 by 16 cells of images (K, 3, H, W): (K, 768) float64."""
+    return F.adaptive_avg_pool2d(images.detach().double(), GRID).flatten(1)
 
 
 def leave_one_out_credit(difference: Tensor) -> Tensor:

@@ -420,12 +420,14 @@ def submit_images(
     Returns all images, (R * leaves, 3, H, W). Raises SamplerFailure for pixels that are not finite.
     """
     prompt, group = (t.repeat_interleave(leaves).tolist() for t in (request.prompt, request.group))
+    reworded = any(p.wording is not None for p in request.prompts)
     everything: list[Tensor] = []
     start = 0
     for part in images:
         rows = slice(start, start + len(part))
         records = [request.prompts[i] for i in prompt[rows]]
-        scoring.add(part, [p.text for p in records], [p.metadata for p in records], group[rows])
+        metadata = [p.metadata | ({"wording": p.encoded} if reworded else {}) for p in records]
+        scoring.add(part, [p.text for p in records], metadata, group[rows])
         everything.append(part)
         start += len(part)
     return torch.cat(everything)

@@ -28,6 +28,7 @@ REWARDS = {  # and what each needs
     "compressibility": "small JPEG files; any prompts",
     "incompressibility": "large JPEG files; any prompts",
     "brightness": "bright images, to try things out; any prompts",
+    "agreement": "images of a prompt's wordings alike; beside another reward, with prompts.refiner",
     "diversity": "variety; beside another reward, at least 3 images of a prompt",
     "vlm_judge": "what a vision-language model says; a server, set in rewards.0.args",
     "vlm_questions": "answers to questions; a server, and the metadata vqa_list of each prompt",

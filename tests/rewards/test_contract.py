@@ -22,8 +22,8 @@ from flowrl.voting.taste import save_taste
 OBJECT = {"tag": "colors", "include": [{"class": "square", "count": 1, "color": "red"}]}
 SIZES = ((32, 32), (40, 56))
 OFFLINE = (
-    "geneval ocr diversity compressibility incompressibility brightness tiny_colors tiny_quality "
-    "tiny_judge tiny_proxy"
+    "geneval ocr diversity agreement compressibility incompressibility brightness tiny_colors "
+    "tiny_quality tiny_judge tiny_proxy"
 ).split()
 NETWORKS = ("pickscore", "clipscore", "hpsv2", "aesthetic", "hpsv3")
 LEARNED = ("taste",)
