@@ -66,6 +66,7 @@ SCORED = {
     "awm": ({"kind": "awm", "noising": {"count": 2}}, ODE),
     "book": ({"kind": "grpo", "advantage": {"center": "tracker", "emphasis": 1.0}}, CHAINS),
     "refiner": ({"kind": "grpo"}, CHAINS),
+    "reference": ({"kind": "grpo", "kl_coef": 0.1}, CHAINS),
     "all_adapters": (NFT | {"kl_coef": 0.1}, ODE),
     "bf16": (NFT | {"kl_coef": 0.1}, ODE),
 }
@@ -115,6 +116,7 @@ def config_of(case: str, folder: Path, shard: str):
             "optim": {"lr": 1e-3, "micro_batch": 4},
             "rewards": rewards,
             "run": {"iterations": 2, "output_dir": str(folder / f"run-{case}")},
+            "reference": {"every": 1 if case == "reference" else None},
             **(ALL_ADAPTERS if case in ("all_adapters", "bf16") else {}),
         }
     )

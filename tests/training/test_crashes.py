@@ -20,6 +20,7 @@ from flowrl.assembly.learner import ProvidedObjects, with_pipeline_name
 from flowrl.assembly.start import recipe_facts
 from flowrl.backbones.small import small_folder
 from flowrl.functional.contrasts import Contrast
+from flowrl.training import owner
 from flowrl.training.checkpoint import STATE
 from flowrl.training.resume import AUTO, decide
 from flowrl.training.tracking import read_metrics
@@ -43,6 +44,12 @@ KINDS = {
         "rollout": PLAIN | {"num_inference_steps": 3, "tree": TREE},
         "prompts": {"book": {"success": 0.9}},
     },
+    "reference": {
+        "rollout": PLAIN,
+        "objective": {"kind": "grpo", "kl_coef": 0.1},
+        "reference": {"every": 1},
+    },
+    "refiner": {"rollout": PLAIN, "prompts": {"refiner": {"own_words": 1}}},
     "nft": {"rollout": ODE, "objective": NFT | {"old_decay": {"rate": 0.2, "limit": 0.6}}},
     "stored": {"rollout": ODE, "objective": GDRO},
     "two-stage": {"rollout": ODE | {"explore": EXPLORE}, "objective": NFT},
@@ -93,11 +100,12 @@ class Drill:
 def ending(folder: Path) -> dict:
     """What the end of a run is judged by, bit for bit; leftovers too."""
     found: dict = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+    # A process that is killed at its very end leaves its name behind, which readers see through.
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != owner.FILE):
         name = str(path.relative_to(folder))
         if path.name == STATE:
             state = load_state(path)
-            numbers = digest_of([state["policy"], state["optimizer"]])
+            numbers = digest_of([state[part] for part in ("policy", "optimizer", "refiner")])
             found[name] = json.dumps([state["iteration"], state["best"], state["book"], numbers])
         elif (
             name == "audits.jsonl"
