@@ -69,6 +69,9 @@ class Tree:
     sigmas: Tensor  # (T+1,)
     forwards: int  # velocities that were computed, of all trees
     rows: int = 0  # of each call of the network that computed them; 0: none was
+    # (R, n) long, on the CPU: the node that each equals, itself unless a sibling stands for it or
+    # for a node above it; None where no siblings were compared.
+    twin: Tensor | None = None
 
     def __len__(self) -> int:
         """R."""
@@ -92,7 +95,13 @@ class Tree:
         """Join trees of one plan."""
         if len(parts) == 1:
             return parts[0]
-        rows = ("x", "prompt", "log_prob", "mean_old")
+        rows = (
+            "x",
+            "prompt",
+            "log_prob",
+            "mean_old",
+            *(() if parts[0].twin is None else ("twin",)),
+        )
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in rows}
         return replace(parts[0], **joined, forwards=sum(part.forwards for part in parts))
 
@@ -266,6 +275,8 @@ def transitions(
     owner, column = keep.nonzero(as_tuple=True)
     child = tree.edge[column]
     parent = tree.parent[child]
+    if tree.twin is not None:  # the network sees equal parents once, with the edges of all
+        parent = tree.twin[owner, parent]
     key = ((tree.move[parent] + 1) * trees + owner) * nodes + parent
     unique, inverse = key.unique(return_inverse=True)
     order = inverse.argsort(stable=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.assembly.rollout import RolloutParts, build_preview_generator, preview_layers
 from flowrl.config import Config, load_config
-from flowrl.config.rollout import ExploreOptions
+from flowrl.config.rollout import ExploreOptions, SelectRule
 from flowrl.quantization.layer_rules import quantised_share
 from flowrl.sampling.rank_audit import audit_ranks
 from flowrl.sampling.rollout import Ahead, RolloutGenerator, RolloutRequest, Sampler, Timer
@@ -57,14 +57,15 @@ def exact_samples(config: Config, learner: Learner) -> ExactSamples:
     """Generate and score all candidates of the first iteration exactly."""
     sampler = sampler_of(learner)
     plan = config.rollout.plan(0, config.run.seed)
-    plan = replace(plan, roots=explore_options(config).candidates)
+    explore = explore_options(config)
+    plan = replace(plan, roots=explore.candidates)
     request = sampler.request(0, plan)
     with torch.no_grad(), learner.runtime.autocast():
         # Once for all rows: none of them is charged for it.
         sampler.generator.text_cache(request.prompts)
     # Held-out rewards decide nothing here.
     stage = replace(sampler.generator, specs=[spec for spec in learner.specs if spec.trained])
-    scores, seconds = _timed(stage, request, plan, compiled=config.pipeline.compile)
+    scores, seconds = _timed(stage, request, plan, explore.select, compiled=config.pipeline.compile)
     return ExactSamples(request=request, scores=scores, seconds=seconds)
 
 
@@ -84,6 +85,7 @@ def candidate_rows(
             replace(stage, num_inference_steps=explore.num_inference_steps or whole),
             exact.request,
             config.rollout.candidates(0, config.run.seed),
+            explore.select,
             compiled=config.pipeline.compile,
         )
         steps = explore.forwards(whole)
@@ -101,13 +103,18 @@ def compare_ranks(config: Config, proxy: Tensor, true: Tensor) -> Row:
 
 
 def _timed(
-    stage: RolloutGenerator, request: RolloutRequest, plan: TreePlan, *, compiled: bool
+    stage: RolloutGenerator,
+    request: RolloutRequest,
+    plan: TreePlan,
+    select: SelectRule,
+    *,
+    compiled: bool,
 ) -> tuple[Tensor, float]:
     """Return scores (P, N), and the seconds an image took to generate, decode and score."""
     if compiled:
-        score_candidates(stage, request, plan, Timer())  # the first call compiles
+        score_candidates(stage, request, plan, Timer(), select)  # the first call compiles
     timer = Timer()
-    scores = score_candidates(stage, request, plan, timer)
+    scores = score_candidates(stage, request, plan, timer, select)
     return scores, sum(timer.seconds.values()) / (scores.shape[0] * count(plan).leaves)
 
 

@@ -67,7 +67,7 @@ class Config(Options):
         validate.check_rollout(self.rollout, self.optim, self.objective)
         plans = self.plans()
         validate.check_plans(plans, self.rollout, self.objective)
-        validate.check_explore(plans, self.rollout)
+        validate.check_explore(plans, self.rollout, self.run.seed)
         validate.check_precision(self.pipeline, self.rollout)
         validate.check_graphs(self.pipeline, self.memory, self.rollout)
         validate.check_base_bits(self.memory, self.pipeline, self.rollout)

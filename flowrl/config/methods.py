@@ -12,5 +12,5 @@ def method_name(config: Config) -> str:
     chosen = config.rollout.plan(0, config.run.seed).roots
     how = "Sol-RL" if explore.select == "best_worst" else explore.select
     if explore.stop_at is not None:
-        how = "pruned by preview"
+        how = "TRACE" if explore.select == "most_mixed" else "pruned by preview"
     return f"{name} on {chosen} of {explore.candidates} candidates ({how})"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from flowrl.trees.plan import PlanError, TreePlan
+from flowrl.trees.plan import LookAhead, PlanError, Step, TreePlan
 from flowrl.trees.presets import FlowGRPOOptions, Tree, chains
 from flowrl.trees.windows import DepthPruning
 from flowrl.utils.fields import (
@@ -45,7 +45,9 @@ class AuditOptions(Options):
     )
 
 
-SelectRule = Literal["best_worst", "max_variance", "mean_deviation", "extremes_random", "random"]
+SelectRule = Literal[
+    "best_worst", "max_variance", "mean_deviation", "extremes_random", "most_mixed", "random"
+]
 
 
 class ExploreOptions(Options):
@@ -65,16 +67,17 @@ class ExploreOptions(Options):
     )
     stop_at: Count | None = option(
         None,
-        "Stop candidates, which are sampled without noise, after this many steps of the rollout's "
-        "schedule and score their estimated clean images; null samples them to the end. Needs "
-        "num_inference_steps: null, and a rollout.tree without noise, whose images it can predict.",
+        "Stop candidates, which grow as rollout.tree does, after this many steps and score their "
+        "estimated clean images; null samples them to the end. Needs num_inference_steps: null. "
+        "Noise after these steps is not foreseen.",
         "ARRoL, arXiv 2603.24840, prunes texts so; for flows the estimate is x - sigma v",
     )
     select: SelectRule = option(
         "best_worst",
         "Which candidates are selected: the best and the worst half; the subset with the largest "
         "variance of scores; those furthest from the mean; the best, the worst and random ones; "
-        "or random ones alone.",
+        "trees whose own images differ most in their scores (TRACE, arXiv 2606.11119); or random "
+        "ones alone.",
         SOL_RL,
     )
     precision: Precision = option(
@@ -134,6 +137,12 @@ class SamplingOptions(Options):
     )
     depth_pruning: DepthPruning | None = option(
         None, "Steps that are sampled but not learned from, moving as training goes; null is none."
+    )
+    look_ahead: LookAhead | None = option(
+        None,
+        "Drop siblings that lead to alike images a step after they part: one goes on for all of "
+        "them, and counts as often. null drops none.",
+        "LATR, for texts",
     )
     num_inference_steps: DenoisingSteps = option(
         8, "Denoising steps of a rollout.", "published: 10"
@@ -216,6 +225,8 @@ class SamplingOptions(Options):
             raise PlanError(
                 f"rollout.tree {self.tree.kind}: {error}", leaves=error.leaves
             ) from error
+        if self.look_ahead is not None:
+            whole = replace(whole, look_ahead=self.look_ahead)
         return whole if pruned is None else whole.without_training(pruned.steps(iteration, steps))
 
     def candidates(self, iteration: int, seed: int) -> TreePlan:
@@ -223,8 +234,9 @@ class SamplingOptions(Options):
         e = self.explore
         assert e is not None
         if e.stop_at is not None:
-            whole = chains(self.num_inference_steps, e.candidates, noisy=())
-            return replace(whole, stop_at=e.stop_at)
+            whole, rest = self.plan(iteration, seed), self.num_inference_steps - e.stop_at
+            steps = whole.steps[: e.stop_at] + (Step(),) * rest
+            return replace(whole, roots=e.candidates, steps=steps, fans=(), stop_at=e.stop_at)
         if e.num_inference_steps is not None:
             return chains(e.num_inference_steps, e.candidates, noisy=())
         return replace(self.plan(iteration, seed), roots=e.candidates)

@@ -70,6 +70,11 @@ def check_plans(plans: Plans, rollout: SamplingOptions, objective: Objective) ->
             check_credit(objective.advantage, plan)
         if isinstance(objective, SPOOptions):
             check_spo(plan)
+        if rollout.look_ahead is not None and all(move.branch == 1 for move in plan.moves):
+            raise ValueError(
+                f"rollout.look_ahead compares siblings, and rollout.tree {rollout.tree.kind} has "
+                "none: set it to null, or take a tree that splits, such as {kind: branch_grpo}"
+            )
 
 
 def check_states(states: str, plans: Plans, rollout: SamplingOptions) -> None:
@@ -95,7 +100,7 @@ def check_states(states: str, plans: Plans, rollout: SamplingOptions) -> None:
         )
 
 
-def check_explore(plans: Plans, rollout: SamplingOptions) -> None:
+def check_explore(plans: Plans, rollout: SamplingOptions, seed: int) -> None:
     """Check that there are candidates to choose among, each with a noise of its own."""
     explore = rollout.explore
     if explore is None:
@@ -126,6 +131,13 @@ def check_explore(plans: Plans, rollout: SamplingOptions) -> None:
             f"rollout.tree {rollout.tree.kind} starts all images of a prompt from one noise, so "
             "that rollout.explore has nothing to choose among: set it to null, or take a tree with "
             "several roots, such as {kind: ode} or {kind: flow_grpo}"
+        )
+    candidates = (rollout.candidates(iteration, seed) for iteration in plans.values())
+    if explore.select == "most_mixed" and any(count(c).leaves == c.roots for c in candidates):
+        raise ValueError(
+            "rollout.explore.select is most_mixed, which compares the images of one candidate, but "
+            f"with rollout.tree {rollout.tree.kind} it has one: take a tree that splits before "
+            "rollout.explore.stop_at, or another rule"
         )
 
 

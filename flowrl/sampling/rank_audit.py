@@ -77,7 +77,8 @@ def spearman_rho(proxy: Tensor, true: Tensor) -> float:
 def contrast_share(proxy: Tensor, true: Tensor, keep: int, select: SelectRule) -> float:
     """Return the contrast of a selection by `proxy`, as a share of that of one by `true`, (N,).
 
-    The contrast is the mean exact score of the best half of a selection minus that of its rest.
+    The contrast is the mean exact score of the best half of a selection minus that of its rest; of
+    most_mixed, whose scores are contrasts, the mean of all.
     """
     both = proxy.isfinite() & true.isfinite()
 
@@ -85,6 +86,8 @@ def contrast_share(proxy: Tensor, true: Tensor, keep: int, select: SelectRule) -
         score, rng = score.masked_fill(~both, math.nan), torch.Generator().manual_seed(0)
         chosen = select_candidates(score, keep, select, rng)
         ranked = true[chosen[score[chosen].argsort(descending=True, stable=True)]]
+        if select == "most_mixed":
+            return ranked.mean().item()
         half = len(ranked) // 2
         return (ranked[:half].mean() - ranked[half:].mean()).item()
 
@@ -150,7 +153,7 @@ class RankAuditor:
             whole_prompts=generator.whole_prompts,  # these images are not compared in training
         )
         proxy, true = (
-            score_candidates(stage, candidates.only(first), plan, Timer())
+            score_candidates(stage, candidates.only(first), plan, Timer(), self.explore.select)
             for stage, plan in zip((generator, exact), plans, strict=True)
         )
         return proxy, true

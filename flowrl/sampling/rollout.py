@@ -370,16 +370,14 @@ def sample_request(
 
     cond: of the request's prompts, in their order.
     """
-    shape, device, trees = backbone.latent_shape(), backbone.device, len(request.prompt)
-    widest = batches.in_step(trees)  # of the process with most trees
+    shape, device = backbone.latent_shape(), backbone.device
     last: Tensor | None = None
     calls: list[tuple[Tensor, Conditioning]] = []
 
     def field(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
         nonlocal last, calls
         if prompt is not last:  # the same rows in most steps: their conditioning is gathered once
-            index = ALONE.calls(len(x) // trees * widest, rows)
-            index = [send(i.clamp(max=len(x) - 1), device) for i in index]
+            index = [send(i, device) for i in batches.calls(len(x), rows)]
             last, calls = prompt, [(i, cond.take(prompt[i])) for i in index]
         if len(calls) == 1 and len(x) == rows:
             return velocity(x, sigma, calls[0][1])

@@ -10,6 +10,7 @@ from torch import Tensor
 from flowrl.functional.gaussian import log_prob
 from flowrl.functional.noise import coupled
 from flowrl.functional.sde import StepKernel, lift, ode_step
+from flowrl.sampling.look_ahead import distinct, take, twins_after
 from flowrl.trajectory import Tree
 from flowrl.trees.plan import Move, Shape, TreePlan, levels, shape_of
 from flowrl.utils.devices import send
@@ -48,6 +49,8 @@ class _Nodes:
     log_prob: list[Tensor]  # (R, w), 0 without noise
     g: list[Tensor]  # (w,), 0 without noise
     mean_old: list[Tensor] = field(default_factory=list)  # of trained cohorts
+    # (R, w) long, the node of the cohort that each equals; none where the plan never looks ahead.
+    twin: list[Tensor] = field(default_factory=list)
     forwards: int = 0
 
 
@@ -75,9 +78,15 @@ def sample_tree(
     rows: dict[tuple[int, ...], Tensor] = {(1,): prompt}
     zeros = torch.zeros(len(x), 1, device=x.device)
     nodes = _Nodes(x=[x[:, None]], log_prob=[zeros], g=[zeros.new_zeros(1)])
+    if plan.look_ahead is not None:
+        nodes.twin.append(zeros.long())
     for step, moves in levels(plan):
         sources = sorted({move.source for move in moves})
         velocities = _velocities(velocity, nodes, sources, schedule.sigmas[step], rows)
+        if plan.look_ahead is not None:
+            for source in sources:
+                v, sigma = velocities[source], schedule.sigmas[step]
+                velocities[source] = _drop(nodes, plan, source, v, sigma, noise)
         for move in moves:
             names = shape.names(move.source)
             _advance(nodes, move, velocities[move.source], schedule, noise, names)
@@ -100,9 +109,37 @@ def _velocities(
     if widths not in rows:
         rows[widths] = torch.cat([rows[1,].repeat_interleave(width) for width in widths])
     batch = parts[0] if len(parts) == 1 else torch.cat(parts)
+    prompt, place = rows[widths], None
+    if nodes.twin:
+        own, place = distinct([nodes.twin[source] for source in sources])
+        batch, prompt = batch[own], prompt[own]
     nodes.forwards += len(batch)
-    v = velocity(batch, sigma, rows[widths]).split([len(part) for part in parts])
+    v = velocity(batch, sigma, prompt)
+    v = (v if place is None else v[place]).split([len(part) for part in parts])
     return dict(zip(sources, v, strict=True))
+
+
+def _drop(
+    nodes: _Nodes, plan: TreePlan, source: int, v: Tensor, sigma: Tensor, noise: KeyedNoise
+) -> Tensor:
+    """Make dropped nodes of a cohort copies of their stand-ins. Returns their velocities, like v.
+
+    Nothing is dropped in a cohort that no split made.
+    """
+    x, move = nodes.x[source], plan.moves[source - 1]
+    if source == 0 or move.branch == 1 or plan.look_ahead is None:
+        return v
+    lot = None
+    if plan.look_ahead.choose == "random":
+        paths = shape_of(plan).names(source)
+        lot = torch.stack([noise(p, move.to, "drop").flatten(1)[:, 0] for p in paths], 1)
+        lot = take(send(lot, x.device), nodes.twin[source])
+    v = v.unflatten(0, x.shape[:2])
+    x0 = (x.float() - sigma * v.float()).flatten(2)
+    twin = twins_after(x0, nodes.twin[source], move.branch, plan.look_ahead, lot)
+    nodes.twin[source], nodes.x[source] = twin, take(x, twin)
+    nodes.log_prob[source] = take(nodes.log_prob[source], twin)
+    return take(v, twin).flatten(0, 1)
 
 
 def _advance(
@@ -125,13 +162,19 @@ def _advance(
     if move.noise:
         mean, std = (t.repeat_interleave(move.branch, 0) for t in (mean, std))
         xi = torch.stack([_children_noise(move, path, noise) for path in paths], 1)
-        x_next = mean + lift(std, mean) * send(xi.flatten(0, 2), mean.device)
+        xi = send(xi, mean.device)
+        xi = take(xi, nodes.twin[move.source]) if nodes.twin else xi
+        x_next = mean + lift(std, mean) * xi.flatten(0, 2)
     x_next = x_next.to(parents.dtype)
     density = log_prob(x_next.float(), mean, std) if move.noise else mean.new_zeros(len(mean))
     whole = (trees, width * move.branch)
     nodes.x.append(x_next.unflatten(0, whole))
     nodes.log_prob.append(density.unflatten(0, whole))
     nodes.g.append(g.expand(whole[1]))
+    if nodes.twin:
+        child = torch.arange(move.branch, device=x.device)
+        twin = nodes.twin[move.source] * move.branch
+        nodes.twin.append((twin[..., None] + child).flatten(1))
     if move.train:
         nodes.mean_old.append(mean.unflatten(0, whole))
 
@@ -149,6 +192,10 @@ def _tree(nodes: _Nodes, prompt: Tensor, shape: Shape, schedule: Schedule) -> Tr
 
     root = nodes.x[0]
     empty = root.new_empty(len(root), 0, *root.shape[2:]).float()
+    twin, start = [], 0
+    for cohort in nodes.twin:
+        twin.append(start + cohort.cpu())
+        start += cohort.shape[1]
     return Tree(
         x=torch.cat(nodes.x, 1),
         log_prob=torch.cat(nodes.log_prob, 1),
@@ -163,4 +210,5 @@ def _tree(nodes: _Nodes, prompt: Tensor, shape: Shape, schedule: Schedule) -> Tr
         sigmas=schedule.sigmas,
         g=torch.cat(nodes.g),
         forwards=nodes.forwards,
+        twin=torch.cat(twin, 1) if twin else None,
     )

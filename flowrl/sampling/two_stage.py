@@ -39,7 +39,7 @@ class Explorer:
         plan = self.plan(iteration)
         generator, audit = self.preview(iteration, candidates)
         timer.lap("time/audit")
-        proxy = score_candidates(generator, candidates, plan, timer)
+        proxy = score_candidates(generator, candidates, plan, timer, self.select)
         # A seed of its own, apart from those of images and learning.
         seed = noise_seed(
             seed=candidates.seed, iteration=iteration, prompt="", root=0, step=0, role="select"
@@ -53,15 +53,24 @@ class Explorer:
 
 
 def score_candidates(
-    generator: RolloutGenerator, candidates: RolloutRequest, plan: TreePlan, timer: Timer
+    generator: RolloutGenerator,
+    candidates: RolloutRequest,
+    plan: TreePlan,
+    timer: Timer,
+    select: SelectRule,
 ) -> Tensor:
-    """Return the rewards of N candidates of each of P groups: (P, N) fp32, NaN without a reward.
+    """Return the scores of N candidates of each of P groups: (P, N) fp32, NaN without a reward.
 
-    The reward of a candidate with several leaves is their mean.
+    The score of a candidate with several leaves is their mean reward, or its variance with
+    most_mixed: of rewards 0 and 1 this is p (1 - p), whose order is that of 1 - p^k - (1 - p)^k,
+    TRACE's chance (2606.11119) that k more leaves are mixed, for every k.
     """
     samples = generator.sample(candidates, plan, timer, keep=False)
     reward = generator.score(samples, timer).reward
-    return reward.view(-1, plan.roots, len(reward) // len(candidates.prompt)).nanmean(-1)
+    reward = reward.view(-1, plan.roots, len(reward) // len(candidates.prompt))
+    if select == "most_mixed":  # in float64: equal shares of successes are equal scores
+        reward = (reward.double() - reward.double().nanmean(-1, keepdim=True)).square()
+    return reward.nanmean(-1).float()
 
 
 def fill_selection(proxy: Tensor, keep: int, select: SelectRule, rng: torch.Generator) -> Tensor:
@@ -84,7 +93,7 @@ def select_candidates(proxy: Tensor, keep: int, select: SelectRule, rng: torch.G
             max_variance: those whose scores have the largest variance, which are some of the
             highest and some of the lowest;
             mean_deviation: those furthest from the mean; extremes_random: the highest, the lowest
-            and others at random; random: any.
+            and others at random; most_mixed: the highest; random: any.
     """
     finite = proxy.isfinite().nonzero().squeeze(1)
     if len(finite) <= keep:
@@ -92,6 +101,8 @@ def select_candidates(proxy: Tensor, keep: int, select: SelectRule, rng: torch.G
     ranked = finite[proxy[finite].argsort(descending=True, stable=True)]
     if select == "best_worst":
         chosen = both_ends(ranked, keep, keep // 2)
+    elif select == "most_mixed":
+        chosen = ranked[:keep]
     elif select == "max_variance":
         equal = proxy[ranked[0]] == proxy[ranked[-1]]  # then any choice varies as little
         order = ranked[torch.randperm(len(ranked), generator=rng)] if equal else ranked

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.objectives.advantage import group_stats
-from flowrl.trajectory import Metrics, Rollout, leaves_below
+from flowrl.trajectory import Metrics, Rollout, Tree, leaves_below
 from flowrl.utils.distributed import Runtime
 
 COUNTS = {
@@ -159,10 +159,19 @@ def _tree_metrics(rollout: Rollout) -> dict[str, float]:
         "tree/leaves": float(trees * len(tree.leaf)),
         "tree/rows": float(tree.rows),
         "tree/trained_edges": float(trees * len(tree.edge)),
+        **_dropped(tree),
     } | {
         "tree/distance/roots" if step < 0 else f"tree/distance/step_{step}": distance
         for step, distance in distances.items()
     }
+
+
+def _dropped(tree: Tree) -> dict[str, float]:
+    """Return the share of images that are copies, which a look-ahead dropped."""
+    if tree.twin is None:
+        return {}
+    copies = tree.twin != torch.arange(tree.twin.shape[1])
+    return {"tree/dropped": copies[:, tree.leaf].double().mean().item()}
 
 
 def common_ancestor(parent: Tensor, step: Tensor, leaf: Tensor) -> Tensor:

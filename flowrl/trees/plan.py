@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from flowrl.errors import UserError
-from flowrl.utils.fields import NonNegative, Options, option
+from flowrl.utils.fields import NonNegative, Number, Options, option
 
 CouplingKind = Literal["independent", "shared", "simplex"]
 
@@ -50,6 +52,22 @@ class NoiseCoupling(Options):
 
 
 INDEPENDENT = NoiseCoupling()
+
+
+class LookAhead(Options):
+    """Which children of a split are dropped: see `flowrl.sampling.look_ahead`."""
+
+    threshold: Annotated[Number, Field(ge=0, le=1)] = option(
+        0.9,
+        "A child is dropped where its likeness with a sibling that is kept is above this: 1 - |a - "
+        "b| / (|a| + |b|) of the clean latents that are estimated one step after the split. 1 "
+        "drops none, 0 all but one.",
+        "LATR: Rouge-L above 0.5, of texts",
+    )
+    choose: Literal["likeness", "random"] = option(
+        "likeness",
+        "Which of them: those that are alike; or random ones, just as many: a control.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +135,7 @@ class TreePlan:
     fans: tuple[Fan, ...] = ()
     same_noise: bool = False  # all roots of a prompt start from one noise
     stop_at: int | None = None  # step from which one move leads to the end; needs no fans
+    look_ahead: LookAhead | None = None  # drops siblings, which the counts below still hold
 
     def __post_init__(self) -> None:
         if self.roots < 1:

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -74,6 +75,60 @@ def test_a_candidate_that_stops_is_scored_by_its_estimated_clean_image(make_lear
     v = (after - at) / (sigmas[3] - sigmas[2])
     torch.testing.assert_close(early.leaves()[rows.flatten()].float(), at - sigmas[2] * v)
     assert rollout.explored.forwards == 2 * 5 * 3 and early.step.tolist() == [0, 1, 2, 4]
+
+
+SPLITS = {"kind": "branch_grpo", "branch": 2, "splits": [0, 1]}
+
+
+def test_a_candidate_that_stops_has_the_trunk_and_the_noise_of_the_tree_it_becomes(
+    make_learner, drawn
+):
+    for tree, roots in ((SPLITS, 2), ({"kind": "flow_grpo"}, 8), ({"kind": "ode"}, 8)):
+        drawn.clear()
+        explore = FEW | {"candidates": roots + 1, "num_inference_steps": None, "stop_at": 2}
+        options = {"tree": tree, "group_size": 8, "batch_size": 96}
+        objective = NFT if tree["kind"] == "ode" else {"kind": "grpo"}
+        rollout = rollout_of(make_learner, explore, objective, options)
+        early, whole = drawn
+        rows = rollout.explored.chosen + torch.arange(2)[:, None] * (roots + 1)
+        nodes = (early.step <= 2).nonzero().squeeze(1)
+        assert torch.equal(early.step[nodes], whole.step[: len(nodes)])
+        torch.testing.assert_close(early.x[rows.flatten()][:, nodes], whole.x[:, nodes])
+        # One forward each leads from there to the images that are scored.
+        assert len(early.leaf) == int((early.step == 2).sum()) and early.step[-1] == 4
+
+
+def test_most_mixed_keeps_the_trees_whose_estimated_images_differ_most(make_learner):
+    explore = FEW | {"candidates": 6, "num_inference_steps": None, "stop_at": 2}
+    explore |= {"select": "most_mixed"}
+    rollout = {"tree": SPLITS, "group_size": 8}
+    learner = make_learner(objective={"kind": "grpo"}, rollout=rollout | {"explore": explore})
+    disturb(learner.policy, 0.05)
+    plan, sampler = learner.source.explorer.plan(0), learner.source
+    request = sampler.request(0, plan)
+    generator, _ = sampler.explorer.preview(0, request)
+    leaves = generator.score(generator.sample(request, plan, Timer()), Timer()).reward
+    variance = leaves.double().view(2, 6, 4).var(-1, correction=0)
+    explored = sampler.collect(0, Timer()).explored
+    torch.testing.assert_close(explored.proxy, variance.float())
+    assert torch.equal(explored.chosen, variance.topk(2).indices.sort().values)
+
+
+def test_the_order_by_variance_is_that_of_the_chance_of_mixed_leaves_whatever_their_number():
+    for seen in (2, 3, 5, 8):
+        p = torch.arange(seen + 1, dtype=torch.float64) / seen  # successes among the leaves seen
+        rewards = torch.tensor([[1.0] * n + [0.0] * (seen - n) for n in range(seen + 1)])
+        variance = rewards.double().var(1, correction=0)
+        for more in (2, 3, 4, 7):
+            ones = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * more).sum(1)  # of all draws
+            law = p[:, None] ** ones * (1 - p[:, None]) ** (more - ones)
+            mixed = (law * ((ones > 0) & (ones < more))).sum(1)
+            torch.testing.assert_close(mixed, 1 - p**more - (1 - p) ** more)
+            for a, b in itertools.combinations(range(seen + 1), 2):
+                if abs(variance[a] - variance[b]) > 1e-12:
+                    assert (variance[a] > variance[b]) == (mixed[a] > mixed[b])
+                else:
+                    assert mixed[a] == pytest.approx(mixed[b])
 
 
 class Twofold:
@@ -168,6 +223,7 @@ def test_what_cannot_be_explored_is_refused(tiny_config):
         ({"num_inference_steps": 1}, {}, "explore.num_inference_steps must be 2 to 4"),
         ({"num_inference_steps": 2, "stop_at": 1}, {}, "stop_at is 1.* null"),
         ({"num_inference_steps": None, "stop_at": 4}, {}, "stop_at is 4.* the 4"),
+        ({"num_inference_steps": None, "select": "most_mixed"}, {}, "most_mixed.*flow_grpo"),
         ({"num_inference_steps": 2}, {"tree": {"kind": "dance_grpo"}}, "dance_grpo .*one noise"),
         ({"num_inference_steps": 2}, {"tree": one_noise}, "tree_grpo .*one noise"),
         ({"num_inference_steps": 2}, {"store": "groups"}, "rollout.store"),

@@ -60,6 +60,10 @@ def test_a_random_choice_reads_no_proxies():
     assert len({tuple(chosen([0.0] * 6, 3, "random", seed)) for seed in range(200)}) == 20
 
 
+def test_most_mixed_keeps_the_highest_scores():
+    assert chosen([0.1, 0.25, math.nan, 0.2, 0.0], 2, "most_mixed") == [1, 3]
+
+
 @given(SCORES, st.integers(1, 40), st.sampled_from(get_args(SelectRule)), st.integers(0, 9))
 def test_the_kept_are_distinct_ascending_finite_and_as_many_as_can_be(proxy, keep, mode, seed):
     keep = min(keep, len(proxy))
