@@ -135,7 +135,7 @@ class TreePlan:
     fans: tuple[Fan, ...] = ()
     same_noise: bool = False  # all roots of a prompt start from one noise
     stop_at: int | None = None  # step from which one move leads to the end; needs no fans
-    look_ahead: LookAhead | None = None  # drops siblings, which the counts below still hold
+    look_ahead: LookAhead | None = None  # drops siblings; all counts are those without it
 
     def __post_init__(self) -> None:
         if self.roots < 1:
