@@ -241,7 +241,10 @@ class RolloutGenerator:
         """Return the trees that are sampled together, and the rows of a call, on all processes."""
         unit = plan.roots if self.whole_prompts else 1
         most = self.runtime.largest_share(len(request.prompt), unit)
-        return self.runtime.batches.trees(most, level_widths(plan), self.batch_size)
+        widths = level_widths(plan)
+        if plan.look_ahead is not None:  # nobody knows how many will be dropped
+            widths = range(1, max(widths) + 1)
+        return self.runtime.batches.trees(most, widths, self.batch_size)
 
     @torch.no_grad()
     def encode_prompts(self, local: RolloutRequest) -> Conditioning:

@@ -2,18 +2,23 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from test_forest import PLANS
 from torch import Tensor
-from toy_forest import Counting, grown, named_noise, schedule, velocity
+from toy_forest import Counting, D, grown, named_noise, schedule, velocity
 
 from flowrl.errors import UserError
+from flowrl.functional.batches import Batches
 from flowrl.objectives.tree_credit import fuse_uniform
+from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.look_ahead import likeness, stand_ins, twins_after
+from flowrl.sampling.rollout import group_request, sample_request
 from flowrl.sampling.sampler import sample_tree
-from flowrl.trajectory import Conditioning, leaves_below, transitions
+from flowrl.trajectory import Conditioning, Tree, leaves_below, transitions
 from flowrl.trees.plan import LookAhead, Step, TreePlan
 
 SPLIT, NOISY = Step(branch=3, noise=True, train=True), Step(noise=True, train=True)
@@ -131,6 +136,41 @@ def test_a_tree_depends_on_no_tree_beside_it():
             alone = sample_tree(velocity, noise((), 0, "init"), prompt, plan, schedule(5), noise)
             for name in ("x", "twin", "log_prob"):
                 assert torch.equal(getattr(alone, name)[0], getattr(together, name)[root]), name
+
+
+def test_processes_that_drop_differently_call_a_sharded_network_equally_often():
+    backbone: Any = SimpleNamespace(
+        latent_shape=lambda: (D,), device=torch.device("cpu"), dtype=torch.float32
+    )
+    cond = Conditioning(tensors={"a": torch.arange(1.0)[:, None]})
+    prompts = [PromptRecord(text="a", uid="a")]
+
+    def sampled(seed: int, other: list[int]) -> tuple[Tree, list[int], int]:
+        """Sample beside a process with these calls; return the tree, its calls, and all made."""
+        rounds: list[int] = []
+        made = []
+
+        def in_step(calls: int) -> int:
+            rounds.append(calls)
+            return max(calls, other[len(rounds) - 1]) if other else calls
+
+        def network(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+            made.append(len(x))
+            return velocity(x, sigma, cond.tensors["a"][:, 0])
+
+        request = group_request(prompts, plan, seed=seed, iteration=0)
+        batches = Batches(in_step=in_step)
+        tree = sample_request(backbone, network, cond, request, plan, schedule(5), 2, batches)
+        assert set(made) == {2}
+        return tree, rounds, len(made)
+
+    plan = looking(TREE, threshold=0.8)
+    alone = [sampled(seed, []) for seed in (1, 2)]
+    beside = [sampled(seed, alone[2 - seed][1]) for seed in (1, 2)]
+    assert len(alone[0][1]) == len(alone[1][1]) and alone[0][2] != alone[1][2]
+    assert beside[0][2] == beside[1][2] > min(alone[0][2], alone[1][2])
+    for (tree, _, _), (same, _, _) in zip(alone, beside, strict=True):
+        assert torch.equal(tree.x, same.x) and torch.equal(tree.twin, same.twin)
 
 
 def test_equal_parents_are_learned_from_in_one_forward_with_the_edges_of_all():
