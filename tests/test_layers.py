@@ -131,7 +131,7 @@ def test_rewards_and_flowrl_do_not_know_each_other():
 
 # Plain data that is itself what an option says, and the bases of some of it.
 DATA = {"Config", "NoiseCoupling", "DepthPruning", "AllSteps", "FixedWindow", "RandomWindow"}
-DATA |= {"ProgressiveWindow", "GeometricWindow", "_Window", "Options"}
+DATA |= {"ProgressiveWindow", "GeometricWindow", "LookAhead", "_Window", "Options"}
 
 
 def test_one_name_is_one_class_and_options_are_called_so():
