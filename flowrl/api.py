@@ -386,7 +386,8 @@ def collect(
     """
     config = with_pipeline_name(config, pipeline).changed("rollout", store=None)
     if (book := config.prompts.book) is not None:  # nothing is told to it
-        config = config.changed("prompts", book=book.model_copy(update={"choose": "uniform"}))
+        plain = book.model_copy(update={"choose": "uniform", "largest_group": None})
+        config = config.changed("prompts", book=plain)
     config = config.changed("prompts", refiner=None)  # stored groups have their own words
     shards = -(-groups // config.rollout.prompts_per_iteration)  # one an iteration
     # An audit is written into its output folder: here that of the data set.

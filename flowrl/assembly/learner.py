@@ -191,6 +191,15 @@ def check_parts(
     """Check that rollouts, objective, rewards and prompts fit each other. Raises UserError."""
     if config.rollout.store is None:
         whole = any(spec.whole_groups for spec in specs)
+        if (
+            (book := config.prompts.book)
+            and book.largest_group
+            and (whole or needs.complete_groups)
+        ):
+            raise UserError(
+                "prompts.book.largest_group spreads a group over processes, but the objective or a "
+                "reward compares whole groups: set it to null"
+            )
         for plan in config.plans():  # every process gets what objective and rewards compare
             load = iteration_work(config, needs, plan, whole_groups=whole)
             check_split(load, runtime.world_size)

@@ -91,7 +91,7 @@ def build_sampler(parts: RolloutParts, prompts: Sequence[PromptRecord]) -> Sampl
     config, seed = parts.config, parts.config.run.seed
     generator, book, make = build_generator(parts), parts.config.prompts.book, PromptSampler
     if book is not None:
-        make = functools.partial(PromptBook, options=book)
+        make = functools.partial(PromptBook, options=book, group_size=config.rollout.group_size)
     return Sampler(
         generator=generator,
         plan=functools.partial(config.rollout.plan, seed=seed),

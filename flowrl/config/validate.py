@@ -219,6 +219,12 @@ def check_book(prompts: PromptOptions, rollout: SamplingOptions, objective: Obje
             ("rollout.explore", rollout.explore, "null"),
             ("rollout.store", rollout.store, "null"),
         )
+        least, largest = 2 * rollout.group_size, prompts.book.largest_group
+        refuse(
+            "prompts.book.largest_group makes groups of rollout.group_size images and of more",
+            ("prompts.book.largest_group", largest and largest < least, f"at least {least}"),
+            ("prompts.refiner", largest and prompts.refiner, "null"),
+        )
     elif advantage is not None and (advantage.center == "tracker" or advantage.emphasis):
         raise ValueError(
             "objective.advantage.center: tracker and emphasis read what is remembered of prompts: "

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config.objectives import CreditOptions
+from flowrl.functional.groups import groups_of
 from flowrl.objectives.advantage import (
     clip_advantage,
     compared_group,
@@ -245,17 +246,16 @@ def keep_parent_top1(leaves: Leaves) -> Tensor:
 
 
 def keep_extreme(leaves: Leaves) -> Tensor:
-    """Keep a prompt's EXTREMES best and EXTREMES worst leaves: Extreme-b of BranchGRPO.
-
-    A prompt's trees are consecutive; all prompts have equally many.
-    """
-    prompts = len(leaves.group.unique())
-    reward, valid = (t.view(prompts, -1) for t in (leaves.reward, leaves.valid))
-    keep, together = torch.zeros_like(valid), torch.zeros(reward.shape[1]).long()
-    for prompt, ranked in _sibling_sets(reward, valid, together):
-        keep[prompt, ranked[:EXTREMES]] = True
-        keep[prompt, ranked[-EXTREMES:]] = True
-    return keep.view_as(leaves.valid)
+    """Keep a prompt's EXTREMES best and EXTREMES worst leaves: Extreme-b of BranchGRPO."""
+    keep = torch.zeros_like(leaves.valid)
+    for trees in groups_of(leaves.group):
+        reward, valid = (t[trees].view(1, -1) for t in (leaves.reward, leaves.valid))
+        extreme, together = torch.zeros_like(valid), torch.zeros(valid.shape[1]).long()
+        for _, ranked in _sibling_sets(reward, valid, together):
+            extreme[0, ranked[:EXTREMES]] = True
+            extreme[0, ranked[-EXTREMES:]] = True
+        keep[trees] = extreme.view(len(trees), -1)
+    return keep
 
 
 def keep_b2_pairs(leaves: Leaves) -> Tensor:

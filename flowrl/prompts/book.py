@@ -1,8 +1,9 @@
 """Prompts chosen by a memory of how often each one succeeded: the prompt book.
 
 A group teaches nothing where all its images succeed or all fail. The book remembers both of every
-prompt, and `at` prefers those whose next group is likely to be mixed. Adaptive choice changes what
-is raised: the mean reward over the chosen prompts, in place of that over all.
+prompt, and `at` prefers those whose next group is likely to be mixed, or gives rare successes a
+larger group. Adaptive choice changes what is raised: the mean reward over the images of the chosen
+prompts, in place of that over all.
 """
 
 import math
@@ -17,16 +18,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from flowrl.prompts.records import PromptRecord, PromptSampler
-from flowrl.utils.fields import NonNegative, Number, Options, option
+from flowrl.utils.fields import Count, NonNegative, Number, Options, option
 
 STATES = range(3)  # of a prompt's images, those that succeed: none, some or all
 NONE, SOME, ALL = STATES
 MEMORY = 0.95  # share of counted transitions that remains after an iteration; 0.9 to 0.99 in DPS
 IDLE_DECAY = 0.98  # share of a prompt's counts that remains after an iteration without it
+SOLVED = 0.75  # rate of success above which sGPO leaves a prompt out
+HOPELESS_CHANCE = 0.1  # with which a prompt enters that even the largest group may never solve
 Matrix = list[list[float]]  # 3 x 3, [to][from]
 
 VADE = "VADE, arXiv 2511.18902"
 DPS = "DPS, arXiv 2603.10887"
+SGPO = "sGPO, arXiv 2606.08854"
 Share = Annotated[NonNegative, Field(le=1)]
 
 
@@ -53,6 +57,15 @@ class BookOptions(Options):
     uniform: Share = option(
         0.05,
         "Share of the prompts that are chosen as without a book, so that each is seen at times.",
+    )
+    largest_group: Count | None = option(
+        None,
+        "Groups of several sizes: a prompt whose images succeed at a rate p gets 1 / p of them, "
+        "rounded to rollout.group_size times 1, 2, 4, ... and at most this. It takes as many of "
+        "the iteration's prompts_per_iteration places, whose images are one group. Left out are "
+        "prompts with p above 0.75, and 9 of 10 of those that would need more than this. null is "
+        "one size.",
+        f"2 to 8 images, {SGPO}, which counts p once, before training",
     )
 
 
@@ -83,10 +96,13 @@ class PromptBook(PromptSampler):
     equal. Kinds of prompts take turns as without a book: it chooses within each.
     """
 
-    def __init__(self, *args: Any, options: BookOptions, **kwargs: Any):
-        """Take the arguments of a `PromptSampler`, and its errors, beside `options`."""
+    def __init__(self, *args: Any, options: BookOptions, group_size: int = 1, **kwargs: Any):
+        """Take the arguments of a `PromptSampler`, and its errors, beside `options`.
+
+        group_size: images of a place among the prompts of an iteration.
+        """
         super().__init__(*args, **kwargs)
-        self.options = options
+        self.options, self.group_size = options, group_size
         self.records = [p for kind in dict.fromkeys(self.round) for p in self.kinds[kind]]
         self._memories: dict[str, Memory] = {}  # by uid, of prompts that were scored
         self._moves: Matrix = [[1.0] * 3 for _ in STATES]  # transitions, counted from one each
@@ -95,9 +111,12 @@ class PromptBook(PromptSampler):
     # --- choosing ---------------------------------------------------------------------------
 
     def at(self, iteration: int) -> list[PromptRecord]:
-        """Return the prompts of the iteration after the last one that was told."""
+        """Return the prompts of the iteration after the last one that was told.
+
+        With `largest_group` a prompt stands there once for each place that its group takes.
+        """
         plain = super().at(iteration)
-        if self.options.choose == "uniform":
+        if self.options.choose == "uniform" and not self.merges:
             return plain
         if iteration not in self._choices:
             self._choices = {iteration: self._choose(iteration, plain)}
@@ -105,6 +124,7 @@ class PromptBook(PromptSampler):
 
     def _choose(self, iteration: int, plain: Sequence[PromptRecord]) -> list[PromptRecord]:
         stream, worth = self._stream_of(iteration, "choice"), self.worth(iteration)
+        sizes = self.sizes(iteration)
         places: dict[str, list[int]] = defaultdict(list)  # to fill, by kind
         chosen: dict[int, PromptRecord] = {}
         for place, record in enumerate(plain):
@@ -115,17 +135,57 @@ class PromptBook(PromptSampler):
                 places[self.round[turn % len(self.round)]].append(place)
         uses = Counter(record.uid for record in chosen.values())
         for kind, free in places.items():
-            # Equally good ones, as all are in the beginning, in random order.
-            rank = {p.uid: (uses[p.uid], -worth[p.uid], stream.random()) for p in self.kinds[kind]}
+            # Equally good ones, as all are in the beginning, in random order. Those that are left
+            # out come last, for kinds with too few others.
+            rank = {
+                p.uid: (uses[p.uid], not sizes[p.uid], -worth[p.uid], stream.random())
+                for p in self.kinds[kind]
+            }
             best = sorted(self.kinds[kind], key=lambda p, rank=rank: rank[p.uid])
-            chosen |= zip(free, cycle(best), strict=False)
+            chosen |= zip(free, cycle(p for p in best for _ in range(sizes[p.uid] or 1)))
         return [chosen[place] for place in range(len(plain))]
+
+    def sizes(self, iteration: int) -> dict[str, int]:
+        """Return by uid how many places the group of each prompt takes; 0: it is left out.
+
+        sGPO (2606.08854) has p from 8 images and lets few prompts with p = 0 enter. Here p is the
+        mean of a Beta distribution, never 0, and as hopeless are those whose 1 / p is beyond the
+        largest group. The last prompt that is chosen takes the places that are left.
+        """
+        largest, sizes = self.options.largest_group, {p.uid: 1 for p in self.records}
+        if largest is None:
+            return sizes
+        most = int(math.log2(largest / self.group_size))
+        stream = self._stream_of(iteration, "sizes")
+        for uid in sizes:
+            rate, chance = self.rate(uid, iteration), stream.random()
+            doublings = max(round(-math.log2(rate * self.group_size)), 0)
+            enters = rate <= SOLVED and (doublings <= most or chance < HOPELESS_CHANCE)
+            sizes[uid] = 2 ** min(doublings, most) if enters else 0
+        return sizes
+
+    @property
+    def merges(self) -> bool:
+        """Whether the places of one prompt in an iteration are one group."""
+        return self.options.largest_group is not None
+
+    def groups(self, iteration: int) -> list[PromptRecord]:
+        """Return the prompt of each group of an iteration, by the number of the group."""
+        chosen = self.at(iteration)
+        return list({p.uid: p for p in chosen}.values()) if self.merges else chosen
+
+    def rate(self, uid: str, iteration: int) -> float:
+        """Return a prompt's rate of success, the mean of its Beta distribution."""
+        successes, failures, _ = self._memory(uid, iteration)
+        return (1 + successes) / (2 + successes + failures)
 
     def worth(self, iteration: int) -> dict[str, float]:
         """Return by uid how much the next group of each prompt promises to teach."""
         if self.options.choose == "predictive":
             powers = self._powers(iteration)
             return {p.uid: self._belief(p.uid, iteration, powers)[SOME] for p in self.records}
+        if self.options.choose == "uniform":
+            return {p.uid: 0.0 for p in self.records}
         stream, worth = self._stream_of(iteration, "rates"), {}
         for record in self.records:
             successes, failures, _ = self._memory(record.uid, iteration)
@@ -145,10 +205,10 @@ class PromptBook(PromptSampler):
         """Remember an iteration's images, those of all processes, once it was learned from.
 
         Args:
-            group: (G,), the place of each image's prompt in `at(iteration)`.
+            group: (G,), the place of each image's prompt in `groups(iteration)`.
             reward: (G,), the trained reward, NaN where there is none.
         """
-        o, chosen = self.options, self.at(iteration)
+        o, chosen = self.options, self.groups(iteration)
         rewards: dict[str, list[float]] = defaultdict(list)
         for place, score in zip(group, reward, strict=True):
             if not math.isnan(score):
@@ -170,7 +230,7 @@ class PromptBook(PromptSampler):
         self._memories |= memories
 
     def estimates(self, iteration: int) -> list[tuple[float, float]]:
-        """Return what is expected of each prompt of `at(iteration)`: its mean reward, and failures.
+        """Return what is expected of each of `groups(iteration)`: its mean reward, and failures.
 
         The mean counts one image of the mean of all prompts, which is all that is remembered of a
         new one. Failures are their share, by the mean of the Beta distribution.
@@ -179,7 +239,7 @@ class PromptBook(PromptSampler):
         images = sum(successes + failures for successes, failures, _ in every)
         mean = sum(total for *_, total in every) / images if images else 0.0
         rows = []
-        for record in self.at(iteration):
+        for record in self.groups(iteration):
             successes, failures, total = self._memory(record.uid, iteration)
             count = successes + failures
             rows.append(((total + mean) / (count + 1), (1 + failures) / (count + 2)))
@@ -190,8 +250,7 @@ class PromptBook(PromptSampler):
         draws = [self._memories.get(p.uid, NOTHING).draws for p in self.records]
         total, drawn = sum(draws), [count for count in draws if count]
         entropy = -sum(count / total * math.log(count / total) for count in drawn)
-        counts = [self._memory(p.uid, iteration + 1)[:2] for p in self.records]
-        rates = [(1 + right) / (2 + right + wrong) for right, wrong in counts]
+        rates = [self.rate(p.uid, iteration + 1) for p in self.records]
         return {
             "book/success": sum(rates) / len(rates),
             "book/drawn": len(drawn) / len(draws),

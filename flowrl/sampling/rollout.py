@@ -108,18 +108,25 @@ def occurrences(prompts: Sequence[PromptRecord]) -> list[int]:
 
 
 def group_request(
-    prompts: Sequence[PromptRecord], plan: TreePlan, *, seed: int, iteration: int
+    prompts: Sequence[PromptRecord],
+    plan: TreePlan,
+    *,
+    seed: int,
+    iteration: int,
+    merge: bool = False,
 ) -> RolloutRequest:
     """Request the plan's trees for every prompt; those of one prompt are a group, side by side.
 
-    A repeated prompt makes another group with roots of its own.
+    A repeated prompt, with roots of its own, makes another group, or with `merge` a larger one.
     """
-    group = torch.arange(len(prompts)).repeat_interleave(plan.roots)
+    place = torch.arange(len(prompts))
+    number = {uid: n for n, uid in enumerate(dict.fromkeys(p.uid for p in prompts))}
+    group = torch.tensor([number[p.uid] for p in prompts]) if merge else place
     first = torch.tensor(occurrences(prompts)) * plan.roots
     return RolloutRequest(
         prompts=prompts,
-        prompt=group,
-        group=group,
+        prompt=place.repeat_interleave(plan.roots),
+        group=group.repeat_interleave(plan.roots),
         root=(first[:, None] + torch.arange(plan.roots)).flatten(),
         seed=seed,
         iteration=iteration,
@@ -271,8 +278,8 @@ class Sampler:
 
     def request(self, iteration: int, plan: TreePlan) -> RolloutRequest:
         """Return all processes' trees of an iteration."""
-        prompts = self.prompts.at(iteration)
-        request = group_request(prompts, plan, seed=self.seed, iteration=iteration)
+        prompts, merge = self.prompts.at(iteration), self.book is not None and self.book.merges
+        request = group_request(prompts, plan, seed=self.seed, iteration=iteration, merge=merge)
         return request if self.rewording is None else self.rewording.reword(request, plan.roots)
 
     def collect(self, iteration: int, timer: Timer) -> Rollout:

@@ -85,6 +85,8 @@ TRACKED = ["prompts.book={}", "objective.advantage.center=tracker"]
         (["prompts.book={}", "rollout.staleness=1"], "rollout.staleness", "0"),
         (["prompts.book={}", "rollout.explore={candidates: 20}"], "rollout.explore", "null"),
         (["prompts.book={}", "rollout.store=groups"], "rollout.store", "null"),
+        (["prompts.book={largest_group: 3}"], "prompts.book.largest_group", "99"),
+        (["prompts.book={largest_group: 99}", "prompts.refiner={}"], "prompts.refiner", "null"),
         (["objective.advantage.center=tracker"], "prompts.book", "{choose: uniform}"),
         (["objective.advantage.emphasis=1"], "prompts.book", "{choose: uniform}"),
         ([*TRACKED, "objective.advantage.rewards=gdpo"], "objective.advantage.rewards", "sum"),
