@@ -2,14 +2,25 @@
 
 import json
 import math
-from itertools import combinations, product
+from collections import Counter
+from dataclasses import asdict
+from itertools import combinations, permutations, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.prompts import book as book_module
-from flowrl.prompts.book import ALL, IDLE_DECAY, NONE, SOME, STATES, BookOptions, PromptBook
+from flowrl.prompts.book import (
+    ALL,
+    IDLE_DECAY,
+    NONE,
+    SOME,
+    STATES,
+    BookOptions,
+    Memory,
+    PromptBook,
+)
 from flowrl.prompts.records import PromptRecord, PromptSampler
 
 SIZE = 3  # prompts of an iteration
@@ -19,13 +30,24 @@ def records(count: int, tag: str = "a") -> list[PromptRecord]:
     return [PromptRecord(uid=f"{tag}{i}", text=str(i), metadata={"tag": tag}) for i in range(count)]
 
 
-def book_of(count: int = 7, seed: int = 0, **options) -> PromptBook:
-    return PromptBook(records(count), SIZE, seed, options=BookOptions(**options))
+def book_of(count: int = 7, seed: int = 0, group_size: int = 2, **options) -> PromptBook:
+    options = BookOptions(**options)
+    return PromptBook(records(count), SIZE, seed, options=options, group_size=group_size)
+
+
+def remember(book: PromptBook, counts: list[tuple[float, float]]) -> PromptBook:
+    """Let the book remember (successes, failures) of its first prompts."""
+    memories = {
+        f"a{i}": asdict(Memory(successes=right, failures=wrong, last=0))
+        for i, (right, wrong) in enumerate(counts)
+    }
+    book.load_state_dict(book.state_dict() | {"memories": memories})
+    return book
 
 
 def tell(book: PromptBook, iteration: int, groups: list[list[float]]) -> list[str]:
-    """Tell a group of rewards for each prompt that the book chooses; return the uids of these."""
-    chosen = [record.uid for record in book.at(iteration)]
+    """Tell a group of rewards for each group that the book chooses; return the uids of these."""
+    chosen = [record.uid for record in book.groups(iteration)]
     place = [i for i, rewards in enumerate(groups) for _ in rewards]
     book.tell(iteration, place, [score for rewards in groups for score in rewards])
     return chosen
@@ -160,6 +182,85 @@ def test_kinds_keep_their_turns_and_nothing_repeats_that_need_not():
         tags = [[p.metadata["tag"] for p in those] for those in (chosen, plain.at(iteration))]
         assert tags[0] == tags[1] and len({p.uid for p in chosen}) == 6  # 4 of 5 a, and both b
         tell(book, iteration, [[1.0, 0.0]] * 6)
+
+
+# --- how large groups are -----------------------------------------------------------------------
+
+counted = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=7, max_size=7)
+
+
+@given(counted, st.integers(1, 3), st.integers(1, 3))
+def test_a_group_has_the_size_nearest_to_one_expected_success(counts, group_size, doublings):
+    largest = group_size * 2**doublings
+    book = remember(book_of(group_size=group_size, largest_group=largest), counts)
+    sizes = book.sizes(1)
+    for uid, (right, wrong) in zip(sizes, counts, strict=True):
+        rate = (1 + right) / (2 + right + wrong)
+        nearest = min(range(20), key=lambda k: abs(math.log(rate * group_size * 2**k)))
+        hopeless = nearest > doublings
+        expected = {0, 2**doublings} if hopeless else {0 if rate > 0.75 else 2**nearest}
+        assert sizes[uid] in expected
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.sampled_from(["thompson", "predictive"]))
+def test_at_one_rate_all_groups_are_equal_and_at_a_half_chosen_as_without_sizes(a, b, choose):
+    book = remember(book_of(largest_group=1000, choose=choose), [(a, b)] * 7)
+    assert len(set(book.sizes(1).values())) == 1
+    even, plain = (
+        remember(book_of(choose=choose, largest_group=size), [(a, a)] * 7) for size in (8, None)
+    )
+    assert even.at(1) == plain.at(1) == even.groups(1)
+
+
+def test_prompts_take_as_many_places_as_enumerated(monkeypatch):
+    """Rates of 1/2, 1/4 and 1/8, one solved prompt, and one that enters with a chance of 0.1."""
+    monkeypatch.setattr(book_module, "IDLE_DECAY", 1.0)
+    counts = [(1, 1), (0, 2), (0, 6), (9, 0), (0, 98)]
+    book = book_of(5, choose="uniform", uniform=0, largest_group=8)
+    book.per_iteration, runs = 6, 4000
+    remember(book, counts)
+    drawn = Counter()
+    for iteration in range(1, runs + 1):
+        chosen = [record.uid for record in book.at(iteration)]
+        assert len(chosen) == 6
+        drawn.update(chosen)
+    expected = Counter()
+    for entering, chance in ((False, 0.9), (True, 0.1)):
+        sizes = {"a0": 1, "a1": 2, "a2": 4} | ({"a4": 4} if entering else {})
+        orders = list(permutations(sizes))
+        for order in orders:
+            taken = [uid for uid in order for _ in range(sizes[uid])][:6]
+            expected.update({uid: taken.count(uid) * chance / len(orders) for uid in sizes})
+    for uid in ("a0", "a1", "a2", "a3", "a4"):  # at most four a turn: a standard error of 0.02
+        assert drawn[uid] / runs == pytest.approx(expected[uid], abs=0.1)
+    assert drawn["a3"] == 0
+
+
+def test_where_too_few_prompts_enter_those_that_were_left_out_fill_the_places():
+    solved = remember(book_of(2, largest_group=8, choose="uniform"), [(40, 0)] * 2)
+    assert {record.uid for record in solved.at(1)} == {"a0", "a1"} and len(solved.at(1)) == SIZE
+    assert len(solved.groups(1)) == 2
+
+
+def test_a_group_of_several_places_is_remembered_as_one(monkeypatch):
+    monkeypatch.setattr(book_module, "IDLE_DECAY", 1.0)
+    book = book_of(4, choose="uniform", decay=1, largest_group=16)
+    seen: dict[str, list[float]] = {}
+    for iteration in range(12):
+        places = Counter(record.uid for record in book.at(iteration))
+        names = [record.uid for record in book.groups(iteration)]
+        assert len(set(names)) == len(names)
+        groups = [[float(uid == "a1")] * (2 * places[uid]) for uid in names]
+        assert tell(book, iteration, groups) == names
+        for uid, rewards in zip(names, groups, strict=True):
+            seen.setdefault(uid, []).extend(rewards)
+    assert max(places.values()) > 1
+    for uid, memory in book.state_dict()["memories"].items():
+        assert memory["successes"] == sum(seen[uid])
+        assert memory["successes"] + memory["failures"] == len(seen[uid])
+    for record, (_, failures) in zip(book.groups(12), book.estimates(12), strict=True):
+        rewards = seen[record.uid]
+        assert failures == pytest.approx((1 + rewards.count(0.0)) / (2 + len(rewards)))
 
 
 # --- the forward filter -------------------------------------------------------------------------

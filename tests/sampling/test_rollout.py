@@ -90,6 +90,11 @@ def test_noise_is_a_function_of_the_names_of_an_image():
     assert occurrences([RECORDS[0], RECORDS[1], RECORDS[0]]) == [0, 0, 1]
     noise = request.noise((), 0, "init", SHAPE)
     assert len(noise.flatten(1).unique(dim=0)) == 6
+    # Merged, it is one group of the very same trees.
+    merged = request_of([RECORDS[0], RECORDS[1], RECORDS[0]], merge=True)
+    assert request.group.tolist() == [0, 0, 1, 1, 2, 2]
+    assert merged.group.tolist() == [0, 0, 1, 1, 0, 0]
+    assert torch.equal(merged.noise((), 0, "init", SHAPE), noise)
     # Taking rows keeps only the prompts they use.
     part = request_of().take(torch.tensor([5, 1]))
     assert [part.prompts[i].uid for i in part.prompt] == [RECORDS[2].uid, RECORDS[0].uid]

@@ -48,7 +48,8 @@ NFT = {"kind": "nft", "noising": {"count": 2}}
 SELECTIVE = {
     "step_share": 0.5, "error_confidence": 1.0, "kl_on": {"reward": "contrast", "share": 0.4},
 }  # fmt: skip
-BOOK = {"success": 0.89, "uniform": 0}
+BOOK = {"success": 0.89, "uniform": 0, "largest_group": 4}
+FEW = "few.txt"  # prompts, so that some take several places
 SCORED = {
     "grpo": ({"kind": "grpo"}, CHAINS),
     "tree": ({"kind": "grpo", "kl_coef": 0.1}, TREE),
@@ -99,6 +100,8 @@ def config_of(case: str, folder: Path, shard: str):
         rollout = ODE | {"store": str(folder / "store")}
     else:
         objective, rollout = SCORED[case]
+    if case == "book":
+        prompts = str(folder / FEW)
     half = {"dtype": "bf16"} if case == "bf16" else {}
     return parse_config(
         {

@@ -8,6 +8,9 @@ from safetensors.torch import load_file
 from flowrl.assembly.learner import ProvidedObjects, all_prompts_to_encode
 from flowrl.backbones.lora_formats import FILE
 from flowrl.backbones.policy import POLICY
+from flowrl.config.objectives import AdvantageOptions
+from flowrl.errors import UserError
+from flowrl.objectives.advantage import FLOOR, image_advantages, z_scores
 from flowrl.training.checkpoint import Checkpoints, read_checkpoint
 from flowrl.training.loop import train
 from flowrl.training.tracking import read_metrics
@@ -17,13 +20,18 @@ TRACKER = {"kind": "grpo", "advantage": {"center": "tracker", "emphasis": 1.0}}
 
 
 @pytest.fixture
-def trained(make_run):
+def trained(make_run, tmp_path):
     """Train the tiny pipeline with a book; return the run, its learner and the texts it drew."""
+
+    few = tmp_path / "few.txt"
+    few.write_text("red\ngreen\nblue\n")
 
     def make(resume=None, *, book, rollout=SMALL, objective=TRACKER):
         _, learner, run = make_run(
             resume, rollout=rollout, objective=objective,
-            prompts={"train": "tiny:colors:train", "book": book},
+            prompts={
+                "train": str(few) if "largest_group" in book else "tiny:colors:train", "book": book,
+            },
             run={"iterations": 4, "checkpoint_every": 1, "keep_checkpoints": 9},
         )  # fmt: skip
         texts, collect = [], type(learner.source).collect
@@ -42,9 +50,13 @@ def trained(make_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choose", ["thompson", "predictive"])
-def test_a_resumed_run_chooses_and_learns_the_same_bit_for_bit(trained, choose):
-    book = {"choose": choose, "success": 0.89, "uniform": 0}
+@pytest.mark.parametrize(
+    "book",
+    [{"choose": "thompson"}, {"choose": "predictive"}, {"choose": "uniform", "largest_group": 4}],
+    ids=str,
+)
+def test_a_resumed_run_chooses_and_learns_the_same_bit_for_bit(trained, book):
+    book |= {"success": 0.89, "uniform": 0}
     whole, learner, texts = trained(book=book)
     lora, state = load_file(whole.folder / FILE), learner.book.state_dict()
     resumed, again, later = trained(read_checkpoint(whole.checkpoints.path(2)), book=book)
@@ -68,6 +80,35 @@ def test_one_image_of_a_prompt_is_learned_from_and_remembered(trained, monkeypat
     assert all(row["grad/norm"] > 0 and row["book/drawn"] > 0 for row in rows)
     mean = sum(m["total"] for m in memories) / 8  # of the rewards of all iterations
     assert mean == pytest.approx(sum(row["reward/mean"] for row in rows) / 4)
+
+
+def test_images_of_several_places_are_compared_as_one_group(make_learner, tmp_path):
+    (tmp_path / "few.txt").write_text("red\ngreen\n")
+    book = {"choose": "uniform", "success": 2.0, "largest_group": 4}
+    learner = make_learner(
+        rollout=SMALL | {"prompts_per_iteration": 5},
+        prompts={"train": str(tmp_path / "few.txt"), "book": book},
+        objective={"kind": "grpo"},
+    )
+    rollout, metrics = learner.iterate(0)
+    uid = [rollout.prompts[p] for p in rollout.tree.prompt.tolist()]
+    assert metrics["grad/norm"] > 0 and sorted(map(uid.count, set(uid))) == [4, 6]
+    advantage = z_scores(rollout.reward.double(), rollout.group, AdvantageOptions())
+    for name in set(uid):
+        rows = torch.tensor([name == other for other in uid])
+        reward = rollout.reward[rows].double()
+        expected = (reward - reward.mean()) / (reward.std(correction=0) + FLOOR)
+        torch.testing.assert_close(advantage[rows], expected, rtol=1e-12, atol=0)
+    assert torch.equal(image_advantages(rollout, AdvantageOptions())[0], advantage.float())
+
+
+@pytest.mark.parametrize(
+    "whole", [{"objective": {"kind": "gdro"}}, {"specs": [{"name": "diversity"}]}], ids=str
+)
+def test_whole_groups_are_not_spread_over_processes(make_learner, whole):
+    prompts = {"train": "tiny:colors:train", "book": {"largest_group": 8}}
+    with pytest.raises(UserError, match="prompts.book.largest_group"):
+        make_learner(prompts=prompts, **whole)
 
 
 def test_a_book_that_only_remembers_changes_no_bit_of_a_run(make_learner):

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 def folder(tmp_path_factory) -> Path:
     """A folder with what each number of processes saw, in fp32 and float64, whole and in parts."""
     made = tmp_path_factory.mktemp("processes")
+    (made / processes.FEW).write_text("red\ngreen\nblue\n")
     collect(processes.config_of("gdro", made, "whole"), made / "store", groups=10)
     whole = [f"{case}:whole:single" for case in processes.CASES]
     whole += [f"{case}:whole:double" for case in EXACT]
