@@ -221,6 +221,7 @@ def preview_layers(
 def check_rollout_memory(config: Config, backbone: PipelineBackbone, runtime: Runtime) -> None:
     """Check that every iteration's trees fit beside the weights, which are loaded by now."""
     prompts = -(-config.rollout.prompts_per_iteration // runtime.world_size)
+    prompts *= 1 + config.optim.replay
     latent, itemsize = math.prod(backbone.latent_shape()), backbone.dtype.itemsize
     free = free_bytes(runtime.device)
     for plan in config.plans():

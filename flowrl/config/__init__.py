@@ -72,7 +72,7 @@ class Config(Options):
         validate.check_graphs(self.pipeline, self.memory, self.rollout)
         validate.check_base_bits(self.memory, self.pipeline, self.rollout)
         gates = any(reward.gate is not None for reward in self.rewards)
-        validate.check_objective(self.objective, self.rollout, gates=gates)
+        validate.check_objective(self.objective, self.rollout, self.optim, gates=gates)
         validate.check_sharding(self.runtime, self.pipeline, self.memory, self.rollout)
         check_rewards(self.rewards)
         validate.check_book(self.prompts, self.rollout, self.objective)

@@ -188,8 +188,10 @@ def check_base_bits(
     )
 
 
-def check_objective(objective: Objective, rollout: SamplingOptions, *, gates: bool) -> None:
-    """Check that the objective's options agree with each other, the rollout's and the rewards'.
+def check_objective(
+    objective: Objective, rollout: SamplingOptions, optim: OptimOptions, *, gates: bool
+) -> None:
+    """Check that the objective's options agree with each other and with those of other sections.
 
     gates: whether a reward has one.
     """
@@ -202,6 +204,10 @@ def check_objective(objective: Objective, rollout: SamplingOptions, *, gates: bo
     refuse(
         "rollout.kernel is cps, which has no step length of an SDE to leave out",
         ("objective.kl_form", no_dt and rollout.kernel == "cps", "latent_dt"),
+    )
+    refuse(
+        f"objective.kind {objective.kind} has no ratio to the policy that sampled earlier steps",
+        ("optim.replay", optim.replay and not isinstance(objective, GRPOOptions), "0"),
     )
     noising = getattr(objective, "noising", None)
     if noising is not None and rollout.store is None:

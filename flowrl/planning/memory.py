@@ -107,7 +107,7 @@ class MemoryPlan:
         rows = min(config.rollout.batch_size, frontier) * (1 + guided)
         # The latents and texts of the rollout that is learned from.
         held = {
-            "latents": self.latents(self.kind.plan, self.prompts),
+            "latents": self.latents(self.kind.plan, self.prompts * (1 + config.optim.replay)),
             "text embeddings": self.text(self.prompts + frontier, guided),
         }
         sampling = held | self.sampling(held["latents"])

@@ -25,6 +25,7 @@ from flowrl.sampling.rewording import Rewording
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.metrics import RowMeans, rollout_metrics
+from flowrl.training.replay import Replay
 from flowrl.training.run import Run
 from flowrl.trajectory import Rollout
 from flowrl.utils.distributed import Runtime
@@ -43,7 +44,9 @@ def train(learner: "Learner", run: Run, *, iterations: int) -> None:
 
     Stops early, after a whole iteration, at the time limit, by the stop rule or on a signal.
     """
-    first = run.begin(learner.policy, learner.optimizer, learner.book, learner.rewording)
+    first = run.begin(
+        learner.policy, learner.optimizer, learner.book, learner.rewording, learner.replay
+    )
     for iteration in range(first, first if run.interrupted else iterations):
         learner.runtime.seed(run.options.seed, iteration)  # a resumed run draws the same
         rollout, metrics = learner.with_kl(run.kl_coef).iterate(iteration)
@@ -74,6 +77,7 @@ class Learner:
     reward_gradient: Callable[[Rollout], RewardField]  # of the trained reward, at its images
     book: PromptBook | None = None  # that chooses the source's prompts
     rewording: Rewording | None = None  # of the source's prompts
+    replay: Replay | None = None  # of earlier iterations' steps
     checks_ratio: bool = True  # rollouts are sampled by the very weights that learn from them
 
     def with_kl(self, kl_coef: float | None) -> "Learner":
@@ -120,11 +124,14 @@ class Learner:
         optim, policy, runtime = self.optim, self.policy, self.runtime
         for group in self.optimizer.param_groups:
             group["lr"] = optim.lr_at(iteration, self.iterations)
-        batch = self.objective.prepare(rollout)
+        batch = fresh = self.objective.prepare(rollout)
+        check_ratio = self.objective.needs.ratio and self.checks_ratio
+        if self.replay is not None:
+            check_ratio = check_ratio and self.replay.empty
+            batch = self.replay.join(fresh)
         means = RowMeans()
         means.add(batch.metrics(), 1, weight=len(rollout.tree))
         # First pass: the policy still equals the sampling policy, so the ratio is 1.
-        check_ratio = self.objective.needs.ratio and self.checks_ratio
         for part in batch.updates(optim.updates_per_rollout):
             rows = runtime.sum(len(part))  # of all processes
             if not rows:
@@ -144,6 +151,9 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=not policy.graphs)
             policy.update_ema_and_count()
             means.add({"grad/norm": torch.tensor(norm)}, 1)
+        if self.replay is not None:
+            policy.whole = False
+            self.replay.keep(fresh)
         return means.of_all(runtime)
 
     @property

@@ -31,6 +31,7 @@ from flowrl.training.evaluate import Evaluation, Evaluator, evaluation_file
 from flowrl.training.hacking import HackingRule, Judged
 from flowrl.training.ledger import Ledger
 from flowrl.training.radar import HackingScore
+from flowrl.training.replay import Replay
 from flowrl.training.tracking import Report
 from flowrl.trajectory import Rollout
 from flowrl.utils.digests import sealed_digest
@@ -75,6 +76,7 @@ class Run:
     _optimizer: torch.optim.Optimizer = field(init=False)
     _book: PromptBook | None = field(init=False, default=None)
     _rewording: Rewording | None = field(init=False, default=None)
+    _replay: Replay | None = field(init=False, default=None)
     _began: float = field(init=False, default_factory=time.monotonic)
     _request: StopRequest = field(init=False, default_factory=StopRequest)
     # of the evaluations by iteration, on the main process
@@ -87,14 +89,14 @@ class Run:
 
     def begin(
         self, policy: Policy, optimizer: torch.optim.Optimizer, book: PromptBook | None = None,
-        rewording: Rewording | None = None,
+        rewording: Rewording | None = None, replay: Replay | None = None,
     ) -> int:  # fmt: skip
         """Restore the checkpoint or evaluate the base; return the iteration to continue with.
 
         A run that its stop rule has ended returns the last one: it stays as it ended.
         """
         self._policy, self._optimizer, self._book = policy, optimizer, book
-        self._rewording = rewording
+        self._rewording, self._replay = rewording, replay
         policy.whole = True
         if self.resume is not None:
             self._restore(self.resume)
@@ -198,7 +200,7 @@ class Run:
     def _restore(self, state: dict[str, Any]) -> None:
         self._policy.load_state_dict(state["policy"])
         self._restore_optimizer(state)
-        self._restore_book(state)
+        self._restore_memories(state)
         self.runtime.load_state_dict(state["runtime"])
         self.done = self.saved = state["iteration"]
         self.elapsed = state["elapsed"]
@@ -214,12 +216,14 @@ class Run:
         for group, setting in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(setting)
 
-    def _restore_book(self, state: dict[str, Any]) -> None:
-        """Take what a checkpoint remembers of prompts; one without a book remembers nothing."""
+    def _restore_memories(self, state: dict[str, Any]) -> None:
+        """Take what a checkpoint remembers of prompts and steps, if it remembers any."""
         if self._book is not None and state.get("book") is not None:
             self._book.load_state_dict(state["book"])
         if self._rewording is not None and state.get("refiner") is not None:
             self._rewording.load_state_dict(state["refiner"])
+        if self._replay is not None and state.get("replay") is not None:
+            self._replay.load_state_dict(state["replay"])
 
     @property
     def _best_by(self) -> str | None:
@@ -381,7 +385,7 @@ class Run:
         state = parse_state(self.runtime.from_main(path.read_bytes), path)
         self._policy.load_adapters(state["policy"])
         self._restore_optimizer(state)
-        self._restore_book(state)
+        self._restore_memories(state)
         self.rollbacks.append((step, self.done))
         if self.runtime.is_main:
             self.ledger.append("rollback", step=self.done, to=step, kl_coef=self.kl_coef)
@@ -414,13 +418,14 @@ class Run:
             return
         with phase("save"):
             self._check_finite()
+            replay = None if self._replay is None else self._replay.state_dict()
             if self.runtime.is_main:
-                self._write()
+                self._write(replay)
             self.saved = self.done
             self.runtime.wait()
 
-    def _write(self) -> None:
-        """Write the files of a checkpoint.
+    def _write(self, replay: dict[str, Any] | None) -> None:
+        """Write the files of a checkpoint. replay: of all processes.
 
         The state comes last: once it is there, a resumed run takes the rest for written.
         """
@@ -431,6 +436,7 @@ class Run:
             "optimizer": self._optimizer.state_dict(),
             "book": None if self._book is None else self._book.state_dict(),
             "refiner": None if self._rewording is None else self._rewording.state_dict(),
+            "replay": replay,
             "runtime": self.runtime.state_dict(),
             "iteration": self.done,
             "elapsed": self.seconds(),
