@@ -8,7 +8,7 @@ chains, which are trees too: nothing after the sampler knows whether it branched
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -187,8 +187,7 @@ class Transitions:
     cond: Conditioning  # P rows
     no_advantage: float  # share of the rollout's trained edges whose advantage is 0
     rows: int = 0  # of each call of the network in the rollout
-
-    at_once: ClassVar[int] = 0
+    at_once: int = 0
 
     @property
     def x(self) -> Tensor:

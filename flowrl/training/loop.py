@@ -124,14 +124,13 @@ class Learner:
         optim, policy, runtime = self.optim, self.policy, self.runtime
         for group in self.optimizer.param_groups:
             group["lr"] = optim.lr_at(iteration, self.iterations)
-        batch = fresh = self.objective.prepare(rollout)
-        check_ratio = self.objective.needs.ratio and self.checks_ratio
-        if self.replay is not None:
-            check_ratio = check_ratio and self.replay.empty
-            batch = self.replay.join(fresh)
+        fresh: Any = self.objective.prepare(rollout)
+        batch: Batch = fresh if self.replay is None else self.replay.join(fresh)
         means = RowMeans()
         means.add(batch.metrics(), 1, weight=len(rollout.tree))
-        # First pass: the policy still equals the sampling policy, so the ratio is 1.
+        # First pass: the policy still equals the sampling policy of new steps, so the ratio is 1.
+        all_new = self.replay is None or self.replay.empty
+        check_ratio = self.objective.needs.ratio and self.checks_ratio and all_new
         for part in batch.updates(optim.updates_per_rollout):
             rows = runtime.sum(len(part))  # of all processes
             if not rows:

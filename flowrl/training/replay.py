@@ -64,4 +64,5 @@ def _state_of(steps: Transitions) -> dict[str, Any]:
 
 
 def _steps_of(state: dict[str, Any]) -> Transitions:
-    return Transitions(**state | {"cond": Conditioning(tensors=state["cond"])})
+    cond = Conditioning(tensors=state.pop("cond"))
+    return Transitions(**state, cond=cond)

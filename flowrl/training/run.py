@@ -418,14 +418,18 @@ class Run:
             return
         with phase("save"):
             self._check_finite()
-            replay = None if self._replay is None else self._replay.state_dict()
+            replay = self._replay_state()
             if self.runtime.is_main:
                 self._write(replay)
             self.saved = self.done
             self.runtime.wait()
 
+    def _replay_state(self) -> dict[str, Any] | None:
+        """Return the earlier steps of all processes, if any are kept. All call it together."""
+        return None if self._replay is None else self._replay.state_dict()
+
     def _write(self, replay: dict[str, Any] | None) -> None:
-        """Write the files of a checkpoint. replay: of all processes.
+        """Write the files of a checkpoint.
 
         The state comes last: once it is there, a resumed run takes the rest for written.
         """
@@ -558,10 +562,12 @@ class Run:
             return self._go_on()
         if not policy.whole:
             return f"Iteration {self.done + 1} had begun to train and is not saved. {self._go_on()}"
+        if self._replay is not None and self.runtime.world_size > 1:
+            return f"The steps of other processes (optim.replay) cannot be saved. {self._go_on()}"
         try:
             with phase("save"):
                 self._check_finite()
-                self._write()
+                self._write(self._replay_state())
             self.saved = self.done
         except Exception as second:
             return f"Iteration {self.done} cannot be saved ({second}). {self._go_on()}"
