@@ -108,6 +108,25 @@ def test_other_processes_take_all_steps_of_a_checkpoint(learner_of):
     assert all(torch.equal(one[name], two[name]) for name in two)
 
 
+def test_after_an_error_one_process_saves_its_steps_and_one_of_several_saves_nothing(
+    make_run, monkeypatch
+):
+    _, learner, run = make_run(rollout=SMALL, objective={"kind": "grpo"}, optim={"replay": 2})
+    with run.session():
+        run.begin(learner.policy, learner.optimizer, replay=learner.replay)
+        run.log(0, *learner.iterate(0))
+        with monkeypatch.context() as patch:  # whose others may be lost
+            patch.setattr(Runtime, "world_size", 2)
+            run._rescue(ValueError())
+            assert run.checkpoints.steps() == [0]
+        run._rescue(ValueError())
+    assert run.checkpoints.steps() == [0, 1]
+    (steps,) = read_checkpoint(run.checkpoints.path(1))["replay"]["processes"]
+    assert torch.equal(steps, learner.replay.state_dict()["processes"][0])
+    learner.replay.keep(learner.objective.prepare(learner.source.collect(1, Timer())))
+    assert not torch.equal(steps, learner.replay.state_dict()["processes"][0])
+
+
 @pytest.mark.slow
 def test_a_resumed_run_learns_again_from_the_same_steps_bit_for_bit(make_run):
     def trained(resume=None):
