@@ -90,6 +90,7 @@ def test_images_of_several_places_are_compared_as_one_group(make_learner, tmp_pa
         prompts={"train": str(tmp_path / "few.txt"), "book": book},
         objective={"kind": "grpo"},
     )
+    assert set(learner.book.sizes(0).values()) == {1}  # of two images of a new prompt one succeeds
     rollout, metrics = learner.iterate(0)
     uid = [rollout.prompts[p] for p in rollout.tree.prompt.tolist()]
     assert metrics["grad/norm"] > 0 and sorted(map(uid.count, set(uid))) == [4, 6]
