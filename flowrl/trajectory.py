@@ -223,7 +223,7 @@ class Transitions:
         )
 
     def telling(self) -> "Transitions":
-        """Return the parents of edges with an advantage, with only the latents that they need."""
+        """Return the parents of edges with an advantage, on the CPU, with the latents they need."""
         size = self.advantage.new_zeros(len(self.node))
         size = size.index_add(0, self.parent, self.advantage.abs())
         part = self.take(size.nonzero().squeeze(1))
@@ -232,36 +232,31 @@ class Transitions:
         node, child = place.split([len(part.node), len(part.child)])
         return replace(
             part,
-            latents=self.latents[send(latents, self.latents.device)],
-            means=part.mean_old,
+            latents=self.latents[send(latents, self.latents.device)].cpu(),
+            means=part.mean_old.cpu(),
             node=node,
             child=child,
             edge=torch.arange(len(part.edge)),
             prompt=prompt,
-            cond=self.cond.take(prompts),
+            cond=self.cond.take(prompts).to("cpu"),
         )
-
-    def to(self, device: torch.device | str) -> "Transitions":
-        """Return the steps with their latents on a device; indices and numbers stay."""
-        moved = {name: getattr(self, name).to(device) for name in ("latents", "means", "cond")}
-        return replace(self, **moved)
 
     @staticmethod
     def cat(parts: list["Transitions"]) -> "Transitions":
         """Join the steps of several rollouts, on the device of the first one's latents."""
         if len(parts) == 1:
             return parts[0]
-        parts = [part.to(parts[0].latents.device) for part in parts]
+        device = parts[0].latents.device
         owners = {"node": "latents", "child": "latents", "edge": "means", "parent": "node",
                   "prompt": "cond"}  # fmt: skip
-        joined: dict[str, Any] = {"cond": Conditioning.cat([part.cond for part in parts])}
+        joined: dict[str, Any] = {"cond": Conditioning.cat([p.cond.to(device) for p in parts])}
         for column in fields(Transitions):
             columns = [getattr(part, column.name) for part in parts]
             if owner := owners.get(column.name):  # indices
                 starts = accumulate((len(getattr(p, owner)) for p in parts), initial=0)
                 columns = [rows + start for rows, start in zip(columns, starts, strict=False)]
             if isinstance(columns[0], Tensor):
-                joined[column.name] = torch.cat(columns)
+                joined[column.name] = torch.cat([c.to(columns[0].device) for c in columns])
         return replace(parts[0], **joined)
 
     def metrics(self) -> Metrics:

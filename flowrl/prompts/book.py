@@ -116,7 +116,7 @@ class PromptBook(PromptSampler):
         With `largest_group` a prompt stands there once for each place that its group takes.
         """
         plain = super().at(iteration)
-        if self.options.choose == "uniform" and not self.merges:
+        if self.options.choose == "uniform" and self.options.largest_group is None:
             return plain
         if iteration not in self._choices:
             self._choices = {iteration: self._choose(iteration, plain)}
@@ -164,15 +164,11 @@ class PromptBook(PromptSampler):
             sizes[uid] = 2 ** min(doublings, most) if enters else 0
         return sizes
 
-    @property
-    def merges(self) -> bool:
-        """Whether the places of one prompt in an iteration are one group."""
-        return self.options.largest_group is not None
-
     def groups(self, iteration: int) -> list[PromptRecord]:
         """Return the prompt of each group of an iteration, by the number of the group."""
         chosen = self.at(iteration)
-        return list({p.uid: p for p in chosen}.values()) if self.merges else chosen
+        once = {p.uid: p for p in chosen}  # with `largest_group` its places are one group
+        return chosen if self.options.largest_group is None else list(once.values())
 
     def rate(self, uid: str, iteration: int) -> float:
         """Return a prompt's rate of success, the mean of its Beta distribution."""

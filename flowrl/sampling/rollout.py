@@ -278,7 +278,8 @@ class Sampler:
 
     def request(self, iteration: int, plan: TreePlan) -> RolloutRequest:
         """Return all processes' trees of an iteration."""
-        prompts, merge = self.prompts.at(iteration), self.book is not None and self.book.merges
+        merge = self.book is not None and self.book.options.largest_group is not None
+        prompts = self.prompts.at(iteration)
         request = group_request(prompts, plan, seed=self.seed, iteration=iteration, merge=merge)
         return request if self.rewording is None else self.rewording.reword(request, plan.roots)
 

@@ -36,7 +36,7 @@ class Replay:
 
     def keep(self, steps: Transitions) -> None:
         """Keep the steps of an iteration that have an advantage, and forget the oldest."""
-        self._steps = [*self._steps, [steps.telling().to("cpu")]][-self.iterations :]
+        self._steps = [*self._steps, [steps.telling()]][-self.iterations :]
 
     # --- a checkpoint has the steps of all processes, those of each as the bytes of a file --------
 

@@ -418,15 +418,11 @@ class Run:
             return
         with phase("save"):
             self._check_finite()
-            replay = self._replay_state()
+            replay = self._replay and self._replay.state_dict()  # of all processes
             if self.runtime.is_main:
                 self._write(replay)
             self.saved = self.done
             self.runtime.wait()
-
-    def _replay_state(self) -> dict[str, Any] | None:
-        """Return the earlier steps of all processes, if any are kept. All call it together."""
-        return None if self._replay is None else self._replay.state_dict()
 
     def _write(self, replay: dict[str, Any] | None) -> None:
         """Write the files of a checkpoint.
@@ -567,7 +563,7 @@ class Run:
         try:
             with phase("save"):
                 self._check_finite()
-                self._write(self._replay_state())
+                self._write(self._replay and self._replay.state_dict())
             self.saved = self.done
         except Exception as second:
             return f"Iteration {self.done} cannot be saved ({second}). {self._go_on()}"
