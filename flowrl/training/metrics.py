@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.objectives.advantage import group_stats
-from flowrl.trajectory import Metrics, Rollout, Tree, leaves_below
+from flowrl.trajectory import Metrics, Rollout, Tree
 from flowrl.utils.distributed import Runtime
 
 COUNTS = {
@@ -145,13 +145,9 @@ def _spread(score: torch.Tensor) -> float:
 
 
 def _tree_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return what the trees cost, and how different their images are by where they parted."""
+    """Return what the trees cost."""
     tree = rollout.tree
     trees, nodes = tree.x.shape[:2]
-    ancestor = common_ancestor(tree.parent, tree.step, tree.leaf)
-    leaves = tree.leaves().cpu().unflatten(0, (trees, len(tree.leaf)))
-    group = rollout.group.cpu().view(-1, len(tree.leaf))[rollout.trees.cpu(), 0]
-    distances = pairwise_distance_by_ancestor(leaves, ancestor, group)
     return {
         "tree/forwards": float(tree.forwards),
         "tree/nodes": float(trees * nodes),
@@ -160,9 +156,6 @@ def _tree_metrics(rollout: Rollout) -> dict[str, float]:
         "tree/rows": float(tree.rows),
         "tree/trained_edges": float(trees * len(tree.edge)),
         **_dropped(tree),
-    } | {
-        "tree/distance/roots" if step < 0 else f"tree/distance/step_{step}": distance
-        for step, distance in distances.items()
     }
 
 
@@ -172,47 +165,3 @@ def _dropped(tree: Tree) -> dict[str, float]:
         return {}
     copies = tree.twin != torch.arange(tree.twin.shape[1])
     return {"tree/dropped": copies[:, tree.leaf].double().mean().item()}
-
-
-def common_ancestor(parent: Tensor, step: Tensor, leaf: Tensor) -> Tensor:
-    """Return (l, l) long: the step at which two leaves were last one node; a leaf's own on the
-    diagonal.
-
-    Args:
-        parent, step: (n,) long, parents before children
-        leaf: (l,) long
-    """
-    below = leaves_below(parent, leaf)
-    above_both = below[:, :, None] & below[:, None, :]
-    # Steps grow along a path, so that of all common ancestors the last has the largest.
-    return torch.where(above_both, step[:, None, None], -1).amax(0)
-
-
-def pairwise_distance_by_ancestor(x0: Tensor, ancestor: Tensor, group: Tensor) -> dict[int, float]:
-    """Return the mean root mean squared distance of pairs of leaves by the step where they parted.
-
-    Steps ascend; -1 is for leaves of different trees of one prompt. Steps without a pair are left
-    out.
-
-    Args:
-        x0: (R, l, *latent), the leaves of R trees of one shape
-        ancestor: (l, l) long, from `common_ancestor`
-        group: (R,) long, each tree's prompt
-    """
-    sums: dict[int, float] = defaultdict(float)
-    pairs: dict[int, int] = defaultdict(int)
-    for name in group.unique():
-        rows = x0[group == name]
-        trees, leaves = rows.shape[:2]
-        parted = torch.full((trees, leaves, trees, leaves), -1)
-        diagonal = torch.arange(trees)
-        parted[diagonal, :, diagonal] = ancestor.cpu()
-        # Pairs in the order of `pdist`.
-        first, second = torch.triu_indices(trees * leaves, trees * leaves, offset=1)
-        parted = parted.view(trees * leaves, -1)[first, second]
-        flat = rows.detach().cpu().double().reshape(trees * leaves, -1)
-        distance = torch.nn.functional.pdist(flat) / flat.shape[1] ** 0.5
-        for key in parted.unique().tolist():
-            sums[key] += distance[parted == key].sum().item()
-            pairs[key] += int((parted == key).sum())
-    return {key: sums[key] / pairs[key] for key in sorted(sums)}

@@ -15,8 +15,7 @@ from toy_forest import schedule
 
 from flowrl.functional.sde import KERNELS
 from flowrl.sampling.sampler import Schedule, sample_tree
-from flowrl.training.metrics import common_ancestor
-from flowrl.trajectory import Tree
+from flowrl.trajectory import Tree, leaves_below
 from flowrl.trees.plan import Fan, NoiseCoupling, Step, TreePlan
 
 T, FLOW = 8, GaussianFlow(0.5, 0.6)
@@ -36,6 +35,13 @@ class UnitDraws:
     def __call__(self, path: tuple[int, ...], step: int, role: str) -> Tensor:
         number = self.names.setdefault((path, step, role), len(self.names))
         return torch.eye(self.trees)[:, number, None] * (number < self.trees - 1)
+
+
+def common_ancestor(tree: Tree) -> Tensor:
+    """Return (l, l): the step at which two leaves were last one node; steps grow along a path."""
+    below = leaves_below(tree.parent, tree.leaf)
+    both = below[:, :, None] & below[:, None, :]
+    return torch.where(both, tree.step[:, None, None], -1).amax(0)
 
 
 def response(plan: TreePlan, numbers: Schedule) -> tuple[Tree, Tensor]:
@@ -92,7 +98,7 @@ def test_two_leaves_share_what_came_before_they_parted():
                 )
                 tree, slope = response(plan, numbers)
                 a, std = slopes(numbers, set(range(T - 1)))
-                ancestor = common_ancestor(tree.parent, tree.step, tree.leaf)
+                ancestor = common_ancestor(tree)
                 for i in range(len(tree.leaf)):
                     for j in range(len(tree.leaf)):
                         parted = None if i == j else int(ancestor[i, j])
@@ -111,4 +117,4 @@ def test_a_fan_is_a_chain_with_noise_in_one_step():
     own, both = (slope[0] @ slope[0]).item(), (slope[0] @ slope[1]).item()
     assert own == pytest.approx(covariance(a, std, None, 0.0), abs=EXACT)
     assert both == pytest.approx(covariance(a, std, 3, 0.0), abs=EXACT)
-    assert common_ancestor(tree.parent, tree.step, tree.leaf)[0, 1] == 3
+    assert common_ancestor(tree)[0, 1] == 3

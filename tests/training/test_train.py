@@ -70,7 +70,7 @@ def test_siblings_learn_from_one_forward_at_a_ratio_of_1(make_learner):
     rollout, metrics = learner.iterate(0)
     assert metrics["policy/ratio_error_max"] == 0
     assert metrics["tree/train_forwards"] == 2 and metrics["tree/trained_edges"] == 8
-    assert metrics["grad/norm"] > 0 and metrics["tree/distance/step_0"] > 0
+    assert metrics["grad/norm"] > 0
 
 
 def test_folded_or_in_half_precision_the_first_ratio_stays_1(make_learner):
