@@ -6,7 +6,7 @@ CELL = 2  # characters of a step
 TRAINED, NOISY, PLAIN = "━", "┅", "─"
 MEANING = {TRAINED: "stochastic and trained", NOISY: "stochastic", PLAIN: "ODE"}
 # Where the first child leaves its parent, further ones, the last one, and what lies between.
-SPLIT = {True: "┳┣┗┃", False: "┬├└│"}
+FIRST, INNER, LAST, BETWEEN = "┬├└│"
 
 
 def table(plan: TreePlan, prompts: int = 1) -> list[dict[str, object]]:
@@ -51,34 +51,36 @@ def _row(move: Move, nodes: int) -> dict[str, object]:
 def draw(plan: TreePlan, max_leaves: int = 32) -> str:
     """One of the plan's trees, a line a leaf, a column of two signs a step, the root at the left.
 
-    The text ends with what the lines mean, and what is not drawn.
+    A trunk's own continuation stands above its fans, so that lines do not cross. The text ends with
+    what the lines mean, and what is not drawn.
     """
-    shape, steps = shape_of(plan), len(plan.steps)
+    shape, width = shape_of(plan), len(plan.steps) * CELL
     children: list[list[int]] = [[] for _ in shape.parent]
     for node, parent in enumerate(shape.parent[1:], start=1):
         children[parent].append(node)
-    row = _rows(children)
-    canvas = [[" "] * (steps * CELL) for _ in shape.leaf[:max_leaves]]
-    used = set()
-    for node, below in enumerate(children):
-        moves = [plan.moves[shape.move[child]] for child in below]
-        signs = [PLAIN if not m.noise else TRAINED if m.train else NOISY for m in moves]
-        used.update(signs)
-        start, rows = shape.step[node] * CELL, [row[child] for child in below]
-        for y, sign, child in zip(rows, signs, below, strict=True):
-            if y < len(canvas):
-                end = shape.step[child] * CELL
-                canvas[y][start:end] = sign * (end - start)
-        if len(below) > 1:
-            first, inner, last, between = SPLIT[any(sign != PLAIN for sign in signs)]
-            corners = dict.fromkeys(range(rows[0], rows[-1]), between) | dict.fromkeys(rows, inner)
-            heavy = first == SPLIT[True][0] and signs[0] == PLAIN
-            corners |= {rows[0]: "┰" if heavy else first, rows[-1]: last}
-            for y, corner in corners.items():
-                if y < len(canvas):
-                    canvas[y][start] = corner
+    canvas, used, pending = [[" "] * width], set(), children[0][::-1]
+    while pending:
+        node = pending.pop()
+        parent, move = shape.parent[node], plan.moves[shape.move[node]]
+        start, end = shape.step[parent] * CELL, shape.step[node] * CELL
+        sign = PLAIN if not move.noise else TRAINED if move.train else NOISY
+        line = [" "] * start + [sign] * (end - start) + [" "] * (width - end)
+        if node == children[parent][0]:  # it goes on in the line of its parent
+            canvas[-1][start:end] = line[start:end]
+        elif len(canvas) == max_leaves:
+            break
+        else:
+            line[start] = LAST
+            for above in reversed(canvas):  # up to the sibling before it
+                between = above[start] == " "
+                above[start] = BETWEEN if between else INNER if above[start] == LAST else FIRST
+                if not between:
+                    break
+            canvas.append(line)
+        used.add(sign)
+        pending += children[node][::-1]
     # The number of every fifth step above its column.
-    header = "".join(str(i).ljust(5 * CELL) for i in range(0, steps, 5)).rstrip()
+    header = "".join(str(i).ljust(5 * CELL) for i in range(0, len(plan.steps), 5)).rstrip()
     lines = [header, *("".join(line).rstrip() for line in canvas), ""]
     lines += [", ".join(f"{sign} {MEANING[sign]}" for sign in MEANING if sign in used)]
     if len(canvas) < len(shape.leaf):
@@ -87,17 +89,3 @@ def draw(plan: TreePlan, max_leaves: int = 32) -> str:
         start_from = "one noise" if plan.same_noise else "noises of their own"
         lines += [f"One of {plan.roots} trees alike, which start from {start_from}."]
     return "\n".join(lines)
-
-
-def _rows(children: list[list[int]]) -> list[int]:
-    """Return the row of the first leaf below each node.
-
-    A trunk's own continuation stands above its fans, so that lines do not cross.
-    """
-    row, pending, leaves = [0] * len(children), [0], 0
-    while pending:
-        node = pending.pop()
-        row[node] = leaves  # a node comes right before its first leaf
-        leaves += not children[node]
-        pending.extend(reversed(children[node]))
-    return row
