@@ -155,6 +155,8 @@ REFUSED = {
     "Audio|Music|AceStep": "makes sound",
     "PRXPixel": "makes images without an autoencoder",
     "DreamLite": "takes one prompt a call",
+    "Nucleus": "encodes longer texts into other parts, which cannot be kept row by row",
+    "OmniGen": "has no encode_prompt, so that texts cannot be kept apart from it",
     "GlmImage": "draws tokens of the image by a language model in each call",
     "StableDiffusionXL|StableDiffusionPipeline|PixArt|Kolors|HunyuanDiT|Kandinsky3|StableCascade|"
     "Wuerstchen|^IF": "removes noise, where flowrl trains pipelines that sample a flow",

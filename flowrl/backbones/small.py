@@ -43,15 +43,14 @@ NETWORK_SIZES: dict[str, Any] = {
          "time_dim", "time_embed_dim", "condition_dim", "adaln_dim", "approximator_hidden_dim"), 32
     ),
     **dict.fromkeys(
-        ("intermediate_size", "ffn_hidden_size", "ff_dim", "text_intermediate_size",
-         "moe_intermediate_dim"), 64
+        ("intermediate_size", "ffn_hidden_size", "ff_dim", "text_intermediate_size"), 64
     ),
     **dict.fromkeys(
         ("joint_attention_dim", "context_in_dim", "cap_feat_dim", "text_hidden_dim",
          "text_embed_dim", "text_in_dim", "in_text_dim", "llm_features_dim", "caption_channels",
-         "text_emb_dim", "text_encoder_dim", "pooled_projection_dim"), TEXT_WIDTH
+         "text_encoder_dim", "pooled_projection_dim"), TEXT_WIDTH
     ),
-    "in_text_dim2": CLIP_WIDTH, "multiple_of": 16, "num_experts": 2, "sample_size": 16,
+    "in_text_dim2": CLIP_WIDTH, "multiple_of": 16, "sample_size": 16,
     "pos_embed_max_size": 64, "timestep_embed_dim": 32, "approximator_num_channels": 16,
     "axes_lens": (1024, 64, 64),
 }  # fmt: skip
@@ -88,10 +87,6 @@ AUTOENCODERS: dict[str, tuple[int, dict[str, Any]]] = {
         "base_dim": 4, "decoder_base_dim": 4, "num_res_blocks": 1,
     }),
     "AutoencoderKLWan": (16, {"base_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}),
-    "AutoencoderKLHunyuanVideo": (4, {
-        "block_out_channels": _BLOCKS, "layers_per_block": 1, "latent_channels": 4,
-        "norm_num_groups": 4,
-    }),
     "AutoencoderKLHunyuanImage": (4, {
         "in_channels": 3, "out_channels": 3, "latent_channels": 4,
         "block_out_channels": (32, 32, 32, 32), "layers_per_block": 1,
@@ -147,19 +142,6 @@ OVERRIDES: dict[str, Override] = {
     "LongCatImagePipeline": Override({"in_channels": 64}, vae={"latent_channels": 16}),
     "OvisImagePipeline": Override({"out_channels": 16}, packed=True),
     "BriaPipeline": Override({"pooled_projection_dim": None}, packed=True),
-    "NucleusMoEImagePipeline": Override(
-        {"capacity_factors": 2.0, "out_channels": 16},
-        {"text_encoder": {"num_hidden_layers": 9}},
-        packed=True,
-    ),
-    "HiDreamImagePipeline": Override(
-        {
-            "patch_size": 2,
-            "caption_channels": [TEXT_WIDTH, TEXT_WIDTH],
-            "llama_layers": [0, 1, 0, 1],
-            "axes_dims_rope": ROTARY_AXES[3],
-        }
-    ),
     # An empty prompt is the token 128000, so that its vocabulary stays large.
     "BriaFiboPipeline": Override(
         {"text_encoder_dim": 4, "joint_attention_dim": 8},
@@ -175,13 +157,6 @@ OVERRIDES: dict[str, Override] = {
             "in_channels": 4,
         },
         {"text_encoder": {"num_hidden_layers": 36}},
-    ),
-    "OmniGenPipeline": Override(
-        {
-            "vocab_size": VOCABULARY,
-            "pad_token_id": 0,
-            "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
-        }
     ),
     "PRXPipeline": Override({"axes_dim": (8, 8)}),
     "WanPipeline": Override({"text_dim": TEXT_WIDTH}),

@@ -31,7 +31,7 @@ from flowrl.errors import UserError
 # Their own LoRA loader, and where ComfyUI has keys; through the network; through PEFT alone.
 CLASSES = (
     "StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline", "QwenImagePipeline",
-    "ZImagePipeline", "SanaPipeline", "Krea2Pipeline", "BriaPipeline", "OmniGenPipeline",
+    "ZImagePipeline", "SanaPipeline", "Krea2Pipeline", "BriaPipeline", "PRXPipeline",
 )  # fmt: skip
 QUICK = ("StableDiffusion3Pipeline", "Flux2KleinPipeline", "BriaPipeline")  # without --slow
 
@@ -89,7 +89,7 @@ def test_diffusers_itself_loads_the_file_and_draws_the_policys_image(trained):
     name, folder, image, fresh = trained
     pipeline = fresh()
     assert file_prefix(type(pipeline)) == (
-        "" if name.startswith(("Bria", "Omni")) else "transformer."
+        "" if name.startswith(("Bria", "PRX")) else "transformer."
     )
     assert not torch.allclose(draw(pipeline), image, atol=1e-3)
     if file_prefix(type(pipeline)):

@@ -78,7 +78,7 @@ def test_the_front_matter_is_what_the_hub_reads(tmp_path):
 
 @pytest.mark.parametrize(
     "name", ["StableDiffusion3Pipeline", "Flux2KleinPipeline", "LongCatImagePipeline",
-             "OmniGenPipeline"],
+             "PRXPipeline"],
 )  # fmt: skip
 def test_the_code_runs_and_draws_the_loras_image(name, tmp_path, monkeypatch):
     import diffusers
