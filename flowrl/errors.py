@@ -92,7 +92,7 @@ MEMORY: dict[PhaseName, str] = {
     "load": "set pipeline.dtype to bf16, or memory.base_bits",
     "check": "lower rewards[].executor.micro_batch, or move rewards to a server",
     "encode": "set memory.text_encoders to offload or free",
-    "rollout": "lower rollout.batch_size",
+    "rollout": "lower rollout.batch_size, or rollout.prompts_per_iteration, whose latents are held",
     "decode": "lower pipeline.decode_batch",
     "score": "lower rewards[].executor.micro_batch, or move rewards to a server",
     "learn": "lower optim.micro_batch, or set memory.gradient_checkpointing",

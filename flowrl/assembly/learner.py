@@ -20,7 +20,7 @@ from flowrl.assembly.backbone import (
     set_precision,
 )
 from flowrl.assembly.offline import build_stored, check_offline
-from flowrl.assembly.rollout import RolloutParts, build_sampler, check_rollout_memory
+from flowrl.assembly.rollout import RolloutParts, build_sampler
 from flowrl.assembly.text import GuidedPrompts, TextCaches, prompts_to_encode, stored_prompts
 from flowrl.assembly.work_split import check_split, iteration_work
 from flowrl.backbones.compiling import compile_blocks
@@ -325,7 +325,6 @@ def build_source(
     """Return the source of rollouts: a sampler, or an offline data set that is read."""
     config = parts.config
     if config.rollout.store is None:
-        check_rollout_memory(config, parts.backbone, parts.runtime)
         sampler = build_sampler(parts, prompts)
         if not config.rollout.staleness:
             return sampler

@@ -1,7 +1,6 @@
 """Build what samples: generators of exact images and of candidates, and the sampler of both."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -33,7 +32,6 @@ from flowrl.sampling.rollout import (
 from flowrl.sampling.two_stage import Explorer
 from flowrl.sampling.workers import RemoteGenerator, WorkerPool
 from flowrl.scoring.spec import RewardSpec
-from flowrl.trees.memory import check_memory, free_bytes
 from flowrl.utils.distributed import Runtime
 
 WHERE = "rollout.explore"
@@ -216,13 +214,3 @@ def preview_layers(
         where=WHERE,
     )
     return resolved, layers, backend
-
-
-def check_rollout_memory(config: Config, backbone: PipelineBackbone, runtime: Runtime) -> None:
-    """Check that every iteration's trees fit beside the weights, which are loaded by now."""
-    prompts = -(-config.rollout.prompts_per_iteration // runtime.world_size)
-    prompts *= 1 + config.optim.replay
-    latent, itemsize = math.prod(backbone.latent_shape()), backbone.dtype.itemsize
-    free = free_bytes(runtime.device)
-    for plan in config.plans():
-        check_memory(plan, prompts, latent, itemsize, free)

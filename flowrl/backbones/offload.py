@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.trees.memory import free_bytes
-
 ENCODER, AUTOENCODER = "text_encoder", "vae"  # how the names of diffusers' components begin
 
 
@@ -98,6 +96,14 @@ def moved_to(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]
 MARGIN = 2 * 2**30  # bytes, for what encoders make of their texts
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that new tensors can have on a GPU, None on other devices."""
+    if device.type != "cuda":
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
 @contextmanager
 def encoders_on_device(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Move text encoders to `device` inside the block; if memory is short, each to its forwards.
@@ -105,7 +111,7 @@ def encoders_on_device(parts: Sequence[nn.Module], device: torch.device) -> Iter
     They are there together where they fit, which saves copies.
     """
     size = sum(tensor.nbytes for part in parts for tensor in part.parameters())
-    free = None if device.type == "cpu" else free_bytes(device)
+    free = free_bytes(device)
     if free is None or size + MARGIN <= free:
         with moved_to(parts, device):
             yield

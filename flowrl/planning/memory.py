@@ -37,7 +37,6 @@ from flowrl.planning.work import IterationKind, doubles
 from flowrl.prompts.sources import HUB, read_rows
 from flowrl.quantization.backends import BACKENDS
 from flowrl.quantization.layer_rules import choose_layers, matrices, matrix_shape
-from flowrl.trees.memory import rollout_bytes
 from flowrl.trees.plan import TreePlan, count, ode_plan
 
 FP32 = 4  # bytes, of adapters, their gradients and each of AdamW's two moments
@@ -49,6 +48,7 @@ CUBLAS = 32 * 2**20
 CONTEXT = 600 * 2**20
 # Share of what comes and goes that lies idle between tensors in the allocator: an assumption.
 FRAGMENTS = 0.05
+STEP_COPIES = 5  # of the frontier in fp32 within a step: latent, velocity, mean, noise, result
 COMES_AND_GOES = ("activations", "latents", "text embeddings")
 OVERHEAD = "CUDA overhead"
 
@@ -425,6 +425,20 @@ class MemoryPlan:
             "encoded prompts": processes * self.text(encoded_prompts(config), guided),
             "reward models": processes * host_rewards_bytes(config.rewards),
         }
+
+
+def rollout_bytes(plan: TreePlan, prompts: int, latent: int, itemsize: int) -> int:
+    """Return the peak bytes of the trees of `prompts` prompts.
+
+    Nodes take `itemsize` bytes per element twice: stored, and concatenated. Trained edges take
+    their fp32 mean twice, stored and batched for training, and their batched parents and children.
+    A step computes the whole frontier in fp32.
+    latent: elements of one latent.
+    """
+    c = count(plan).times(prompts)
+    stored = 2 * c.nodes * itemsize
+    learned = c.trained_edges * (8 + itemsize) + c.train_forwards * itemsize
+    return latent * (stored + learned + STEP_COPIES * c.peak_frontier * FP32)
 
 
 def encoded_prompts(config: Config) -> int:

@@ -11,12 +11,12 @@ from flowrl.planning.memory import (
     MemoryPlan,
     encoded_prompts,
     few_bits_bytes,
+    rollout_bytes,
 )
 from flowrl.planning.model_specs import MODEL_SPECS, spec_for
 from flowrl.planning.rewards import CLIP_L
 from flowrl.planning.work import count_work
-from flowrl.trees.memory import rollout_bytes
-from flowrl.trees.plan import ode_plan
+from flowrl.trees.plan import Step, TreePlan, ode_plan
 from flowrl.trees.presets import chains
 
 pytestmark = pytest.mark.usefixtures("even_activations")
@@ -167,6 +167,15 @@ def test_encoded_prompts_are_those_of_the_file(tmp_path):
         for path in (file, tmp_path / "none.txt")
     )
     assert (encoded_prompts(few), encoded_prompts(missing)) == (2, 6)
+
+
+def test_latents_are_those_of_nodes_edges_and_the_widest_step():
+    noisy = Step(noise=True, train=True)
+    tree = TreePlan(1, (Step(branch=4, noise=True, train=True), noisy, noisy, Step()))
+    nodes, edges, parents, widest = 17, 12, 9, 4
+    expected = 2 * 2 * nodes + (2 + 4 + 4) * edges + 2 * parents + 5 * 4 * widest
+    assert rollout_bytes(tree, 1, 1, 2) == expected
+    assert rollout_bytes(tree, 3, 16, 2) == 3 * 16 * expected
 
 
 def test_latents_are_those_of_the_rollout():
