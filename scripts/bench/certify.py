@@ -247,7 +247,7 @@ def _attention() -> Result:
 
     @torch.no_grad()
     def velocity(name: str) -> torch.Tensor:
-        set_attention(backbone.transformer, name, device)
+        set_attention(backbone.transformer, name)
         return backbone.velocity(x, sigma, cond).float()
 
     native, refused = velocity(NATIVE), {}
