@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 
 from flowrl.assembly.auditing import (
-    audit_configs,
     candidate_rows,
     compare_ranks,
     exact_samples,
@@ -538,37 +537,21 @@ def named_rewards(
 # --- flowrl audit ------------------------------------------------------------------------------
 
 
-def audit(
-    recipe: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    prompts: int,
-    candidates: int | None = None,
-    steps: Sequence[int] = (),
-    precisions: Sequence[str] = (),
-    lora: str | None = None,
-    pipeline: Any = None,
-) -> list[Row]:
+def audit(configs: Sequence[Config], *, lora: str | None = None, pipeline: Any = None) -> list[Row]:
     """Compare how cheap candidates rank with how the exact images rank (Sol-RL, 2604.06916).
 
-    All candidates of one iteration's prompts are generated and scored once exactly, and once in
-    every pair of steps and precision. Returns a row for each pair, see `RankAudit`, then one of
-    the exact images themselves.
+    All candidates of one iteration's prompts are generated and scored once exactly, and once for
+    every configuration. Returns a row for each, see `RankAudit`, then one of the exact images
+    themselves.
 
     Args:
-        prompts, candidates: how many prompts, and candidates of each; None for the recipe's.
-        steps, precisions: of candidates; empty for the recipe's, or the defaults of
-            `rollout.explore`.
+        configs: those of `audit_configs`.
         lora: run or file of the LoRA that generates.
         pipeline: a loaded object in place of that which the recipe names.
 
     Raises:
         UserError: for a precision that the device lacks, before anything is generated.
     """
-    configs = audit_configs(
-        recipe, overrides, prompts=prompts, candidates=candidates, steps=steps,
-        precisions=precisions,
-    )  # fmt: skip
     configs = [with_pipeline_name(config, pipeline) for config in configs]
     if lora is not None:
         configs = [with_lora(config, lora) for config in configs]

@@ -31,7 +31,13 @@ def audit_configs(
     steps: Sequence[int] = (),
     precisions: Sequence[str] = (),
 ) -> list[Config]:
-    """Return the recipe as it explores, once for each precision and number of steps."""
+    """Return the recipe as it explores, once for each precision and number of steps.
+
+    Args:
+        prompts, candidates: how many prompts, and candidates of each; None for the recipe's.
+        steps, precisions: of candidates; empty for the recipe's, or the defaults of
+            `rollout.explore`.
+    """
     # Nothing is learned here, so the objective may ask nothing of the rollout.
     changes = ["rollout.store=null", "objective={kind: sft}", "optim.updates_per_rollout=1"]
     changes += [f"rollout.prompts_per_iteration={prompts}", "rollout.explore={audit: {every: 0}}"]

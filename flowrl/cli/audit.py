@@ -53,12 +53,14 @@ def audit(
     """
     request = recipe_request(words, "flowrl audit tiny-sd3-solrl-geneval")
     with starting():
-        from flowrl.api import audit as audit_recipe
+        from flowrl.api import audit as audit_recipes
+        from flowrl.assembly.auditing import audit_configs
 
-    rows = audit_recipe(
+    configs = audit_configs(
         request.recipe, request.overrides, prompts=prompts, candidates=candidates,
-        steps=steps or (), precisions=precision or (), lora=lora,
+        steps=steps or (), precisions=precision or (),
     )  # fmt: skip
+    rows = audit_recipes(configs, lora=lora)
     print_table([{title: row[key] for title, key in COLUMNS.items()} for row in rows])
     for row in rows:
         if row["missing"]:

@@ -200,6 +200,7 @@ def _iteration(name: str) -> Result:
 def _kernels(name: str) -> Result:
     """Compare rankings of low-bit candidates with exact ones; emulated where there is no kernel."""
     from flowrl.api import audit
+    from flowrl.assembly.auditing import audit_configs
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     asked = name
@@ -213,7 +214,10 @@ def _kernels(name: str) -> Result:
     # As many steps and as little noise as exact images have, so that bits alone differ.
     steps = load_config("quickstart").rollout.num_inference_steps
     changes = ["rollout.tree={kind: ode}", f"rollout.explore.min_dim={TINY_MIN_DIM}"]
-    rows = audit("quickstart", changes, prompts=2, candidates=16, steps=[steps], precisions=[asked])
+    configs = audit_configs(
+        "quickstart", changes, prompts=2, candidates=16, steps=[steps], precisions=[asked]
+    )
+    rows = audit(configs)
     return {
         "precision": resolved.precision,
         "native": resolved.precision != "nvfp4-emulated",

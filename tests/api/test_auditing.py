@@ -27,9 +27,9 @@ def test_there_is_a_row_for_each_pair_and_one_of_exact_images(
     recipe, load_tiny, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    rows = audit(
-        recipe, prompts=2, steps=[3, 4], precisions=["bf16", "nvfp4-emulated"], pipeline=load_tiny()
-    )
+    precisions = ["bf16", "nvfp4-emulated"]
+    configs = audit_configs(recipe, prompts=2, steps=[3, 4], precisions=precisions)
+    rows = audit(configs, pipeline=load_tiny())
     assert [(row["steps"], row["precision"]) for row in rows] == [
         (3, "bf16"), (4, "bf16"), (3, "nvfp4-emulated"), (4, "nvfp4-emulated"), (4, "exact"),
     ]  # fmt: skip
