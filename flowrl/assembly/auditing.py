@@ -71,7 +71,9 @@ def exact_samples(config: Config, learner: Learner) -> ExactSamples:
         sampler.generator.text_cache(request.prompts)
     # Held-out rewards decide nothing here.
     stage = replace(sampler.generator, specs=[spec for spec in learner.specs if spec.trained])
-    scores, seconds = _timed(stage, request, plan, explore.select, compiled=config.pipeline.compile)
+    scores, seconds = _timed(
+        stage, request, plan, explore.select, compiled=bool(config.pipeline.compile)
+    )
     return ExactSamples(request=request, scores=scores, seconds=seconds)
 
 
@@ -92,7 +94,7 @@ def candidate_rows(
             exact.request,
             config.rollout.candidates(0, config.run.seed),
             explore.select,
-            compiled=config.pipeline.compile,
+            compiled=bool(config.pipeline.compile),
         )
         steps = explore.forwards(whole)
         yield (

@@ -127,7 +127,7 @@ def _duration(plan: MemoryPlan, work: RunWork) -> Duration:
         iteration=operations(work.first),
         run=operations(work.total) + operations(work.evaluated),
         gpus=plan.split.gpus,
-        compiled=plan.config.pipeline.compile,
+        compiled=bool(plan.config.pipeline.compile),
     )
 
 
