@@ -96,13 +96,7 @@ class Tree:
         """Join trees of one plan."""
         if len(parts) == 1:
             return parts[0]
-        rows = (
-            "x",
-            "prompt",
-            "log_prob",
-            "mean_old",
-            *(() if parts[0].twin is None else ("twin",)),
-        )
+        rows = ["x", "prompt", "log_prob", "mean_old"] + ["twin"] * (parts[0].twin is not None)
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in rows}
         return replace(parts[0], **joined, forwards=sum(part.forwards for part in parts))
 
@@ -122,7 +116,7 @@ def leaves_below(parent: Tensor, leaf: Tensor) -> Tensor:
 class Explored:
     """The first of two stages: N candidates for each of all processes' P groups."""
 
-    proxy: Tensor  # (P, N) fp32, rewards of the candidates, NaN where there is none
+    proxy: Tensor  # (P, N) fp32, scores of the candidates, NaN where there is none
     chosen: Tensor  # (P, K) long, ascending: the candidates in the rollout
     forwards: int  # velocities computed for them
     audit: Mapping[str, float]  # numbers of an audit before it, by name; {} where none was due

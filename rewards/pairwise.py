@@ -108,7 +108,7 @@ class PairwiseWinRate:
         check_template(self.template)
         self.longest, self.max_tokens, self.min_mass = longest, max_tokens, min_mass
         self.name = "pairwise" if mode == "tokens" else f"pairwise_{mode}"
-        self._first_places: list[float] = [0.0, 0.0]  # their sum of preferences, and their number
+        self._first_preferred, self._answers = 0.0, 0  # a sum over answers, and their number
         said = digest(self.template, rivals, max_tokens, min_mass)
         self.version = f"pairwise-1/{mode}/{said}/{longest}px/{self.chat.version}"
 
@@ -137,8 +137,7 @@ class PairwiseWinRate:
 
         Asking in both orders takes it out of the scores; at 0 or 1 nothing is left of them.
         """
-        total, number = self._first_places
-        return total / number if number else math.nan
+        return self._first_preferred / self._answers if self._answers else math.nan
 
     def outcomes(
         self, replies: Mapping[Pair, Reply], pairs: list[Pair]
@@ -150,8 +149,8 @@ class PairwiseWinRate:
             try:
                 first, second = (self._preferred(replies[pair]) for pair in ((i, j), (j, i)))
                 wins[i, j] = (first + 1 - second) / 2
-                for total, more in enumerate((first + second, 2)):
-                    self._first_places[total] += more
+                self._first_preferred += first + second
+                self._answers += 2
             except ValueError as error:
                 lost[i, j] = str(error)
         return wins, lost

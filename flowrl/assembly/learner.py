@@ -193,14 +193,11 @@ def check_parts(
     """Check that rollouts, objective, rewards and prompts fit each other. Raises UserError."""
     if config.rollout.store is None:
         whole = any(spec.whole_groups for spec in specs)
-        if (
-            (book := config.prompts.book)
-            and book.largest_group
-            and (whole or needs.complete_groups)
-        ):
+        book, compared = config.prompts.book, whole or needs.complete_groups
+        if book is not None and book.largest_group and compared:
             raise UserError(
-                "prompts.book.largest_group spreads a group over processes, but the objective or a "
-                "reward compares whole groups: set it to null"
+                "prompts.book.largest_group makes groups of several places, which are sampled "
+                "apart, but the objective or a reward compares whole groups: set it to null"
             )
         for plan in config.plans():  # every process gets what objective and rewards compare
             load = iteration_work(config, needs, plan, whole_groups=whole)
@@ -313,9 +310,10 @@ def build_policy(
             continue
         policy.add_teacher(number, fit_lora(teacher, policy.network, type(backbone.pipeline)))
     if config.pipeline.compile:
-        compile_blocks(policy.network, graphs=config.pipeline.compile == "graphs")
-    if config.pipeline.compile == "graphs":
-        policy.replay_graphs()
+        graphs = config.pipeline.compile == "graphs"
+        compile_blocks(policy.network, graphs=graphs)
+        if graphs:
+            policy.replay_graphs()
     return policy
 
 

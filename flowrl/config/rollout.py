@@ -142,7 +142,7 @@ class SamplingOptions(Options):
         None,
         "Drop siblings that lead to alike images a step after they part: one goes on for all of "
         "them, and counts as often. null drops none.",
-        "LATR, for texts",
+        "LATR, arXiv 2510.24302, for texts",
     )
     num_inference_steps: DenoisingSteps = option(
         8, "Denoising steps of a rollout.", "published: 10"
@@ -269,7 +269,7 @@ class OptimOptions(Options):
     )
     replay: Whole = option(
         0,
-        "Iterations in which the steps of a group with unequal rewards are learned from again, "
+        "Iterations in which steps that have an advantage are learned from again, "
         "beside the new ones, by the ratio to the policy that sampled them; needs objective grpo, "
         "whose clip drops what has moved too far.",
     )

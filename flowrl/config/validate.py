@@ -70,6 +70,10 @@ def check_plans(plans: Plans, rollout: SamplingOptions, objective: Objective) ->
             check_credit(objective.advantage, plan)
         if isinstance(objective, SPOOptions):
             check_spo(plan)
+        refuse(
+            "rollout.store is set, whose images have no trees",
+            ("rollout.look_ahead", rollout.look_ahead and rollout.store, "null"),
+        )
         if rollout.look_ahead is not None and all(move.branch == 1 for move in plan.moves):
             raise ValueError(
                 f"rollout.look_ahead compares siblings, and rollout.tree {rollout.tree.kind} has "
@@ -157,7 +161,10 @@ def check_precision(pipeline: PipelineOptions, rollout: SamplingOptions) -> None
 
 
 def check_graphs(
-    pipeline: PipelineOptions, memory: MemoryOptions, rollout: SamplingOptions
+    pipeline: PipelineOptions,
+    memory: MemoryOptions,
+    rollout: SamplingOptions,
+    objective: Objective,
 ) -> None:
     """Check that CUDA graphs find the tensors that they hold, and nothing that was not tried."""
     if pipeline.compile != "graphs":
@@ -169,6 +176,7 @@ def check_graphs(
     refuse(
         "pipeline.compile is graphs, which were not tried with activations computed again",
         ("memory.gradient_checkpointing", memory.gradient_checkpointing, "false"),
+        ("objective.kind", objective.recomputes, "one that computes each network once"),
     )
 
 
@@ -214,7 +222,9 @@ def check_objective(
         check_noising(noising, rollout.num_inference_steps)
 
 
-def check_book(prompts: PromptOptions, rollout: SamplingOptions, objective: Objective) -> None:
+def check_book(
+    prompts: PromptOptions, rollout: SamplingOptions, optim: OptimOptions, objective: Objective
+) -> None:
     """Check that the book of prompts sees each iteration's scores in time, and all that read it."""
     advantage: AdvantageOptions | None = getattr(objective, "advantage", None)
     if prompts.book is not None:
@@ -226,10 +236,13 @@ def check_book(prompts: PromptOptions, rollout: SamplingOptions, objective: Obje
             ("rollout.store", rollout.store, "null"),
         )
         least, largest = 2 * rollout.group_size, prompts.book.largest_group
+        inside_trees = getattr(advantage, "scope", "prompt") not in ("prompt", "joint")
         refuse(
             "prompts.book.largest_group makes groups of rollout.group_size images and of more",
             ("prompts.book.largest_group", largest and largest < least, f"at least {least}"),
             ("prompts.refiner", largest and prompts.refiner, "null"),
+            ("optim.updates_per_rollout", largest and optim.updates_per_rollout > 1, "1"),
+            ("objective.advantage.scope", largest and inside_trees, "prompt or joint"),
         )
     elif advantage is not None and (advantage.center == "tracker" or advantage.emphasis):
         raise ValueError(

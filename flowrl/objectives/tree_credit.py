@@ -249,11 +249,10 @@ def keep_extreme(leaves: Leaves) -> Tensor:
     """Keep a prompt's EXTREMES best and EXTREMES worst leaves: Extreme-b of BranchGRPO."""
     keep = torch.zeros_like(leaves.valid)
     for trees in groups_of(leaves.group):
-        reward, valid = (t[trees].view(1, -1) for t in (leaves.reward, leaves.valid))
-        extreme, together = torch.zeros_like(valid), torch.zeros(valid.shape[1]).long()
-        for _, ranked in _sibling_sets(reward, valid, together):
-            extreme[0, ranked[:EXTREMES]] = True
-            extreme[0, ranked[-EXTREMES:]] = True
+        reward, valid = (t[trees].flatten() for t in (leaves.reward, leaves.valid))
+        rows, extreme = valid.nonzero().squeeze(1), torch.zeros_like(valid)
+        ranked = rows[reward[rows].argsort(descending=True, stable=True)]
+        extreme[ranked[:EXTREMES]] = extreme[ranked[-EXTREMES:]] = True
         keep[trees] = extreme.view(len(trees), -1)
     return keep
 

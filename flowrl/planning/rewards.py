@@ -58,6 +58,8 @@ def _networks_of(name: str, args: Mapping[str, Any]) -> dict[tuple, Network] | N
         return networks | _network(clip, args.get("colors_args") or {})
     if name == "hpsv3":
         args = {"dtype": "bf16", **args}
+    if name == "agreement":  # without a model it compares pixels
+        return _network(CLIP_L if args.get("model") else None, args)
     return _network(REWARDS.get(name), args)
 
 

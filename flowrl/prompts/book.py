@@ -61,10 +61,10 @@ class BookOptions(Options):
     largest_group: Count | None = option(
         None,
         "Groups of several sizes: a prompt whose images succeed at a rate p gets 1 / p of them, "
-        "rounded to rollout.group_size times 1, 2, 4, ... and at most this. It takes as many of "
-        "the iteration's prompts_per_iteration places, whose images are one group. Left out are "
-        "prompts with p above 0.75, and 9 of 10 of those that would need more than this. null is "
-        "one size.",
+        "rounded to rollout.group_size times 1, 2, 4, ... and at most this. Each of the "
+        "iteration's prompts_per_iteration places is rollout.group_size images; a prompt takes 1, "
+        "2, 4, ... of them, which are one group. Left out are prompts with p above 0.75, and 9 of "
+        "10 of those that would need more than this. null is one size.",
         f"2 to 8 images, {SGPO}, which counts p once, before training",
     )
 

@@ -1,4 +1,4 @@
-"""Look-ahead trees (LATR): of siblings that lead to alike images one is kept, for all of them.
+"""Look-ahead trees (LATR, 2510.24302): of siblings that lead to alike images one is kept for all.
 
 A step after a split the network has seen every child, and x - sigma v estimates its clean image. A
 child that resembles a sibling becomes a copy of it, whose way on is not computed again: among the
@@ -28,8 +28,9 @@ def stand_ins(x0: Tensor, threshold: float) -> Tensor:
     stand = child.expand(x0.shape[:-1])
     for first in range(len(child)):
         alike = likeness(x0[..., first : first + 1, :], x0) > threshold
-        kept, pending = stand[..., first : first + 1] == first, (stand == child) & (child > first)
-        stand = torch.where(alike & kept & pending, first, stand)
+        stays = stand[..., first : first + 1] == first
+        open_ = (stand == child) & (child > first)  # those after it without a stand-in
+        stand = torch.where(alike & stays & open_, first, stand)
     return stand
 
 

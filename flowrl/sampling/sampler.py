@@ -111,8 +111,8 @@ def _velocities(
     batch = parts[0] if len(parts) == 1 else torch.cat(parts)
     prompt, place = rows[widths], None
     if nodes.twin:
-        own, place = distinct([nodes.twin[source] for source in sources])
-        batch, prompt = batch[own], prompt[own]
+        rows_once, place = distinct([nodes.twin[source] for source in sources])
+        batch, prompt = batch[rows_once], prompt[rows_once]
     nodes.forwards += len(batch)
     v = velocity(batch, sigma, prompt)
     v = (v if place is None else v[place]).split([len(part) for part in parts])
@@ -126,17 +126,17 @@ def _drop(
 
     Nothing is dropped in a cohort that no split made.
     """
-    x, move = nodes.x[source], plan.moves[source - 1]
-    if source == 0 or move.branch == 1 or plan.look_ahead is None:
+    x, look_ahead = nodes.x[source], plan.look_ahead
+    if look_ahead is None or source == 0 or (move := plan.moves[source - 1]).branch == 1:
         return v
     lot = None
-    if plan.look_ahead.choose == "random":
+    if look_ahead.choose == "random":
         paths = shape_of(plan).names(source)
         lot = torch.stack([noise(p, move.to, "drop").flatten(1)[:, 0] for p in paths], 1)
         lot = take(send(lot, x.device), nodes.twin[source])
     v = v.unflatten(0, x.shape[:2])
     x0 = (x.float() - sigma * v.float()).flatten(2)
-    twin = twins_after(x0, nodes.twin[source], move.branch, plan.look_ahead, lot)
+    twin = twins_after(x0, nodes.twin[source], move.branch, look_ahead, lot)
     nodes.twin[source], nodes.x[source] = twin, take(x, twin)
     nodes.log_prob[source] = take(nodes.log_prob[source], twin)
     return take(v, twin).flatten(0, 1)

@@ -318,7 +318,8 @@ def _passed(spec: RewardSpec, trials: list[Trial], first: Answer, again: Answer)
     else:
         parts.append(f"not deterministic: differs by up to {_gaps(first, again).max():.2g}")
     parts.append(f"scores {min(finite):.4g} to {max(finite):.4g}")
-    if (bias := getattr(spec.reward, "place_bias", math.nan)) == bias:  # pairs, in both orders
+    bias = getattr(spec.reward, "place_bias", None)  # of pairs, shown in both orders
+    if bias is not None and math.isfinite(bias):
         parts.append(f"prefers the image shown first by {bias:.2f}, a fair judge by 0.5")
     parts += [str(version)] if (version := getattr(spec.reward, "version", "")) else []
     detail = ", ".join(parts)

@@ -13,7 +13,7 @@ from flowrl.utils.files import parse_state, state_bytes
 
 @dataclass(slots=True, kw_only=True)
 class Replay:
-    """Keeps the steps of groups with unequal rewards, each process those that it sampled.
+    """Keeps the steps that have an advantage, each process those that it sampled.
 
     A step keeps its advantage and the mean of the policy that sampled it, hence the ratio of
     today's policy to that one.

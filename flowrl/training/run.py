@@ -296,7 +296,8 @@ class Run:
         of = f"the LoRA of iteration {step}" if step else "the base"
         with phase("evaluate"), exact_weights(network):
             evaluator = replace(self.evaluator, title=f"evaluating {of}")
-            evaluation = evaluator(evaluator.backbone.velocity, self.runtime, whole=whole)
+            velocity = self._policy.stepwise(evaluator.backbone.velocity)
+            evaluation = evaluator(velocity, self.runtime, whole=whole)
         if self.runtime.is_main:
             self._record(step, evaluation)
         return evaluation
@@ -308,7 +309,8 @@ class Run:
         with phase("evaluate"), exact_weights(self._policy.network):
             prompts = self._rewording.best(self.evaluator.prompts)
             evaluator = replace(self.evaluator, prompts=prompts, title="evaluating refined prompts")
-            evaluation = evaluator(evaluator.backbone.velocity, self.runtime, whole=False)
+            velocity = self._policy.stepwise(evaluator.backbone.velocity)
+            evaluation = evaluator(velocity, self.runtime, whole=False)
         if self.report is not None:
             self.report.log(
                 self.done, {f"eval/{name}/{n}": evaluation.mean(n) for n in evaluation.names}
