@@ -93,7 +93,7 @@ class Scores:
         for world, values in gains.items():
             requests = [row["request"] for row in self.images[world]]
             names = [r for r, one in zip(requests, chosen[world], strict=True) if one]
-            tables.append(_by_request(values[:, chosen[world]], names))
+            tables.append(by_request(values[:, chosen[world]], names))
         return tables
 
 
@@ -101,7 +101,7 @@ def _column(rows: Sequence[Mapping[str, str]], name: str) -> np.ndarray:
     return np.array([float(row[name]) if row[name] else np.nan for row in rows])
 
 
-def _by_request(values: np.ndarray, requests: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+def by_request(values: np.ndarray, requests: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return sums and counts of the images of each request, (runs, requests) each."""
     names = {name: i for i, name in enumerate(dict.fromkeys(requests))}
     place = np.array([names[name] for name in requests], int)

@@ -6,6 +6,7 @@ trial scored), `worlds.csv` (base and ceiling), `runs.csv` (a row for each run) 
 """
 
 import hashlib
+import json
 import multiprocessing
 import os
 import resource
@@ -39,6 +40,12 @@ RATES, TUNING, WORLDS, RUNS, FROZEN = (
     "rates.csv", "tuning.csv", "worlds.csv", "runs.csv", "frozen.csv",
 )  # fmt: skip
 GOLD = "tiny_judge"
+# Rewards of the runs of `lean_run`: those of the base recipe, and the judge.
+REWARDS = (
+    {"name": "geneval", "args": {"mode": "partial"}},
+    {"name": "geneval", "args": {"mode": "strict"}},
+    {"name": GOLD, "held_out": True, "when": "evaluation"},
+)
 TUNED_ON = 1  # the world whose validation requests decide
 TUNING_SEED = 1000
 # Endings of files beside a run's folder with its core seconds and peak memory in MiB, a line for
@@ -351,6 +358,23 @@ def _run(
     return Run(arm=arm.name, world=world, seed=seed, options=options, config=config, folder=folder)
 
 
+def lean_run(
+    arm: Arm, worlds: Path, world: int, folder: Path, *, seed: int, iterations: int,
+    prompts: str = "test", images: int = 1, rewards: Sequence[Mapping[str, Any]] = REWARDS,
+    changes: Sequence[str] = (),
+) -> Run:  # fmt: skip
+    """Return a run with these rewards alone, and so many evaluated images of each prompt."""
+    config = recipe(
+        arm, world_folder(worlds, world), seed=seed, folder=folder, iterations=iterations,
+        prompts=prompts, changes=[f"rewards={json.dumps(list(rewards))}", *changes],
+    )  # fmt: skip
+    config = config.model_copy(update={"rewards": config.rewards[: len(rewards)]})
+    config = config.changed("evaluation", num_images=images * config.evaluation.num_images)
+    return Run(
+        arm=arm.name, world=world, seed=seed, options=tuple(changes), config=config, folder=folder
+    )
+
+
 def _gold(run: Run, iteration: int) -> float:
     return run.evaluation(iteration).measures()[GOLD].nanmean().item()
 
@@ -364,11 +388,11 @@ def _images(run: Run) -> list[dict[str, str]]:
     """Return what a world's table says of each image, and the base's score."""
     return [
         {name: str(prompt[name]) for name in PLACES} | {"base": score}
-        for prompt, score in zip(_prompts(run), _scores(run, 0), strict=True)
+        for prompt, score in zip(evaluated_prompts(run), _scores(run, 0), strict=True)
     ]
 
 
-def _prompts(run: Run) -> list[dict[str, Any]]:
+def evaluated_prompts(run: Run) -> list[dict[str, Any]]:
     """Return the metadata of an evaluation's prompts, in the order of its images."""
     e = run.config.evaluation
     held_out = evaluation_prompts(run.config, ProvidedObjects())
@@ -400,7 +424,7 @@ def _means(measures: Mapping[str, Tensor], run: Run) -> dict[str, str]:
         for name, values in sorted(measures.items())
         if not any(name.endswith(place) for place in of_places)
     }
-    requests = [row["request"] for row in _prompts(run)]
+    requests = [row["request"] for row in evaluated_prompts(run)]
     numbers = [list(dict.fromkeys(requests)).index(request) for request in requests]
     found = variety(numbers, measures[LAYOUT].tolist(), measures[FREEDOM].tolist())
     return means | {
