@@ -135,7 +135,7 @@ def write_page(data: Path) -> Path:
         f"images among {IMAGES} of each world's test, on the same noise. Intervals of 95 % are "
         "crossed over worlds and requests: of one run on a world. Rates were not tuned for this. "
         f"In a first try, on world 2 ([{FIRST}]({FIRST})), lists began with \"a photo of\" or "
-        "another prefix of pretraining, which that form puts in the middle: the refiner alone gained "
+        "another prefix of pretraining, which that form puts in the middle: the refiner gained "
         f"{interval_text(less(data, 'refiner', BASE, FIRST))} there. "
         "Made by `python -m scripts.arena.wording`.", "",
         "| scored | gold | less the base |", "|---|---|---|",
