@@ -11,7 +11,7 @@ from .fixtures import fixture, square
 from .networks.clip import Clip
 
 
-class Agreement:
+class WordingAgreement:
     """The mean similarity of an image to the images of its prompt's other wordings.
 
     Wordings are those of `prompts.refiner`; without one, every image counts as a wording of its

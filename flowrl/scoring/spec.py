@@ -37,7 +37,7 @@ BUILT_IN = {
     "vlm_questions": "flowrl_rewards.vlm_questions:VLMQuestions",
     "pairwise": "flowrl_rewards.pairwise:PairwiseWinRate",
     "diversity": "flowrl_rewards.diversity:SetDiversity",
-    "agreement": "flowrl_rewards.agreement:Agreement",
+    "agreement": "flowrl_rewards.agreement:WordingAgreement",
     "preference": "flowrl_rewards.preference:Preference",
     "taste": "flowrl_rewards.taste:Taste",
     "tiny_colors": "flowrl_rewards.tiny_colors:TinyColors",

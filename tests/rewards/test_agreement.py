@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from flowrl_rewards.agreement import Agreement
+from flowrl_rewards.agreement import WordingAgreement
 from flowrl_rewards.diversity import cells_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ def noises(count: int, seed: int) -> torch.Tensor:
 @given(wordings=st.lists(st.sampled_from("abc"), min_size=2, max_size=6), seed=st.integers(0, 99))
 def test_a_score_is_the_mean_similarity_to_images_of_other_wordings(wordings, seed):
     images, count = noises(len(wordings), seed), len(wordings)
-    scores, reasons = Agreement()(images, ["p"] * count, [{"wording": w} for w in wordings])
+    scores, reasons = WordingAgreement()(images, ["p"] * count, [{"wording": w} for w in wordings])
     cells = cells_of(images)
     for i, score in enumerate(scores):
         rivals = [j for j in range(count) if wordings[j] != wordings[i]]
@@ -33,11 +33,11 @@ def test_a_score_is_the_mean_similarity_to_images_of_other_wordings(wordings, se
 
 def test_without_wordings_all_images_are_compared():
     images = noises(1, 0).expand(3, -1, -1, -1)
-    assert Agreement()(images, ["p"] * 3, [{}] * 3) == ([1.0] * 3, {})
+    assert WordingAgreement()(images, ["p"] * 3, [{}] * 3) == ([1.0] * 3, {})
 
 
 def test_a_network_compares_directions_of_its_vectors(tiny_clip):
-    reward, images = Agreement(tiny_clip, device="cpu"), noises(3, 1)
+    reward, images = WordingAgreement(tiny_clip, device="cpu"), noises(3, 1)
     vectors = reward.clip.images(images)
     scores, _ = reward(images, ["p"] * 3, [{}] * 3)
     wanted = [(vectors[i] @ vectors[j] + vectors[i] @ vectors[k]) / 2
