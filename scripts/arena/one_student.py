@@ -33,8 +33,8 @@ DOMAINS = {  # the kinds of requests of each
 BASE, STUDENT, IMAGES = "base", "student", 2  # of each test prompt
 TEACHER = ("optim.lr=0.0032", "objective.kl_coef=0")  # NFT's values in the arena
 TEACHER_ITERATIONS = 12
-TRIALS = (("optim.lr=0.0016", 16), ("optim.lr=0.0032", 16))
-CHOSEN = ("optim.lr=0.0032", 20)
+TRIALS = (("optim.lr=0.0016", 16), ("optim.lr=0.0032", 16), ("optim.lr=0.0032", 32))
+CHOSEN = ("optim.lr=0.0032", 32)
 
 
 def write_domains(world: Path, folder: Path) -> None:

@@ -12,7 +12,10 @@ from scripts.arena import frontier, one_student, wording
 GALLERY = Path(__file__).parents[2] / "gallery"
 
 
-@pytest.mark.parametrize(("module", "folder"), [(frontier, "frontier"), (wording, "wording")])
+@pytest.mark.parametrize(
+    ("module", "folder"),
+    [(frontier, "frontier"), (wording, "wording"), (one_student, "one-student")],
+)
 def test_a_page_is_what_its_data_say(module, folder, tmp_path):
     for path in (GALLERY / folder).glob("*.csv"):
         shutil.copy(path, tmp_path)
