@@ -29,8 +29,8 @@ def stand_ins(x0: Tensor, threshold: float) -> Tensor:
     for first in range(len(child)):
         alike = likeness(x0[..., first : first + 1, :], x0) > threshold
         stays = stand[..., first : first + 1] == first
-        open_ = (stand == child) & (child > first)  # those after it without a stand-in
-        stand = torch.where(alike & stays & open_, first, stand)
+        undecided = (stand == child) & (child > first)
+        stand = torch.where(alike & stays & undecided, first, stand)
     return stand
 
 

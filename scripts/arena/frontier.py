@@ -27,7 +27,7 @@ from scripts.arena.__main__ import GALLERY, plant_world
 from scripts.arena.methods import Arm, load_arms
 from scripts.arena.report import by_request, crossed, resampled
 from scripts.arena.runs import GOLD, REWARDS, TUNED_ON, Run, evaluated_prompts, lean_run, run_all
-from scripts.arena.together import opened
+from scripts.arena.together import finish, opened
 from scripts.compare.data import read_rows, write_rows
 
 SETS_ARM, CONTROL, NONE = "sgrpo", "image by image", "none 0"
@@ -254,10 +254,7 @@ def main() -> None:
         rows = rows_of("base", here[0], 0)
         rows += [row for run in here for row in rows_of(run.arm, run, ITERATIONS)]
         write_rows(data / f"world-{number}.csv", rows)
-    if [*data.glob("world-*.csv")]:
-        print(write_page(data))
-    if failed:
-        raise SystemExit(f"{len(failed)} runs did not finish: {', '.join(failed)}")
+    finish(write_page, data, failed)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from scripts.arena.methods import Arm, load_arms
 from scripts.arena.plant import world_folder
 from scripts.arena.report import by_request, crossed, interval_text, resampled
 from scripts.arena.runs import TUNED_ON, TUNING, Run, lean_run, run_all
-from scripts.arena.together import gold_of, opened, unscored
+from scripts.arena.together import finish, gold_of, opened, unscored
 from scripts.compare.data import read_rows, write_rows
 
 DOMAINS = {  # the kinds of requests of each
@@ -213,10 +213,7 @@ def main() -> None:
         failed += run_all([unscored(run) for run in each], at_once=1)
         if all(run.finished for run in each):
             write_rows(data / f"world-{number}.csv", score(each))
-    if [*data.glob("world-*.csv")]:
-        print(write_page(data))
-    if failed:
-        raise SystemExit(f"{len(failed)} runs did not finish: {', '.join(failed)}")
+    finish(write_page, data, failed)
 
 
 if __name__ == "__main__":

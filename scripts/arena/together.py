@@ -1,6 +1,6 @@
 """Score several LoRAs after their training, on the same prompts and noise by one pipeline."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,14 @@ from flowrl.scoring.spec import closing
 from flowrl.training.evaluate import Evaluator
 from flowrl.utils.distributed import Runtime
 from scripts.arena.runs import GOLD, Run
+
+
+def finish(write_page: Callable[[Path], Path], data: Path, failed: Sequence[str]) -> None:
+    """Write the page of the worlds that have data; exit with 1 where a run did not finish."""
+    if [*data.glob("world-*.csv")]:
+        print(write_page(data))
+    if failed:
+        raise SystemExit(f"{len(failed)} runs did not finish: {', '.join(failed)}")
 
 
 def unscored(run: Run) -> Run:

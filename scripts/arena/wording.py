@@ -26,7 +26,7 @@ from scripts.arena.methods import load_arms
 from scripts.arena.plant import world_folder
 from scripts.arena.report import by_request, crossed, interval_text
 from scripts.arena.runs import Run, lean_run, run_all
-from scripts.arena.together import gold_of, opened, unscored
+from scripts.arena.together import finish, gold_of, opened, unscored
 from scripts.compare.data import read_rows, write_rows
 
 KINDS = ("two_object", "color_attr")  # whose wordings have an "and"
@@ -170,9 +170,7 @@ def main() -> None:
         finished = {name: run for name, run in runs.items() if run.finished}
         if "joint" in finished:
             write_rows(data / f"world-{number}.csv", score(finished))
-    if failed:
-        raise SystemExit(f"{len(failed)} runs did not finish: {', '.join(failed)}")
-    print(write_page(data))
+    finish(write_page, data, failed)
 
 
 if __name__ == "__main__":
