@@ -208,7 +208,6 @@ def set_precision(config: Config, backbone: PipelineBackbone, runtime: Runtime) 
         device=runtime.device,
         min_dim=p.min_dim,
         convolutions=False,
-        where="pipeline",
     )
     if runtime.is_main:
         log_precision("rollouts and training", resolved, layers)

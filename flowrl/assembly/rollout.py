@@ -34,7 +34,6 @@ from flowrl.sampling.workers import RemoteGenerator, WorkerPool
 from flowrl.scoring.spec import RewardSpec
 from flowrl.utils.distributed import Runtime
 
-WHERE = "rollout.explore"
 EXPLORING = ("time/explore", "time/explore_reward")
 
 
@@ -202,15 +201,14 @@ def preview_layers(
 
     Raises UserError for a precision that the device lacks, and see `prepare`.
     """
-    e = parts.config.rollout.explore
+    e, p = parts.config.rollout.explore, parts.config.pipeline
     assert e is not None
-    resolved = resolve(e.precision, parts.runtime.device, where=WHERE)
+    resolved = resolve(e.precision, parts.runtime.device, where="rollout.explore")
     layers, backend = prepare(
         parts.policy.network,
         resolved,
         dtype=network_dtype(parts.backbone),
         device=parts.runtime.device,
-        min_dim=e.min_dim,
-        where=WHERE,
+        min_dim=p.min_dim,
     )
     return resolved, layers, backend

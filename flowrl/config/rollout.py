@@ -81,13 +81,9 @@ class ExploreOptions(Options):
         SOL_RL,
     )
     precision: Precision = option(
-        "auto", f"Precision of candidates: {PRECISIONS}.", f"nvfp4 in {SOL_RL}"
-    )
-    min_dim: Whole | None = option(
-        None,
-        "Layers stay exact unless the larger of their two sizes is above this; null is the "
-        "backbone's.",
-        f"1000, 2240 or 2432, by the network, in {SOL_RL}",
+        "auto",
+        f"Precision of candidates: {PRECISIONS}. pipeline.min_dim keeps small layers exact.",
+        f"nvfp4 in {SOL_RL}",
     )
     audit: AuditOptions = option(
         AuditOptions(), "How candidates are compared with exact images; rho below 0.8 is a warning."

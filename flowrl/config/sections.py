@@ -64,8 +64,8 @@ class PipelineOptions(Options):
     )
     min_dim: Whole | None = option(
         None,
-        "With precision: layers stay exact unless the larger of their two sizes is above this; "
-        "null is the backbone's.",
+        "With precision, of training or of rollout.explore: layers stay exact unless the larger of "
+        "their two sizes is above this; null is the backbone's.",
         f"1000 to 2432, by the network, in {SOL_RL}",
     )
     quantize_gradients: Flag = option(

@@ -85,6 +85,7 @@ def _small_pipeline(config: Config, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     if p.precision is not None:
         small["precision"] = "bf16" if p.precision == "bf16" else "nvfp4-emulated"
+    if p.precision is not None or config.rollout.explore is not None:
         small["min_dim"] = 0  # the layers of a tiny network are all small
     memory: dict[str, Any] = {"base_bits": None}
     if config.memory.prompt_cache is not None:
@@ -100,7 +101,7 @@ def _small_rollout(config: Config) -> dict[str, Any]:
     }  # fmt: skip
     if r.explore is not None:
         precision = "bf16" if r.explore.precision == "bf16" else "nvfp4-emulated"
-        small["explore"] = {"precision": precision, "min_dim": 0}
+        small["explore"] = {"precision": precision}
     return {"rollout": small}
 
 

@@ -14,8 +14,7 @@ from flowrl.backbones.families import family_of, layer_rules_of, lora_targets
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import CAPACITY
 from flowrl.config import Config
-from flowrl.config.rollout import ExploreOptions, ReferenceOptions
-from flowrl.config.sections import PipelineOptions
+from flowrl.config.rollout import Precision, ReferenceOptions
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.activations import (
@@ -135,7 +134,9 @@ class MemoryPlan:
     def resident(self) -> dict[str, int]:
         """Return what is there in every phase."""
         memory, rewards = self.config.memory, self.config.rewards
-        copies = self.candidates_bytes() + sum(self.packed_layers(self.config.pipeline).values())
+        copies = self.candidates_bytes() + sum(
+            self.packed_layers(self.config.pipeline.precision).values()
+        )
         return {
             "transformer": self.sharded_bytes(),
             "text encoders": self.encoders if memory.text_encoders == "keep" else 0,
@@ -369,7 +370,7 @@ class MemoryPlan:
         e = self.config.rollout.explore
         if e is None or (e.precision == "bf16" and self.mergeable == self.merged):
             return 0
-        packed = self.packed_layers(e)
+        packed = self.packed_layers(e.precision)
         size = sum(packed.values()) + self._adapted_bytes(packed)
         if e.precision == "auto" and self.mergeable != self.merged:
             return max(size, self._adapted_bytes({}))  # a copy in bf16, without few bits
@@ -384,13 +385,13 @@ class MemoryPlan:
         )
         return sum(rows * columns for rows, columns in shapes) * self.dtype.itemsize
 
-    def packed_layers(self, options: PipelineOptions | ExploreOptions) -> dict[str, int]:
+    def packed_layers(self, precision: Precision | None) -> dict[str, int]:
         """Return the bytes of each quantised layer, as its backend packs a weight of that shape."""
-        if options.precision in (None, "bf16"):
+        if precision in (None, "bf16"):
             return {}
-        format = AUTO if options.precision == "auto" else options.precision
-        rules = layer_rules_of(self.network)
-        choices = choose_layers(self.network, rules, format, min_dim=options.min_dim)
+        format = AUTO if precision == "auto" else precision
+        rules, least = layer_rules_of(self.network), self.config.pipeline.min_dim
+        choices = choose_layers(self.network, rules, format, min_dim=least)
         backend, chosen = BACKENDS[format], [c for c in choices if c.format]
         by_shape = {
             shape: nbytes(backend.pack(torch.empty(shape, device="meta")).values())

@@ -11,7 +11,6 @@ from torch import nn
 
 from flowrl.backbones.families import LayerRules
 from flowrl.errors import UserError
-from flowrl.quantization.backends import option_name
 
 Matrix = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -36,13 +35,11 @@ def choose_layers(
     format: str,
     *,
     min_dim: int | None = None,
-    where: str = "",
 ) -> tuple[LayerChoice, ...]:
     """Choose for every linear layer and convolution of the network, adapted or not, in order.
 
     Args:
         min_dim: in place of that of the rules; sides must be divisible in any case.
-        where: the options' section, for errors.
 
     Raises:
         UserError: nothing is to be quantised.
@@ -67,8 +64,8 @@ def choose_layers(
         small = [max(c.shape) for c in choices if c.reason == f"no side above {least}"]
         raise UserError(
             f"no layer of {type(network).__name__} is left to be quantised: the longest side of "
-            f"those not kept by name is {max(small, default=0)}, and "
-            f"{option_name(where, 'min_dim')} is {least}: set that lower, or use bf16"
+            f"those not kept by name is {max(small, default=0)}, and pipeline.min_dim is {least}: "
+            "set that lower, or use bf16"
         )
     return tuple(choices)
 

@@ -143,13 +143,12 @@ def prepare(
     device: torch.device,
     min_dim: int | None,
     convolutions: bool = True,
-    where: str = "",
 ) -> tuple[tuple[LayerChoice, ...], Backend | None]:
     """Choose the layers that a precision quantises, and their backend; none for bf16.
 
     Args:
         dtype: the network's own.
-        min_dim, where: see `choose_layers`.
+        min_dim: see `choose_layers`.
         convolutions: False keeps 1x1 ones exact: low-bit ones sample, but do not train.
 
     Raises:
@@ -161,7 +160,7 @@ def prepare(
     backend = BACKENDS[resolved.precision]
     rules = layer_rules_of(network)
     rules = rules if convolutions else replace(rules, pointwise=False)
-    choices = choose_layers(network, rules, resolved.precision, min_dim=min_dim, where=where)
+    choices = choose_layers(network, rules, resolved.precision, min_dim=min_dim)
     shapes = {choice.shape for choice in choices if choice.format}
     check_kernels(backend, shapes, device, dtype)
     return choices, backend

@@ -213,7 +213,7 @@ def _kernels(name: str) -> Result:
         resolved = resolve("nvfp4-emulated", device)
     # As many steps and as little noise as exact images have, so that bits alone differ.
     steps = load_config("quickstart").rollout.num_inference_steps
-    changes = ["rollout.tree={kind: ode}", f"rollout.explore.min_dim={TINY_MIN_DIM}"]
+    changes = ["rollout.tree={kind: ode}", f"pipeline.min_dim={TINY_MIN_DIM}"]
     configs = audit_configs(
         "quickstart", changes, prompts=2, candidates=16, steps=[steps], precisions=[asked]
     )

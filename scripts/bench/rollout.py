@@ -74,6 +74,7 @@ def bench_learner(
     rollout: dict[str, Any],
     *,
     compile: bool = False,
+    min_dim: int | None = None,
     **sections: dict[str, Any],
 ) -> Learner:
     """Build a learner with these options; at most `batch` rows in any forward."""
@@ -84,6 +85,7 @@ def bench_learner(
                 "device": device,
                 "max_sequence_length": 12,
                 "compile": compile,
+                "min_dim": min_dim,
             },
             "prompts": {"train": "tiny:geneval:train"},
             "rewards": [{"name": "brightness"}],

@@ -451,7 +451,6 @@ def bench_solrl(
             "candidates": counts.candidates,
             "num_inference_steps": counts.preview_steps,
             "precision": precision,
-            "min_dim": TINY_MIN_DIM if min_dim is None and model in TINY else min_dim,
             "audit": {"every": 0},
         },
     }
@@ -459,7 +458,10 @@ def bench_solrl(
     with tempfile.TemporaryDirectory() as folder, name_own_options():
         sections = {"objective": nft, "run": {"output_dir": folder}}
         compile = on_gpu(device) if compile is None else compile
-        learner = bench_learner(model, device, size, rollout, compile=compile, **sections)
+        least = TINY_MIN_DIM if min_dim is None and model in TINY else min_dim
+        learner = bench_learner(
+            model, device, size, rollout, compile=compile, min_dim=least, **sections
+        )
         policy, source = learner.policy, sampler(learner)
 
         def learn() -> None:

@@ -6,13 +6,14 @@ from flowrl.api import audit
 from flowrl.assembly.auditing import audit_configs
 from flowrl.config import config_yaml
 
-EXPLORE = {"candidates": 6, "num_inference_steps": 2, "precision": "bf16", "min_dim": 0}
+EXPLORE = {"candidates": 6, "num_inference_steps": 2, "precision": "bf16"}
 
 
 @pytest.fixture(scope="module")
 def recipe(tiny_config, tmp_path_factory):
     """A recipe file of a small run that explores, made for NFT."""
     config = tiny_config(
+        pipeline={"min_dim": 0},
         rollout={"tree": {"kind": "ode"}, "explore": EXPLORE},
         objective={"kind": "nft"},
         rewards=[{"name": "brightness"}, {"name": "compressibility", "held_out": True}],
@@ -50,7 +51,7 @@ def test_the_recipe_is_sampled_as_it_explores_and_learns_nothing(recipe, tiny_co
     (config,) = audit_configs(recipe, ["rollout.num_inference_steps=3"], prompts=3, candidates=9)
     explore = config.rollout.explore
     assert explore is not None
-    assert (explore.candidates, explore.num_inference_steps, explore.min_dim) == (9, 2, 0)
+    assert (explore.candidates, explore.num_inference_steps, config.pipeline.min_dim) == (9, 2, 0)
     r = config.rollout
     assert (r.prompts_per_iteration, r.num_inference_steps, config.objective.kind) == (3, 3, "sft")
     # A recipe that does not explore gets the defaults.

@@ -13,7 +13,8 @@ from flowrl.scoring import combine
 ODE = {"tree": {"kind": "ode"}}
 NFT = {"kind": "nft", "noising": {"count": 2}}
 FEW = {"precision": "bf16", "audit": {"every": 0}}
-ROUGH = FEW | {"precision": "nvfp4-emulated", "min_dim": 128, "num_inference_steps": 2}
+LARGE = {"min_dim": 128}  # layers that are rounded
+ROUGH = FEW | {"precision": "nvfp4-emulated", "num_inference_steps": 2}
 TREES = [
     ({"kind": "ode"}, NFT),
     ({"kind": "flow_grpo"}, {"kind": "grpo"}),
@@ -53,7 +54,7 @@ def test_when_all_are_kept_the_rollout_is_that_of_one_stage(make_learner):
 
 def test_both_stages_start_from_the_same_noise_bit_for_bit(make_learner, drawn):
     explore = ROUGH | {"candidates": 10}
-    rollout = rollout_of(make_learner, explore, rollout=ODE | {"batch_size": 7})
+    rollout = rollout_of(make_learner, explore, rollout=ODE | {"batch_size": 7}, pipeline=LARGE)
     chosen = rollout.explored.chosen
     starts = torch.cat([tree.x[:, 0] for tree in drawn])
     candidates, again = starts[:20].view(2, 10, *starts.shape[1:]), starts[20:]
@@ -207,7 +208,7 @@ def test_a_candidate_with_several_leaves_is_worth_their_mean(make_learner):
 def test_the_first_ratio_of_grpo_is_one_on_what_was_kept(make_learner):
     explore = ROUGH | {"candidates": 8}
     rollout = {"tree": {"kind": "flow_grpo"}, "explore": explore, "merge_lora": False}
-    learner = make_learner(objective={"kind": "grpo"}, rollout=rollout)
+    learner = make_learner(objective={"kind": "grpo"}, rollout=rollout, pipeline=LARGE)
     disturb(learner.policy, 0.05)
     _, metrics = learner.iterate(0)
     assert metrics["policy/ratio_error_max"] == 0

@@ -73,7 +73,7 @@ def test_means_are_over_the_prompts_that_have_a_rank():
 
 # --- in a run ------------------------------------------------------------------------------------
 
-EXPLORE = {"candidates": 8, "num_inference_steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
+EXPLORE = {"candidates": 8, "num_inference_steps": 2, "precision": "nvfp4-emulated"}
 
 
 @pytest.fixture
@@ -83,6 +83,7 @@ def options(tmp_path):
         return {
             "objective": {"kind": "nft", "noising": {"count": 2}},
             "rollout": {"tree": {"kind": tree}, "explore": merged},
+            "pipeline": {"min_dim": 128},
             "run": {"output_dir": str(tmp_path / "run")},
         }
 

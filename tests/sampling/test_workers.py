@@ -29,8 +29,8 @@ CASES = {
     "tree": {"objective": {"kind": "grpo", "kl_coef": 0.1},
              "rollout": {"tree": {"kind": "branch_grpo", "splits": [0]}}},
     "two_stage": {"rollout": {"explore": {
-        "candidates": 6, "num_inference_steps": 2, "precision": "nvfp4-emulated", "min_dim": 0,
-        "audit": {"every": 1}}}},
+        "candidates": 6, "num_inference_steps": 2, "precision": "nvfp4-emulated",
+        "audit": {"every": 1}}}, "pipeline": {"min_dim": 0}},
     "late": {"rollout": {"staleness": 1}},
     "whole_groups": {"rewards": [{"name": "brightness"}, {"name": "diversity", "weight": 0.1}]},
 }  # fmt: skip
