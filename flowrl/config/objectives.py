@@ -539,14 +539,13 @@ class SRPOOptions(RewardBackpropOptions):
     passes: ClassVar[int] = 2
     recomputes: ClassVar[bool] = True
     kind: Literal["srpo"] = option("srpo", "One step with known noise, a relative reward.", SRPO)
-    positive_words: str = option(
-        "",
-        "Prefix of the prompt for a better image, such as Realistic photo. Set both "
-        "or neither: without words the reward itself is raised, which invites reward hacking. Only "
-        "for rewards that read prompts.",
+    prefixes: tuple[Text, Text] | None = option(
+        None,
+        "Prefixes of the prompt for a better and for a worse image, such as [Realistic photo, CG "
+        "render], for rewards that read prompts. null raises the reward itself, which invites "
+        "reward hacking.",
         SRPO,
     )
-    negative_words: str = option("", "Prefix of the prompt for a worse image, such as CG render.")
 
 
 class LeapAlignOptions(RewardBackpropOptions):

@@ -214,22 +214,19 @@ class OnHackingOptions(Options):
         "is. null: the radar decides, by hacking/score, which is 0.5 where one of its detectors is "
         "at its tolerance; it needs some 100 images.",
     )
-    score: Annotated[Positive, Field(lt=1)] = option(
-        0.5, "Without held_out: the hacking/score above which an evaluation looks like hacking."
-    )
     patience: Count = option(
         3,
         "Evaluations in a row that look like hacking: with a trained reward above, and the "
-        "held-out one below, what they were at the evaluation where the held-out one was best; or "
-        "with a hacking/score above `score`.",
+        "held-out one below, what they were at the evaluation where the held-out one was best; or, "
+        "without held_out, with a hacking/score above 0.5.",
     )
     action: Literal["stop", "rollback", "raise_kl", "warn"] = option(
         "stop",
         "stop ends the run with the weights it has. rollback ends it with earlier ones: with "
         "held_out those of its best evaluation; without, those of the best trained reward among "
-        "evaluations whose hacking/score was at most two thirds of `score`, or the base's where "
-        "there is none. raise_kl returns to those weights and trains on with a stronger penalty. "
-        "warn prints a line.",
+        "evaluations whose hacking/score was at most 0.33, or the base's where there is none. "
+        "raise_kl returns to those weights and trains on with a stronger penalty. warn prints a "
+        "line.",
     )
     kl_coef: Positive = option(
         0.1,

@@ -9,10 +9,10 @@ from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.spec import RewardSpec, trained
 from flowrl.training.evaluate import Evaluation
-from flowrl.training.radar import HackingScore
+from flowrl.training.radar import HALF, HackingScore
 
-# A reward is gamed before it shows: weights count as good up to this share of the score that acts.
-CLEAN = 2 / 3
+# A reward is gamed before it shows: weights count as good up to two thirds of the score that acts.
+CLEAN = 2 / 3 * HALF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class HackingRule:
     @property
     def best_by(self) -> str:
         """Return what decides the best checkpoint: scores by anything else do not compare."""
-        return self.options.held_out or f"hacking/score to {self.options.score:g}"
+        return self.options.held_out or "hacking/score"
 
     def quality(self, evaluation: Evaluation, trained: float, hacking: HackingScore) -> float:
         """Return the held-out mean, higher is better; NaN when no image has it.
@@ -46,7 +46,7 @@ class HackingRule:
         """
         if self.options.held_out is not None:
             return self.sign * evaluation.mean(self.options.held_out)
-        return math.nan if hacking.score > CLEAN * self.options.score else trained
+        return math.nan if hacking.score > CLEAN else trained
 
     def kl_coef(self, times: int) -> float | None:
         """Return the coefficient of the penalty after hacking was seen so many times.
@@ -67,7 +67,7 @@ class HackingRule:
         latest = [history[step].hacking for step in sorted(history)][-self.options.patience :]
         if len(history) <= self.options.patience:  # the base is one of them
             return ""
-        return str(latest[-1]) if all(h.score > self.options.score for h in latest) else ""
+        return str(latest[-1]) if all(h.score > HALF for h in latest) else ""
 
     def _falls(self, history: Mapping[int, Judged]) -> str:
         pairs = {step: (history[step].trained, history[step].quality) for step in sorted(history)}

@@ -39,7 +39,7 @@ FREE = (
 )  # fmt: skip
 # Options that affect evaluation only: they may change with --resume, while a rerun with another
 # evaluation is another run.
-MEASURED = ("evaluation", *(f"run.on_hacking.{name}" for name in ("held_out", "score", "patience")))
+MEASURED = ("evaluation", *(f"run.on_hacking.{name}" for name in ("held_out", "patience")))
 SHOWN = 5  # changes in a message
 
 

@@ -23,7 +23,7 @@ CHAINS = {
     "draft": options.DRaFTOptions(steps=3),
     "draft_lv": options.DRaFTLVOptions(),
     "align_prop": options.AlignPropOptions(),
-    "srpo": options.SRPOOptions(positive_words="good", negative_words="rather bad"),
+    "srpo": options.SRPOOptions(prefixes=("good", "rather bad")),
     "leap_align": options.LeapAlignOptions(),
     "flowbp_sparse": options.FlowBPSparseOptions(steps=3),
     "flowbp_bridge": options.FlowBPBridgeOptions(steps=4),

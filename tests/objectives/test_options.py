@@ -50,8 +50,6 @@ def test_no_field_stands_in_an_option_class_and_in_what_it_builds():
 
 
 def test_options_that_cannot_work_are_refused():
-    with pytest.raises(UserError, match="positive_words"):
-        options.SRPOOptions(positive_words="good").build()
     with pytest.raises(ValidationError):
         options.FlowBPBridgeOptions(steps=1)
     untrained = replace(TWICE, train=False)

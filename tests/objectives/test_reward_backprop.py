@@ -34,7 +34,7 @@ from flowrl.objectives.reward_backprop.base import (
 )
 
 F64 = torch.float64
-WORDS = {"positive_words": "good", "negative_words": "rather bad"}
+WORDS = {"prefixes": ("good", "rather bad")}
 
 
 def mean_of(parts):
@@ -290,7 +290,7 @@ def test_srpo_is_autograd_through_one_step_each_way(words):
         if words:
             low, high = srpo.DOWN_K if down else srpo.UP_K
             k = low + (high - low) * (1 - to[n])
-            better, worse = list(WORDS.values())[:: 1 if down else -1]
+            better, worse = WORDS["prefixes"][:: 1 if down else -1]
             score = (1 + k) * reward_of(one, prompt, better) - reward_of(one, prompt, worse)
         else:  # the value is the image's own; at the step up it moves the other way
             score = reward_of(one if down else 2 * one.detach() - one, prompt)
@@ -313,7 +313,7 @@ def test_srpos_steps_lie_in_their_range_and_words_must_be_read():
     def deaf(x0, prompt, words=""):
         return field(x0, prompt)
 
-    with pytest.raises(UserError, match="positive_words"):
+    with pytest.raises(UserError, match="objective.prefixes"):
         loss_of(options.SRPOOptions(**WORDS).build(), Toy(), chains(Toy()), reward=deaf)
 
 

@@ -44,12 +44,6 @@ class SRPO(RewardBackprop):
 
     options: SRPOOptions
 
-    def __post_init__(self) -> None:
-        if (self.options.positive_words == "") != (self.options.negative_words == ""):
-            raise UserError(
-                "objective.positive_words and objective.negative_words: set both, or neither"
-            )
-
     def loss(self, models: Models, batch: Trajectories) -> tuple[Tensor, Metrics]:
         row, sigma, to = self.points(batch)
         down = to < sigma
@@ -62,7 +56,7 @@ class SRPO(RewardBackprop):
         reward, gradient, words = self.relative(
             models.reward_gradient, x0, batch.prompt[row], down, to
         )
-        step = to - sigma if self.options.positive_words else -(to - sigma).abs()
+        step = to - sigma if self.options.prefixes else -(to - sigma).abs()
         moved = lift(step / (1 - to), x) * tangent(v)
         loss, metrics = self.surrogate(moved, reward, gradient, velocities)
         return loss, metrics | words
@@ -78,15 +72,14 @@ class SRPO(RewardBackprop):
         self, field: RewardField, x0: Tensor, prompt: Tensor, down: Tensor, to: Tensor
     ) -> tuple[Tensor, Tensor, Metrics]:
         """Return each step's reward (n,), its gradient (n, *latent), and metrics."""
-        positive, negative = self.options.positive_words, self.options.negative_words
-        if not positive:
+        prefixes = self.options.prefixes
+        if prefixes is None:
             return *field(x0, prompt), {}
-        (better, up), (worse, other) = (field(x0, prompt, words) for words in (positive, negative))
+        (better, up), (worse, other) = (field(x0, prompt, prefix) for prefix in prefixes)
         if bool((better == worse).all()):
             raise UserError(
-                f"the reward is the same with the words {positive!r} as with "
-                f"{negative!r}: it does not read them. Leave objective.positive_words "
-                "and objective.negative_words empty, or take a reward that reads prompts"
+                f"the reward is the same with the words {prefixes[0]!r} as with {prefixes[1]!r}: it does "
+                "not read them. Set objective.prefixes to null, or take a reward that reads prompts"
             )
         done = (1 - to).to(better)
         (a, b), (c, d) = DOWN_K, UP_K
