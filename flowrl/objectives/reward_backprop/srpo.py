@@ -78,8 +78,9 @@ class SRPO(RewardBackprop):
         (better, up), (worse, other) = (field(x0, prompt, prefix) for prefix in prefixes)
         if bool((better == worse).all()):
             raise UserError(
-                f"the reward is the same with the words {prefixes[0]!r} as with {prefixes[1]!r}: it does "
-                "not read them. Set objective.prefixes to null, or take a reward that reads prompts"
+                f"the reward is the same with {prefixes[0]!r} before the prompt as with "
+                f"{prefixes[1]!r}: it does not read prompts. Take one that does, or set "
+                "objective.prefixes to null"
             )
         done = (1 - to).to(better)
         (a, b), (c, d) = DOWN_K, UP_K
