@@ -23,6 +23,7 @@ from flowrl.utils.fields import Count, NonNegative, Number, Options, option
 STATES = range(3)  # of a prompt's images, those that succeed: none, some or all
 NONE, SOME, ALL = STATES
 MEMORY = 0.95  # share of counted transitions that remains after an iteration; 0.9 to 0.99 in DPS
+UNCHOSEN = 0.05  # share of the prompts that are taken as without a book: each is seen at times
 IDLE_DECAY = 0.98  # share of a prompt's counts that remains after an iteration without it
 SOLVED = 0.75  # rate of success above which sGPO leaves a prompt out
 HOPELESS_CHANCE = 0.1  # with which a prompt enters that even the largest group may never solve
@@ -31,6 +32,7 @@ Matrix = list[list[float]]  # 3 x 3, [to][from]
 VADE = "VADE, arXiv 2511.18902"
 DPS = "DPS, arXiv 2603.10887"
 SGPO = "sGPO, arXiv 2606.08854"
+ROLLOUT_GDRO = "Rollout-GDRO, arXiv 2601.19280"
 Share = Annotated[NonNegative, Field(le=1)]
 
 
@@ -54,18 +56,21 @@ class BookOptions(Options):
         "learned from it since. After any other iteration 0.98 of them remain.",
         f"two decays in {VADE}, which does not say their values",
     )
-    uniform: Share = option(
-        0.05,
-        "Share of the prompts that are chosen as without a book, so that each is seen at times.",
-    )
     largest_group: Count | None = option(
         None,
-        "Groups of several sizes: a prompt whose images succeed at a rate p gets 1 / p of them, "
-        "rounded to rollout.group_size times 1, 2, 4, ... and at most this. Each of the "
-        "iteration's prompts_per_iteration places is rollout.group_size images; a prompt takes 1, "
-        "2, 4, ... of them, which are one group. Left out are prompts with p above 0.75, and 9 of "
-        "10 of those that would need more than this. null is one size.",
-        f"2 to 8 images, {SGPO}, which counts p once, before training",
+        "Groups of several sizes, rollout.group_size times 1, 2, 4, ... and at most this. Each of "
+        "the iteration's prompts_per_iteration places is rollout.group_size images; a prompt takes "
+        "1, 2, 4, ... of them, which are one group. null is one size.",
+        f"2 to 8 images in {SGPO}",
+    )
+    sizes: Literal["success", "spread"] = option(
+        "success",
+        "With largest_group, for a prompt whose images succeed at a rate p. success: 1 / p images, "
+        "so that one is expected to succeed; left out are prompts with p above 0.75, and 9 of 10 "
+        "of those that would need more than the largest group. spread: in proportion to "
+        "sqrt(p (1 - p)), the largest group at p = 1/2.",
+        f"success: {SGPO}, which counts p once, before training; spread: {ROLLOUT_GDRO}, whose "
+        "bandit tends to it",
     )
 
 
@@ -128,7 +133,7 @@ class PromptBook(PromptSampler):
         places: dict[str, list[int]] = defaultdict(list)  # to fill, by kind
         chosen: dict[int, PromptRecord] = {}
         for place, record in enumerate(plain):
-            if stream.random() < self.options.uniform:
+            if stream.random() < UNCHOSEN:
                 chosen[place] = record
             else:
                 turn = iteration * self.per_iteration + place
@@ -148,9 +153,11 @@ class PromptBook(PromptSampler):
     def sizes(self, iteration: int) -> dict[str, int]:
         """Return by uid how many places the group of each prompt takes; 0: it is left out.
 
-        sGPO (2606.08854) has p from 8 images and lets few prompts with p = 0 enter. Here p is the
-        mean of a Beta distribution, never 0, and as hopeless are those whose 1 / p is beyond the
-        largest group. The last prompt that is chosen takes the places that are left.
+        By success: sGPO (2606.08854) has p from 8 images and lets few prompts with p = 0 enter.
+        Here p is the mean of a Beta distribution, never 0, and as hopeless are those whose 1 / p is
+        beyond the largest group. By spread: sizes in proportion to the standard deviation estimate
+        all groups' means best, which is what the bandit of Rollout-GDRO (2601.19280) tends to. The
+        last prompt that is chosen takes the places that are left.
         """
         largest, sizes = self.options.largest_group, {p.uid: 1 for p in self.records}
         if largest is None:
@@ -159,9 +166,11 @@ class PromptBook(PromptSampler):
         stream = self._stream_of(iteration, "sizes")
         for uid in sizes:
             rate, chance = self.rate(uid, iteration), stream.random()
-            doublings = max(round(-math.log2(rate * self.group_size)), 0)
+            by_spread = self.options.sizes == "spread"
+            images = 2 * largest * math.sqrt(rate * (1 - rate)) if by_spread else 1 / rate
+            doublings = max(round(math.log2(images / self.group_size)), 0)
             enters = rate <= SOLVED and (doublings <= most or chance < HOPELESS_CHANCE)
-            sizes[uid] = 2 ** min(doublings, most) if enters else 0
+            sizes[uid] = 2 ** min(doublings, most) if enters or by_spread else 0
         return sizes
 
     def groups(self, iteration: int) -> list[PromptRecord]:

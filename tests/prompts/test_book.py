@@ -116,12 +116,14 @@ def test_counts_fade_by_their_own_decay_in_iterations_with_and_without_the_promp
 
 @given(runs, st.sampled_from(["thompson", "predictive"]))
 def test_the_choice_is_the_set_that_promises_most(run, choose):
-    book = book_of(choose=choose, uniform=0)
+    book = book_of(choose=choose)
     for iteration, scores in enumerate(run):
         tell(book, iteration, scores)
     worth = book.worth(len(run))
     most = max(sum(worth[uid] for uid in some) for some in combinations(worth, SIZE))
-    chosen = {record.uid for record in book.at(len(run))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(book_module, "UNCHOSEN", 0)
+        chosen = {record.uid for record in book.at(len(run))}
     assert len(chosen) == SIZE
     assert sum(worth[uid] for uid in chosen) == pytest.approx(most)
 
@@ -160,11 +162,13 @@ def test_solved_and_hopeless_prompts_are_left_for_those_between():
     assert shares["thompson"] > 0.6 and shares["predictive"] > 0.6, shares
 
 
-def test_the_uniform_share_is_that_of_a_plain_sampler_and_starves_nobody():
+def test_the_share_without_choice_is_that_of_a_plain_sampler_and_starves_nobody(monkeypatch):
     plain = PromptSampler(records(7), SIZE, 0)
-    assert all(book_of(uniform=1).at(i) == plain.at(i) for i in range(9))
     assert all(book_of(choose="uniform").at(i) == plain.at(i) for i in range(9))
-    book, drawn = book_of(12, choose="predictive", uniform=0.1), set()
+    monkeypatch.setattr(book_module, "UNCHOSEN", 1)
+    assert all(book_of().at(i) == plain.at(i) for i in range(9))
+    monkeypatch.undo()
+    book, drawn = book_of(12, choose="predictive"), set()
     for iteration in range(300):  # one prompt alone is ever mixed
         chosen = [record.uid for record in book.at(iteration)]
         drawn |= set(chosen) if iteration >= 50 else set()
@@ -174,7 +178,7 @@ def test_the_uniform_share_is_that_of_a_plain_sampler_and_starves_nobody():
 
 def test_kinds_keep_their_turns_and_nothing_repeats_that_need_not():
     prompts, weights = records(5, "a") + records(2, "b") + records(1, "c"), {"a": 2, "c": 0}
-    options, kinds = BookOptions(uniform=0.5), {"balance": "tag", "weights": weights}
+    options, kinds = BookOptions(), {"balance": "tag", "weights": weights}
     book = PromptBook(prompts, 6, 0, options=options, **kinds)
     plain = PromptSampler(prompts, 6, 0, **kinds)
     for iteration in range(9):
@@ -200,6 +204,20 @@ def test_a_group_has_the_size_nearest_to_one_expected_success(group_size, doubli
         assert sizes[uid] in expected
 
 
+@pytest.mark.parametrize(("group_size", "doublings"), product((1, 2, 3), (1, 2, 3)))
+def test_by_spread_a_groups_size_is_nearest_to_the_standard_deviation(group_size, doublings):
+    counts, largest = list(product(range(0, 40, 3), repeat=2)), group_size * 2**doublings
+    book = book_of(len(counts), group_size=group_size, largest_group=largest, sizes="spread")
+    sizes = remember(book, counts).sizes(1)
+    for uid, (right, wrong) in zip(sizes, counts, strict=True):
+        rate = (1 + right) / (2 + right + wrong)
+        wanted = largest * math.sqrt(rate * (1 - rate)) / 0.5
+        assert sizes[uid] == min(
+            (2**k for k in range(doublings + 1)),
+            key=lambda n: abs(math.log(n * group_size / wanted)),
+        )
+
+
 @given(st.integers(0, 20), st.integers(0, 20), st.sampled_from(["thompson", "predictive"]))
 def test_at_one_rate_all_groups_are_equal_and_at_a_half_chosen_as_without_sizes(a, b, choose):
     book = remember(book_of(largest_group=1000, choose=choose), [(a, b)] * 7)
@@ -214,7 +232,8 @@ def test_prompts_take_as_many_places_as_enumerated(monkeypatch):
     """Rates of 1/2, 1/4 and 1/8, one solved prompt, and one that enters with a chance of 0.1."""
     monkeypatch.setattr(book_module, "IDLE_DECAY", 1.0)
     counts = [(1, 1), (0, 2), (0, 6), (9, 0), (0, 98)]
-    book = book_of(5, choose="uniform", uniform=0, largest_group=8)
+    monkeypatch.setattr(book_module, "UNCHOSEN", 0)
+    book = book_of(5, choose="uniform", largest_group=8)
     book.per_iteration, runs = 6, 4000
     remember(book, counts)
     drawn = Counter()

@@ -48,7 +48,7 @@ NFT = {"kind": "nft", "noising": {"count": 2}}
 SELECTIVE = {
     "step_share": 0.5, "error_confidence": 1.0, "kl_on": {"reward": "contrast", "share": 0.4},
 }  # fmt: skip
-BOOK = {"success": 0.89, "uniform": 0, "largest_group": 4}
+BOOK = {"success": 0.89, "largest_group": 4}
 FEW = "few.txt"  # prompts, so that some take several places
 SCORED = {
     "grpo": ({"kind": "grpo"}, CHAINS),

@@ -56,7 +56,7 @@ def trained(make_run, tmp_path):
     ids=str,
 )
 def test_a_resumed_run_chooses_and_learns_the_same_bit_for_bit(trained, book):
-    book |= {"success": 0.89, "uniform": 0}
+    book |= {"success": 0.89}
     whole, learner, texts = trained(book=book)
     lora, state = load_file(whole.folder / FILE), learner.book.state_dict()
     resumed, again, later = trained(read_checkpoint(whole.checkpoints.path(2)), book=book)
