@@ -44,9 +44,10 @@ class HTTPOptions(Options):
     kind: Literal["http"] = option("http", "On HTTP servers that serve a reward of this name.")
     urls: list[Text] = option(..., "One or more servers that take turns, for example "
                               "[http://127.0.0.1:8400].")  # fmt: skip
-    timeout: Positive = option(30.0, "Seconds without a byte, after which a request is retried.")
     deadline: Positive = option(
-        120.0, "Seconds for all retries; an image without an answer by then has no score."
+        120.0,
+        "Seconds for all retries; an image without an answer by then has no score. A request is "
+        "retried after a quarter of them without a byte.",
     )
     micro_batch: Count | None = option(16, MICRO_BATCH)
     token_env: Text | None = option(
@@ -61,11 +62,6 @@ class HTTPOptions(Options):
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"{url!r} in urls is no address: it must begin with http:// or "
                                  "https://")  # fmt: skip
-        if self.timeout > self.deadline:
-            raise ValueError(
-                f"timeout is {self.timeout:g} and deadline {self.deadline:g}, but a request may "
-                "not take longer than all tries together: raise deadline, or lower timeout"
-            )
         return self
 
     def build(self, name: str) -> "HTTPExecutor":

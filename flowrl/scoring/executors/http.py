@@ -46,6 +46,7 @@ from flowrl.scoring.protocol import (
 )
 from flowrl.utils.serving import token_of
 
+SILENCE = 0.25  # share of the deadline without a byte, after which a request is retried
 CONNECT_S = 5.0
 IN_FLIGHT = 4  # requests at the same time
 FIRST_REST_S, LONGEST_REST_S = 0.1, 600.0  # of a server that fails
@@ -187,7 +188,7 @@ class HTTPExecutor:
         """Start one of the methods below in the event loop, which begins with the first."""
         with self._lock:
             if self._open is None:
-                timeout = self.options.timeout
+                timeout = SILENCE * self.options.deadline
                 self._http = httpx.AsyncClient(
                     headers={"Accept-Encoding": "identity"}
                     | ({"Authorization": f"Bearer {self._token}"} if self._token else {}),
@@ -365,7 +366,7 @@ class HTTPExecutor:
         if isinstance(error, httpx.ConnectTimeout | httpx.ConnectError):
             return f"cannot be reached ({error or 'no connection in time'})"
         if isinstance(error, httpx.TimeoutException):
-            return f"did not answer within {self.options.timeout:g} s"
+            return f"did not answer within {SILENCE * self.options.deadline:g} s"
         return f"broke off ({error})"
 
 
