@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 
 from flowrl.assembly.rollout import EXPLORING
-from flowrl.backbones.compiling import compiled_graphs
 from flowrl.backbones.loading import TINY
 from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.errors import UserError
@@ -290,7 +290,7 @@ def measure(
         "exact": lambda: _batch(exact, candidates, plan, finish=True),
         "low": lambda: _batch(low, candidates, preview),
         "peft": lambda: _batch(peft, candidates, plan),
-        "graphs": lambda: graphs.append(compiled_graphs()) or {},
+        "graphs": lambda: graphs.append(counters["stats"]["unique_graphs"]) or {},
     }
     found = in_turns(jobs, repeats)
     steps = {"preview_steps": low.num_inference_steps, "steps": exact.num_inference_steps}
@@ -307,7 +307,7 @@ def measure(
             low_step=cheap["step"],
             peft_step=trained["step"],
             finish=whole["finish"],
-            graphs=compiled_graphs() - graphs[0],
+            graphs=counters["stats"]["unique_graphs"] - graphs[0],
             memory=max(peaks, default=None),
         )
         for single, two, whole, cheap, trained in zip(
