@@ -48,6 +48,9 @@ CUBLAS = 32 * 2**20
 CONTEXT = 600 * 2**20
 # Share of what comes and goes that lies idle between tensors in the allocator: an assumption.
 FRAGMENTS = 0.05
+# Numbers of a token in a text encoder's layer, states and feed-forward: those of Qwen2.5-VL 7B, the
+# widest of the published ones.
+TOKEN_WIDTH = 8 * 3584 + 2 * 18944
 STEP_COPIES = 5  # of the frontier in fp32 within a step: latent, velocity, mean, noise, result
 COMES_AND_GOES = ("activations", "latents", "text embeddings")
 OVERHEAD = "CUDA overhead"
@@ -157,12 +160,11 @@ class MemoryPlan:
         if self.config.memory.text_encoders == "keep":
             rows = min(ROWS, max(self.prompts, self.evaluation_batch))
         else:
-            weights = max((e.nbytes(self.dtype) for e in self.spec.text_encoders), default=0)
-        widest = max((e.token_width for e in self.spec.text_encoders), default=0)
+            weights = max(self.spec.text_encoders, default=0) * self.dtype.itemsize
         return {
             "text encoders": weights,
             # Without gradients nothing of earlier layers is kept: one layer's states, at most.
-            "activations": rows * tokens * self.dtype.itemsize * widest,
+            "activations": rows * tokens * self.dtype.itemsize * TOKEN_WIDTH,
             "reward models": rewards_bytes(rewards),
             "matmul buffers": CUBLAS,
         }
@@ -307,7 +309,7 @@ class MemoryPlan:
 
     @property
     def encoders(self) -> int:
-        return sum(encoder.nbytes(self.dtype) for encoder in self.spec.text_encoders)
+        return sum(self.spec.text_encoders) * self.dtype.itemsize
 
     @property
     def vae(self) -> dict[str, int]:
