@@ -392,8 +392,8 @@ class MemoryPlan:
             return {}
         format = AUTO if options.precision == "auto" else options.precision
         rules = layer_rules_of(self.network)
-        choices = choose_layers(self.network, rules, format, min_dim=options.min_dim)
-        backend, chosen = BACKENDS[format], [c for c in choices if c.format]
+        choices = choose_layers(self.network, rules, min_dim=options.min_dim)
+        backend, chosen = BACKENDS[format], [c for c in choices if c.quantised]
         by_shape = {
             shape: nbytes(backend.pack(torch.empty(shape, device="meta")).values())
             for shape in {c.shape for c in chosen}

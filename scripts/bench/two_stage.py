@@ -18,10 +18,11 @@ from torch._dynamo.utils import counters
 from flowrl.assembly.rollout import EXPLORING
 from flowrl.backbones.loading import TINY
 from flowrl.backbones.policy import OLD, POLICY, Policy
+from flowrl.config.rollout import Precision
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import PromptRecord, PromptSampler
-from flowrl.quantization.backends import Resolved, resolve
+from flowrl.quantization.backends import resolve
 from flowrl.quantization.layer_rules import LayerChoice, quantised_share
 from flowrl.quantization.rollout_model import RolloutModel, prepare
 from flowrl.sampling.rollout import (
@@ -470,8 +471,8 @@ def bench_solrl(
         found = summary(measure(source, peft, learn, repeats=repeats))
     what = {
         "model": model,
-        "precision": resolved.precision,
-        "native": resolved.precision != "nvfp4-emulated",
+        "precision": resolved,
+        "native": resolved != "nvfp4-emulated",
     }
     return what | {"compiled": compile} | found
 
@@ -530,8 +531,8 @@ def bench_sizes(
     what = {
         "layers": "all" if layers is None else f"{layers} of each kind: says nothing of speed",
         "pixels": backbone.pixels,
-        "precision": resolved.precision,
-        "native": resolved.precision != "nvfp4-emulated",
+        "precision": resolved,
+        "native": resolved != "nvfp4-emulated",
         "compiled": compile,
         "quantised_layers": quantised,
         "quantised_share": quantised_share(networks.choices) if quantised else 0.0,
@@ -561,7 +562,7 @@ def copy_bytes(model: RolloutModel) -> int:
 
 def build_networks(
     backbone: RandomBackbone,
-    resolved: Resolved,
+    resolved: Precision,
     runtime: Runtime,
     min_dim: int | None,
     compile: bool,
