@@ -28,11 +28,7 @@ from flowrl.planning.activations import (
     transformer_peak,
 )
 from flowrl.planning.model_specs import ModelSpec, build_network
-from flowrl.planning.rewards import (
-    host_rewards_bytes,
-    rewards_bytes,
-    scoring_bytes,
-)
+from flowrl.planning.rewards import rewards_bytes, scoring_bytes
 from flowrl.planning.work import IterationKind, doubles
 from flowrl.prompts.sources import HUB, read_rows
 from flowrl.quantization.backends import BACKENDS
@@ -426,7 +422,7 @@ class MemoryPlan:
         return {
             "loading": max(processes * first, read + processes * beside),
             "encoded prompts": processes * self.text(encoded_prompts(config), guided),
-            "reward models": processes * host_rewards_bytes(config.rewards),
+            "reward models": processes * rewards_bytes(config.rewards, cpu=True),
         }
 
 
