@@ -84,7 +84,7 @@ def candidate_rows(
 
     The recipes differ in steps alone, so that one copy of the network serves them all.
     """
-    resolved, layers, _ = preview_layers(recipes[0])
+    precision, layers, _ = preview_layers(recipes[0])
     stage = build_preview_generator(recipes[0], exact_stage)
     share = quantised_share(layers) if layers else 0.0
     for config in (parts.config for parts in recipes):
@@ -98,7 +98,7 @@ def candidate_rows(
         )
         steps = explore.forwards(whole)
         yield (
-            {"steps": steps, "precision": resolved.precision, "quantised": share}
+            {"steps": steps, "precision": precision, "quantised": share}
             | compare_ranks(config, scores, exact.scores)
             | {"seconds_per_image": seconds, "ratio_to_exact": seconds / exact.seconds}
         )

@@ -200,17 +200,17 @@ def set_precision(config: Config, backbone: PipelineBackbone, runtime: Runtime) 
     p = config.pipeline
     if p.precision is None:
         return
-    resolved = resolve(p.precision, runtime.device, where="pipeline")
+    precision = resolve(p.precision, runtime.device)
     layers, backend = prepare(
         backbone.transformer,
-        resolved,
+        precision,
         dtype=network_dtype(backbone),
         device=runtime.device,
         min_dim=p.min_dim,
         convolutions=False,
     )
     if runtime.is_main:
-        log_precision("rollouts and training", resolved, layers)
+        log_precision("rollouts and training", precision, layers)
     if isinstance(backend, NVFP4Native | NVFP4Emulated):
         backend = PerRow(backend)  # the same numbers for any batch: a rollout's, a micro-batch
     if backend is not None:
@@ -218,7 +218,7 @@ def set_precision(config: Config, backbone: PipelineBackbone, runtime: Runtime) 
     elif p.quantize_gradients:
         raise UserError(
             f"pipeline.quantize_gradients needs quantised layers, and precision {p.precision} is "
-            f"{resolved} here: set it to false, or name a precision of fewer bits"
+            f"{precision} here: set it to false, or name a precision of fewer bits"
         )
 
 

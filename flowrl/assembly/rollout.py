@@ -13,11 +13,12 @@ from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.quantized_base import is_quantised
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config
+from flowrl.config.rollout import Precision
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
 from flowrl.prompts.book import PromptBook
 from flowrl.prompts.records import PromptRecord, PromptSampler
-from flowrl.quantization.backends import Backend, Resolved, resolve
+from flowrl.quantization.backends import Backend, resolve
 from flowrl.quantization.layer_rules import LayerChoice
 from flowrl.quantization.rollout_model import RolloutModel, log_precision, prepare
 from flowrl.sampling.rank_audit import RankAuditor
@@ -151,11 +152,11 @@ def build_explorer(parts: RolloutParts, exact: RolloutGenerator) -> Explorer | N
     e, seed = parts.config.rollout.explore, parts.config.run.seed
     if e is None:
         return None
-    resolved, *_ = preview_layers(parts)  # what cannot work fails before anything is sampled
+    precision, *_ = preview_layers(parts)  # what cannot work fails before anything is sampled
     rollout = parts.config.rollout
     auditor = RankAuditor(
         preview=functools.cache(functools.partial(build_preview_generator, parts, exact)),
-        precision=resolved.precision,
+        precision=precision,
         exact=exact,
         rollout=rollout,
         explore=e,
@@ -175,9 +176,9 @@ def build_preview_generator(parts: RolloutParts, exact: RolloutGenerator) -> Rol
     assert e is not None
     backbone, network = exact.backbone, exact.network
     with parts.runtime.raise_on_all():
-        resolved, layers, backend = preview_layers(parts)
+        precision, layers, backend = preview_layers(parts)
         if parts.runtime.is_main:
-            log_precision("candidates", resolved, layers)
+            log_precision("candidates", precision, layers)
         if parts.pool is None and (layers or parts.foldable != parts.merged):
             backbone, network = parts.copied_network(layers, backend)
     trained = [spec for spec in parts.specs if spec.trained]
@@ -196,19 +197,19 @@ def build_preview_generator(parts: RolloutParts, exact: RolloutGenerator) -> Rol
 
 def preview_layers(
     parts: RolloutParts,
-) -> tuple[Resolved, tuple[LayerChoice, ...], Backend | None]:
+) -> tuple[Precision, tuple[LayerChoice, ...], Backend | None]:
     """Return the precision of previews, the layers that they quantise, and their backend.
 
     Raises UserError for a precision that the device lacks, and see `prepare`.
     """
     e, p = parts.config.rollout.explore, parts.config.pipeline
     assert e is not None
-    resolved = resolve(e.precision, parts.runtime.device, where="rollout.explore")
+    precision = resolve(e.precision, parts.runtime.device, where="rollout.explore")
     layers, backend = prepare(
         parts.policy.network,
-        resolved,
+        precision,
         dtype=network_dtype(parts.backbone),
         device=parts.runtime.device,
         min_dim=p.min_dim,
     )
-    return resolved, layers, backend
+    return precision, layers, backend

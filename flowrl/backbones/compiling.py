@@ -9,9 +9,6 @@ import torch
 from torch import nn
 
 GRAPHS = 64  # of one class of blocks, at least; torch's own limit is 8
-# By the names of torch's older versions too.
-LIMIT_NAMES = ("recompile_limit", "cache_size_limit")
-FAIL_NAMES = ("fail_on_recompile_limit_hit", "fail_on_cache_limit_hit")
 
 
 def compile_blocks(network: nn.Module, backend: str = "inductor", *, graphs: bool = False) -> None:
@@ -41,25 +38,15 @@ def begin_step() -> None:
     torch.compiler.cudagraph_mark_step_begin()
 
 
-def compiled_graphs() -> int:
-    """Return the number of graphs compiled in this process so far.
-
-    Graphs beyond torch's limit are not compiled, but raise, see `flowrl.errors.as_failure`.
-    """
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
-
-
 def _limit_graphs() -> None:
     """Raise torch's limit of graphs, which all networks of a class share, copies too.
 
-    Beyond it torch computes without compiling and only logs that, unless it is set to fail.
+    Beyond it torch computes without compiling and only logs that, unless it is set to fail: see
+    `flowrl.errors.as_failure`.
     """
     from torch._dynamo import config
 
-    limit = next(name for name in LIMIT_NAMES if hasattr(config, name))
-    setattr(config, limit, max(GRAPHS, getattr(config, limit)))
-    fail = next((name for name in FAIL_NAMES if hasattr(config, name)), None)
-    if fail is not None and not config.suppress_errors:  # torch refuses both at once
-        setattr(config, fail, True)
+    # By their first names, which torch's older versions know too.
+    config.cache_size_limit = max(GRAPHS, config.cache_size_limit)
+    if not config.suppress_errors:  # torch refuses both at once
+        config.fail_on_cache_limit_hit = True

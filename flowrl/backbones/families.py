@@ -92,18 +92,13 @@ FLUX = Family(
     unguided=None,
 )  # fmt: skip
 
-# Sol-RL's list: self-attention, then attention to the text. SANA's self-attention is one layer,
+# Sol-RL adapts all attention, as is read off the network. SANA's self-attention is one layer,
 # attn.qkv, there and three here; its cross-attention's keys and values, one layer of twice the
 # width there, are two here, and both too small for min_dim.
 SANA = Family(
     name="sana",
     built_in="tiny-sana",
     network="SanaTransformer2DModel",
-    lora_targets=tuple(
-        f"{attention}.{name}"
-        for attention in ("attn1", "attn2")
-        for name in ("to_q", "to_k", "to_v", "to_out.0")
-    ),
     layer_rules=LayerRules(
         keep=(
             "time_embed", "caption_projection", "patch_embed", "^proj_out",
@@ -120,15 +115,9 @@ FAMILIES: dict[str, Family] = {
     "SanaPipeline": SANA,
     "Flux2Pipeline": Family(name="flux2", unguided=None),
     "Flux2KleinPipeline": Family(name="flux2-klein"),
-    "QwenImagePipeline": Family(
-        name="qwen-image", guidance="true_cfg_scale", lora_targets=_JOINT
-    ),
+    "QwenImagePipeline": Family(name="qwen-image", guidance="true_cfg_scale"),
     "QwenImage21Pipeline": Family(name="qwen-image-2.1", guidance="true_cfg_scale"),
-    # As in diffusers' own training script.
-    "ZImagePipeline": Family(
-        name="z-image", unguided=0.0,
-        lora_targets=tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
-    ),
+    "ZImagePipeline": Family(name="z-image", unguided=0.0),
     "Krea2Pipeline": Family(name="krea2", unguided=0.0),
     "Kandinsky5T2IPipeline": Family(name="kandinsky5", output="image"),
     "WanPipeline": Family(name="wan", output="frames[0]"),

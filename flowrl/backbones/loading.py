@@ -1,7 +1,7 @@
 """Load a diffusers pipeline (built in, a folder, or the Hub) and set its attention back end."""
 
 import errno
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -159,56 +159,42 @@ def is_offline() -> bool:
     return constants.HF_HUB_OFFLINE
 
 
+# What to do by the kind of an error, the most specific first. Offline mode and a missing network
+# look alike to libraries: NETWORK is either.
+HUB_ERRORS = {
+    "GatedRepoError": "{name} is gated: open https://huggingface.co/{name}, accept its licence, "
+    "and set HF_TOKEN to a token of that account, or log in with hf auth login",
+    "RevisionNotFoundError": "{name} has no revision {revision!r}: give a branch, tag or commit of "
+    "https://huggingface.co/{name}/commits/main as pipeline.revision",
+    "RepositoryNotFoundError": "the Hub shows no repository {name}: check the name, or if it is "
+    "private set HF_TOKEN to a token that may read it",
+    "no space": "no space is left on the disk that {name} is kept on: free some, or set HF_HOME to "
+    "a folder on a larger one",
+    "OfflineModeIsEnabled": "{name} is not on this machine, and HF_HUB_OFFLINE forbids to fetch "
+    "it: unset it, or download it first with hf download {name}{at}",
+    "no network": "{name} is not on this machine, and the Hub cannot be reached: check the "
+    "network, or download it where there is one with hf download {name}{at} and copy it",
+}
+
+
 def hub_error_message(error: BaseException, name: str, revision: str | None = None) -> str:
     """Return why `name` cannot be loaded from the Hub and what to do; "" for an unknown error.
 
-    Libraries wrap the Hub's errors: the whole chain of causes counts, most specific kind first.
-    Classes are compared by name, since they have moved between modules from version to version.
+    Libraries wrap the Hub's errors: the whole chain of causes counts. Classes are compared by name,
+    since they have moved between modules from version to version.
     """
-    chain = list(_chain(error))
-    kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
-    if "GatedRepoError" in kinds:
-        return (
-            f"{name} is gated: open https://huggingface.co/{name}, accept its licence, and set "
-            "HF_TOKEN to a token of that account, or log in with hf auth login"
-        )
-    if "RevisionNotFoundError" in kinds:
-        return (
-            f"{name} has no revision {revision!r}: give a branch, tag or commit of "
-            f"https://huggingface.co/{name}/commits/main as pipeline.revision"
-        )
-    if "RepositoryNotFoundError" in kinds:
-        return (
-            f"the Hub shows no repository {name}: check the name, or if it is private set HF_TOKEN "
-            "to a token that may read it"
-        )
-    if any(isinstance(link, OSError) and link.errno == errno.ENOSPC for link in chain):
-        return (
-            f"no space is left on the disk that {name} is kept on: free some, or set HF_HOME to a "
-            "folder on a larger one"
-        )
-    at = f" --revision {revision}" if revision else ""
-    # Offline mode and a missing network look alike: first whether the network was forbidden.
-    if "OfflineModeIsEnabled" in kinds or (is_offline() and kinds & NETWORK):
-        return (
-            f"{name} is not on this machine, and HF_HUB_OFFLINE forbids to fetch it: unset it, or "
-            f"download it first with hf download {name}{at}"
-        )
-    if kinds & NETWORK:
-        return (
-            f"{name} is not on this machine, and the Hub cannot be reached: check the network, or "
-            f"download it where there is one with hf download {name}{at} and copy it"
-        )
-    return ""
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
+    kinds: set[str] = set()
     link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
+    while link is not None:
+        kinds |= {kind.__name__ for kind in type(link).__mro__}
+        if isinstance(link, OSError) and link.errno == errno.ENOSPC:
+            kinds.add("no space")
         link = link.__cause__ or link.__context__
+    if kinds & NETWORK:
+        kinds.add("OfflineModeIsEnabled" if is_offline() else "no network")
+    at = f" --revision {revision}" if revision else ""
+    text = next((text for kind, text in HUB_ERRORS.items() if kind in kinds), "")
+    return text.format(name=name, revision=revision, at=at)
 
 
 TILE = 512  # pixels

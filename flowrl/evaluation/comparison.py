@@ -1,18 +1,16 @@
 """Compare base and LoRAs on the same prompts and noise: the evaluator in a loop.
 
 Each evaluation is a file `evaluations/<key>.safetensors`. The key identifies everything that
-decides images and scores, so an intact file is never made again: an interrupted call resumes with
-the next LoRA, and later LoRAs meet the base as it is.
+decides images and scores, so an intact file is never made again where all rewards have a version:
+an interrupted call resumes with the next LoRA, and later LoRAs meet the base as it is.
 """
 
-import inspect
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,14 +96,17 @@ def compare_loras(
         evaluator, opened = load_evaluator(config, runtime, specs, held_out, opened)
         prompts = evaluator.prompts
         specs = [spec for spec in specs if spec.asked_in("evaluation")]
-        key = "\n".join([evaluation_key(config, specs, prompts), *map(_source_of, specs)])
+        key = evaluation_key(config, specs, prompts)
+        # The code of a reward without a version may have changed.
+        versioned = all(getattr(spec.reward, "version", None) for spec in specs)
         evaluator = replace(evaluator, specs=specs, keep=SHOWN)
         entries = []
         with locked_folder(folder, "leaderboard"):
             for name, lora in _named(opened):
                 content = key if lora is None else f"{key}\n{digest(lora_bytes(lora))}"
                 file = folder / EVALUATIONS / f"{digest(content.encode())}.safetensors"
-                evaluation = _saved(file) or _evaluate(name, lora, evaluator, runtime, file)
+                saved = _saved(file) if versioned else None
+                evaluation = saved or _evaluate(name, lora, evaluator, runtime, file)
                 measures = _measures(evaluation, evaluator)
                 entries.append(Entry(name=name, evaluation=evaluation, measures=measures))
     pairs = compare_pairs(entries, prompt_numbers(prompts))
@@ -164,18 +165,6 @@ def _named(loras: Sequence[LoRA]) -> list[tuple[str, LoRA | None]]:
             name += "'"
         named[name] = lora
     return list(named.items())
-
-
-def _source_of(spec: RewardSpec) -> str:
-    """Return the digest of the code of a reward without a version: it may change between calls."""
-    reward: Any = spec.reward
-    if getattr(reward, "version", None):
-        return ""
-    try:
-        file = inspect.getsourcefile(reward if inspect.isroutine(reward) else type(reward))
-        return digest(Path(str(file)).read_bytes())
-    except (OSError, TypeError):
-        return ""
 
 
 # --- evaluations and their measures ---------------------------------------------------------------

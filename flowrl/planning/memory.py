@@ -27,11 +27,7 @@ from flowrl.planning.activations import (
     transformer_peak,
 )
 from flowrl.planning.model_specs import ModelSpec, build_network
-from flowrl.planning.rewards import (
-    host_rewards_bytes,
-    rewards_bytes,
-    scoring_bytes,
-)
+from flowrl.planning.rewards import rewards_bytes, scoring_bytes
 from flowrl.planning.work import IterationKind, doubles
 from flowrl.prompts.sources import HUB, read_rows
 from flowrl.quantization.backends import BACKENDS
@@ -47,6 +43,9 @@ CUBLAS = 32 * 2**20
 CONTEXT = 600 * 2**20
 # Share of what comes and goes that lies idle between tensors in the allocator: an assumption.
 FRAGMENTS = 0.05
+# Numbers of a token in a text encoder's layer, states and feed-forward: those of Qwen2.5-VL 7B, the
+# widest of the published ones.
+TOKEN_WIDTH = 8 * 3584 + 2 * 18944
 STEP_COPIES = 5  # of the frontier in fp32 within a step: latent, velocity, mean, noise, result
 COMES_AND_GOES = ("activations", "latents", "text embeddings")
 OVERHEAD = "CUDA overhead"
@@ -158,12 +157,11 @@ class MemoryPlan:
         if self.config.memory.text_encoders == "keep":
             rows = min(ROWS, max(self.prompts, self.evaluation_batch))
         else:
-            weights = max((e.nbytes(self.dtype) for e in self.spec.text_encoders), default=0)
-        widest = max((e.token_width for e in self.spec.text_encoders), default=0)
+            weights = max(self.spec.text_encoders, default=0) * self.dtype.itemsize
         return {
             "text encoders": weights,
             # Without gradients nothing of earlier layers is kept: one layer's states, at most.
-            "activations": rows * tokens * self.dtype.itemsize * widest,
+            "activations": rows * tokens * self.dtype.itemsize * TOKEN_WIDTH,
             "reward models": rewards_bytes(rewards),
             "matmul buffers": CUBLAS,
         }
@@ -308,7 +306,7 @@ class MemoryPlan:
 
     @property
     def encoders(self) -> int:
-        return sum(encoder.nbytes(self.dtype) for encoder in self.spec.text_encoders)
+        return sum(self.spec.text_encoders) * self.dtype.itemsize
 
     @property
     def vae(self) -> dict[str, int]:
@@ -391,8 +389,8 @@ class MemoryPlan:
             return {}
         format = AUTO if precision == "auto" else precision
         rules, least = layer_rules_of(self.network), self.config.pipeline.min_dim
-        choices = choose_layers(self.network, rules, format, min_dim=least)
-        backend, chosen = BACKENDS[format], [c for c in choices if c.format]
+        choices = choose_layers(self.network, rules, min_dim=least)
+        backend, chosen = BACKENDS[format], [c for c in choices if c.quantised]
         by_shape = {
             shape: nbytes(backend.pack(torch.empty(shape, device="meta")).values())
             for shape in {c.shape for c in chosen}
@@ -425,7 +423,7 @@ class MemoryPlan:
         return {
             "loading": max(processes * first, read + processes * beside),
             "encoded prompts": processes * self.text(encoded_prompts(config), guided),
-            "reward models": processes * host_rewards_bytes(config.rewards),
+            "reward models": processes * rewards_bytes(config.rewards, cpu=True),
         }
 
 

@@ -24,27 +24,6 @@ from flowrl.utils.untrusted import read_json
 PUBLISHED = Path(__file__).parent / "published"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TextEncoder:
-    """A text encoder of a pipeline."""
-
-    name: str
-    hidden_size: int
-    feed_forward_size: int
-    parameters: int  # of the part that the pipeline loads
-    fp32_parameters: int = 0  # stay in fp32 when loaded in fp16 (`_keep_in_fp32_modules`)
-
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of its weights, loaded in this dtype."""
-        fp32 = self.fp32_parameters if dtype == torch.float16 else 0
-        return self.parameters * dtype.itemsize + fp32 * (4 - dtype.itemsize)
-
-    @property
-    def token_width(self) -> int:
-        """Return the numbers of a token in the widest layer: states and feed-forward."""
-        return 8 * self.hidden_size + 2 * self.feed_forward_size
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelSpec:
     """A pipeline as configurations of diffusers' classes. Compared by identity, to be a key."""
@@ -62,7 +41,7 @@ class ModelSpec:
     autoencoder_params: int  # parameters, the encoder's included
     scheduler: str
     scheduler_config: Mapping[str, Any]
-    text_encoders: tuple[TextEncoder, ...]
+    text_encoders: tuple[int, ...]  # parameters of each, of the part that the pipeline loads
     text_tokens: int = 512  # that the transformer attends to, at most
     pixels: int = 1024  # side of an image where a recipe names none
 
@@ -80,8 +59,7 @@ class ModelSpec:
     @property
     def weights(self) -> int:
         """Return the bytes of the transformer and the text encoders in 16 bits."""
-        texts = sum(encoder.nbytes(torch.bfloat16) for encoder in self.text_encoders)
-        return texts + 2 * self.parameters
+        return 2 * (sum(self.text_encoders) + self.parameters)
 
     @property
     def channels(self) -> int:
@@ -132,7 +110,7 @@ def _published() -> dict[str, ModelSpec]:
         path.name.removesuffix(".json"): json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(PUBLISHED.glob("*.json"))
     }
-    encoders = {name: TextEncoder(**values) for name, values in files.pop("text_encoders").items()}
+    encoders = files.pop("text_encoders")
     for values in files.values():
         values["text_encoders"] = tuple(encoders[name] for name in values["text_encoders"])
         values["also"] = tuple(values.get("also", ()))
@@ -224,7 +202,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def _text_encoders(folder: Path, index: dict[str, Any]) -> Iterator[TextEncoder]:
+def _text_encoders(folder: Path, index: dict[str, Any]) -> Iterator[int]:
+    """Yield the parameters of each text encoder."""
     import transformers
 
     for name, part in index.items():
@@ -234,17 +213,7 @@ def _text_encoders(folder: Path, index: dict[str, Any]) -> Iterator[TextEncoder]
         config, kind = _read(folder / name / "config.json"), getattr(transformers, part[1])
         with torch.device("meta"):
             network = kind(kind.config_class.from_dict(config))
-        exact = set(getattr(network, "_keep_in_fp32_modules", None) or ())
-        sizes = {key: p.numel() for key, p in network.named_parameters()}
-        text = config.get("text_config") or config
-        hidden = text.get("hidden_size", text.get("d_model", 0))
-        yield TextEncoder(
-            name=name,
-            hidden_size=hidden,
-            feed_forward_size=text.get("intermediate_size", text.get("d_ff", 4 * hidden)),
-            parameters=sum(sizes.values()),
-            fp32_parameters=sum(n for key, n in sizes.items() if exact & set(key.split("."))),
-        )
+        yield sum(p.numel() for p in network.parameters())
 
 
 def _read(path: Path) -> dict[str, Any]:

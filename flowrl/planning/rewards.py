@@ -37,11 +37,11 @@ MODELS = {network.model: network for network in (CLIP_L, CLIP_H)}
 
 
 def reward_networks(entry: RewardOptions) -> dict[tuple, Network] | None:
-    """Return the networks that a reward has on a GPU, by all that decides one; None if unknown.
+    """Return the networks that a reward has in a process, by all that decides one.
 
-    Empty for what is computed on the CPU or by a server.
+    None if unknown; empty for what needs none, or is computed by a server.
     """
-    if isinstance(entry.executor, HTTPOptions) or entry.args.get("device") == "cpu":
+    if isinstance(entry.executor, HTTPOptions):
         return {}
     if ":" in entry.name:
         return None
@@ -64,7 +64,7 @@ def _networks_of(name: str, args: Mapping[str, Any]) -> dict[tuple, Network] | N
 
 
 def _network(network: Network | None, args: Mapping[str, Any]) -> dict[tuple, Network]:
-    if network is None or args.get("device") == "cpu":
+    if network is None:
         return {}
     network = MODELS.get(str(args.get("model")), network)
     model = str(args.get("model", network.model))
@@ -72,15 +72,16 @@ def _network(network: Network | None, args: Mapping[str, Any]) -> dict[tuple, Ne
     return {(model, args.get("revision"), args.get("device"), itemsize): network}
 
 
-def rewards_bytes(entries: Sequence[RewardOptions]) -> int:
-    """Return the bytes of rewards' weights on each process's GPU, as far as they are known.
+def rewards_bytes(entries: Sequence[RewardOptions], *, cpu: bool = False) -> int:
+    """Return the bytes of rewards' weights of a process, as far as they are known.
 
-    Equal networks are held once.
+    Equal networks are held once. cpu: those in the machine's memory, in place of the GPU's.
     """
     held: dict[tuple, Network] = {}
     for entry in entries:
         held |= reward_networks(entry) or {}
-    return sum(network.parameters * key[-1] for key, network in held.items())
+    here = {key: network for key, network in held.items() if ("cpu" in key) == cpu}
+    return sum(network.parameters * key[-1] for key, network in here.items())
 
 
 def scoring_bytes(entries: Sequence[RewardOptions], images: int) -> int:
@@ -88,15 +89,8 @@ def scoring_bytes(entries: Sequence[RewardOptions], images: int) -> int:
     sizes = [0]
     for entry in entries:
         networks = reward_networks(entry) or {}
-        size = max((network.image * key[-1] for key, network in networks.items()), default=0)
+        sizes_here = (n.image * key[-1] for key, n in networks.items() if "cpu" not in key)
+        size = max(sizes_here, default=0)
         rows = min(images, getattr(entry.executor, "micro_batch", None) or images)
         sizes.append(size * rows)
     return max(sizes)
-
-
-def host_rewards_bytes(entries: Sequence[RewardOptions]) -> int:
-    """Return the bytes of weights in a process's share of the machine's memory: args.device cpu."""
-    here = [e for e in entries if e.args.get("device") == "cpu"]
-    args = [{k: v for k, v in e.args.items() if k != "device"} for e in here]
-    moved = [e.model_copy(update={"args": a}) for e, a in zip(here, args, strict=True)]
-    return rewards_bytes(moved)

@@ -13,8 +13,7 @@ from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.dry_run import inspect_reward
 from flowrl.planning.model_specs import spec_for
-from flowrl.sampling.rank_audit import AUDITED_PROMPTS
-from flowrl.trees.plan import TreePlan, count
+from flowrl.trees.plan import TreePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +53,7 @@ class RunWork:
     needs: Needs
     kinds: Mapping[IterationKind, int]  # how many iterations are of each, first first
     first: UpdateWork  # of the first iteration
-    total: UpdateWork  # of all iterations, audits among the previews
+    total: UpdateWork  # of all iterations, without audits of candidates
     evaluations: int
     evaluation: UpdateWork  # of the first and of the last evaluation
     evaluated: UpdateWork  # of all evaluations
@@ -64,7 +63,7 @@ def count_work(config: Config) -> RunWork:
     """Count the work of a whole run."""
     e, needs = config.evaluation, config.objective.build(config.rollout.kernel).needs
     kinds = _iterations(config, needs)
-    total = UpdateWork(previews=_audit_forwards(config))
+    total = UpdateWork()
     for kind, times in kinds.items():
         total = total.plus(_iteration_work(config, needs, kind.load), times)
     evaluations, evaluation, between = 0, UpdateWork(), UpdateWork()
@@ -155,15 +154,3 @@ def _exceeds_micro_batch(load: IterationWork) -> bool:
     groups = load.prompts // load.updates if load.together == "update" else 1
     largest = max(micro_batches(load, [group] * groups))
     return load.together != "image" and largest * load.row_forwards > load.micro_batch
-
-
-def _audit_forwards(config: Config) -> int:
-    """Return the forwards of candidates that are sampled exactly to compare their ranking."""
-    r, explore = config.rollout, config.rollout.explore
-    if explore is None or not explore.audit.every:
-        return 0
-    times = -(-config.run.iterations // explore.audit.every)
-    plan = r.plan(0, config.run.seed)
-    forwards = count(plan).forwards // plan.roots * (1 + doubles(config, r.guidance_scale))
-    prompts = min(AUDITED_PROMPTS, r.prompts_per_iteration)
-    return times * prompts * explore.candidates * forwards

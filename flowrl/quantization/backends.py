@@ -21,69 +21,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flowrl.config.rollout import Precision
 from flowrl.errors import UserError
 from flowrl.quantization.formats import e2m1, fp8, nvfp4
 
-PRECISIONS = ("auto", "nvfp4", "fp8", "bf16", "nvfp4-emulated")
-
 # First NVIDIA generation whose tensor cores multiply the format: Blackwell, and Ada with Hopper.
-FIRST: dict[str, tuple[int, int]] = {"nvfp4": (10, 0), "fp8": (8, 9)}
+FIRST: dict[Precision, tuple[int, int]] = {"nvfp4": (10, 0), "fp8": (8, 9)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """The precision that a run computes in."""
+def resolve(requested: Precision, device: torch.device, *, where: str = "pipeline") -> Precision:
+    """Return the precision that a device computes in; auto is the lowest that is native.
 
-    precision: str  # one of PRECISIONS but auto; bf16: not quantised, in the network's own dtype
-    reason: str  # one sentence for the log
-
-
-def resolve(requested: str, device: torch.device, *, where: str = "") -> Resolved:
-    """Resolve one of PRECISIONS to a kernel of a device, which has to exist.
+    bf16 is not quantised: the network's own dtype.
 
     Args:
-        requested: auto is the lowest precision that is native.
         where: the option's section, for errors.
 
     Raises:
-        UserError: an unknown precision, or one that the device lacks, with those that it has.
+        UserError: a precision that the device lacks, with those that it has.
     """
-    if requested not in PRECISIONS:
-        option = option_name(where, "precision")
-        raise UserError(f"unknown {option} {requested!r}: one of {', '.join(PRECISIONS)}")
-    native, name = native_formats(device), _named(device)
-    if requested == "nvfp4-emulated":
-        reason = "the numbers of nvfp4 from ordinary products: not faster than bf16"
-        if "nvfp4" in native:
-            reason += f"; {name} has nvfp4 itself: ask for nvfp4"
-        return Resolved(precision=requested, reason=reason)
-    precision = native[0] if requested == "auto" else requested
-    if precision not in native:
-        possible = " or ".join([*native, "auto"])
+    native = native_formats(device)
+    if requested == "auto":
+        return native[0]
+    if requested != "nvfp4-emulated" and requested not in native:
         raise UserError(
-            f"{option_name(where, 'precision')} {requested} {_lack(precision, device)}: use "
-            f"{possible}, or nvfp4-emulated, which has nvfp4's numbers but is not faster than bf16"
+            f"{where}.precision {requested} {_lack(requested, device)}: use "
+            f"{' or '.join([*native, 'auto'])}, or nvfp4-emulated, which has nvfp4's numbers but "
+            "is not faster than bf16"
         )
-    reason = f"native on {name}"
-    if requested == "bf16":
-        reason = "not quantised: in the network's own dtype"
-    elif requested == "auto":
-        lacks = [f"{f}: {lack}" for f in FIRST if (lack := _lack(f, device))]
-        reason = "; ".join([f"the lowest precision that {name} multiplies natively", *lacks])
-    return Resolved(precision=precision, reason=reason)
+    return requested
 
 
-def option_name(where: str, name: str) -> str:
-    """Return an option's full name."""
-    return f"{where}.{name}" if where else name
-
-
-def native_formats(device: torch.device) -> tuple[str, ...]:
+def native_formats(device: torch.device) -> tuple[Precision, ...]:
     """Return the formats that a device multiplies natively, lowest first; bf16 always is one."""
     return (*(format for format in FIRST if not _lack(format, device)), "bf16")
 
 
-def _lack(format: str, device: torch.device) -> str:
+def _lack(format: Precision, device: torch.device) -> str:
     """Return why a device cannot multiply a format, as the end of a sentence; "" if it can."""
     (major, minor), compute = FIRST[format], _compute(device)
     if compute is None or compute < (major, minor):

@@ -21,8 +21,7 @@ class LayerChoice:
 
     name: str  # without PEFT's parts
     shape: tuple[int, int]  # (out, in), a kernel being part of the input
-    format: str | None  # None where it stays exact
-    reason: str
+    quantised: bool  # else exact
 
     @property
     def size(self) -> int:
@@ -30,11 +29,7 @@ class LayerChoice:
 
 
 def choose_layers(
-    network: nn.Module,
-    rules: LayerRules,
-    format: str,
-    *,
-    min_dim: int | None = None,
+    network: nn.Module, rules: LayerRules, *, min_dim: int | None = None
 ) -> tuple[LayerChoice, ...]:
     """Choose for every linear layer and convolution of the network, adapted or not, in order.
 
@@ -44,28 +39,21 @@ def choose_layers(
     Raises:
         UserError: nothing is to be quantised.
     """
-    patterns = [re.compile(pattern) for pattern in rules.keep]
     least = rules.min_dim if min_dim is None else min_dim
-    choices = []
+    choices, longest = [], 0
     for name, layer in matrices(network):
-        shape = matrix_shape(layer)
-        named = (f"kept by name: {p.pattern}" for p in patterns if p.search(name))
-        reason = (
-            _kept_as_kind(layer, rules) or next(named, None) or _kept_by_size(shape, rules, least)
-        )
-        choice = LayerChoice(
-            name=name,
-            shape=shape,
-            format=None if reason else format,
-            reason=reason or "large enough and divisible",
-        )
-        choices.append(choice)
-    if not any(choice.format for choice in choices):
-        small = [max(c.shape) for c in choices if c.reason == f"no side above {least}"]
+        rows, columns = shape = matrix_shape(layer)
+        linear = isinstance(layer, nn.Linear) or (rules.pointwise and is_pointwise(layer))
+        may = linear and not any(re.search(pattern, name) for pattern in rules.keep)
+        longest = max(longest, *shape) if may else longest
+        divisible = columns % rules.in_multiple == rows % rules.out_multiple == 0
+        quantised = may and max(shape) > least and divisible
+        choices.append(LayerChoice(name=name, shape=shape, quantised=quantised))
+    if not any(choice.quantised for choice in choices):
         raise UserError(
             f"no layer of {type(network).__name__} is left to be quantised: the longest side of "
-            f"those not kept by name is {max(small, default=0)}, and pipeline.min_dim is {least}: "
-            "set that lower, or use bf16"
+            f"those not kept by name is {longest}, and pipeline.min_dim is {least}: set that "
+            "lower, or use bf16"
         )
     return tuple(choices)
 
@@ -101,25 +89,6 @@ def is_pointwise(layer: nn.Module) -> bool:
     )
 
 
-def _kept_as_kind(layer: Matrix, rules: LayerRules) -> str | None:
-    if isinstance(layer, nn.Linear) or (rules.pointwise and is_pointwise(layer)):
-        return None
-    if layer.groups > 1:
-        return "a convolution in groups"
-    return f"a convolution with a {'x'.join(map(str, layer.kernel_size))} kernel"
-
-
-def _kept_by_size(shape: tuple[int, int], rules: LayerRules, min_dim: int) -> str | None:
-    rows, columns = shape
-    if max(shape) <= min_dim:
-        return f"no side above {min_dim}"
-    if columns % rules.in_multiple:
-        return f"inputs not a multiple of {rules.in_multiple}"
-    if rows % rules.out_multiple:
-        return f"outputs not a multiple of {rules.out_multiple}"
-    return None
-
-
 def quantised_share(choices: Sequence[LayerChoice]) -> float:
     """Return the share of all linear layers' and convolutions' weights that is quantised."""
-    return sum(c.size for c in choices if c.format) / sum(c.size for c in choices)
+    return sum(c.size for c in choices if c.quantised) / sum(c.size for c in choices)

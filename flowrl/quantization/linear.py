@@ -146,13 +146,13 @@ def quantise_base(
     backend: Backend,
     quantize_gradients: bool = False,
 ) -> None:
-    """Replace the layers that have a format, in place, before adapters are added.
+    """Replace the layers that are quantised, in place, before adapters are added.
 
     Packed layers are packed again, from their exact weights. Raises UserError for a layer that is
     not an ordinary linear layer, such as one with an adapter.
     """
     for choice in choices:
-        if choice.format is None:
+        if not choice.quantised:
             continue
         layer = network.get_submodule(choice.name)
         if not isinstance(layer, nn.Linear) or type(layer) not in (nn.Linear, SamePrecisionLinear):

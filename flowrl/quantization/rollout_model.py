@@ -17,13 +17,9 @@ from flowrl.backbones.compiling import compile_blocks
 from flowrl.backbones.families import layer_rules_of
 from flowrl.backbones.policy import POLICY, Policy, merged_weight
 from flowrl.backbones.quantized_base import check_mergeable
+from flowrl.config.rollout import Precision
 from flowrl.errors import UserError
-from flowrl.quantization.backends import (
-    BACKENDS,
-    Backend,
-    Resolved,
-    check_kernels,
-)
+from flowrl.quantization.backends import BACKENDS, Backend, check_kernels
 from flowrl.quantization.layer_rules import (
     LayerChoice,
     choose_layers,
@@ -43,8 +39,8 @@ class RolloutModel:
     policy to another device or dtype.
 
     Args:
-        choices: layers with a format are packed by `backend`, once where no adapter changes them.
-            Adapted layers without a format hold a merged copy in their own dtype; without choices
+        choices: those to be quantised are packed by `backend`, once where no adapter changes
+            them. Other adapted layers hold a merged copy in their own dtype; without choices
             the copy is exact and needs no backend. Everything else is the policy's own tensors.
         compile: the repeated blocks, see `compile_blocks`; "graphs" as CUDA graphs.
 
@@ -67,14 +63,14 @@ class RolloutModel:
         # Of the modules, adapters included, around the same tensors.
         self.network = copy.deepcopy(policy.network, {id(tensor): tensor for tensor in tensors})
         self._adapted: list[_Adapted] = []
-        formats = {c.name: backend for c in choices if c.format is not None}
+        packed = {c.name: backend for c in choices if c.quantised}
         adapted = {
             name: module
             for name, module in policy.network.named_modules()
             if isinstance(module, LoraLayer) and POLICY in module.lora_A
         }
-        for name in dict.fromkeys((*adapted, *formats)):
-            layer = self._layer(name, adapted.get(name), formats.get(name))
+        for name in dict.fromkeys((*adapted, *packed)):
+            layer = self._layer(name, adapted.get(name), packed.get(name))
             parent, _, last = name.rpartition(".")
             setattr(self.network.get_submodule(parent), last, layer)
         if compile:
@@ -99,7 +95,7 @@ class RolloutModel:
         check_mergeable(base.weight)  # nor packed
         merged = merged_weight(lora, weight, POLICY) if lora else None
         if backend is None:
-            assert merged is not None  # a layer is here for its format or for its adapter
+            assert merged is not None  # a layer is here to be packed or for its adapter
             adapted: Any = self.network.get_submodule(name)
             layer = _exact(name, adapted.get_base_layer(), merged)
         else:
@@ -137,7 +133,7 @@ def _exact(name: str, layer: Any, weight: Tensor) -> nn.Module:
 
 def prepare(
     network: nn.Module,
-    resolved: Resolved,
+    precision: Precision,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -155,24 +151,24 @@ def prepare(
         UserError: no layer can be quantised, nothing says which, or a kernel disagrees with its
             emulation.
     """
-    if resolved.precision == "bf16":
+    if precision == "bf16":
         return (), None
-    backend = BACKENDS[resolved.precision]
+    backend = BACKENDS[precision]
     rules = layer_rules_of(network)
     rules = rules if convolutions else replace(rules, pointwise=False)
-    choices = choose_layers(network, rules, resolved.precision, min_dim=min_dim)
-    shapes = {choice.shape for choice in choices if choice.format}
+    choices = choose_layers(network, rules, min_dim=min_dim)
+    shapes = {choice.shape for choice in choices if choice.quantised}
     check_kernels(backend, shapes, device, dtype)
     return choices, backend
 
 
-def log_precision(what: str, resolved: Resolved, choices: Sequence[LayerChoice]) -> None:
+def log_precision(what: str, precision: Precision, choices: Sequence[LayerChoice]) -> None:
     """Log the precision of `what`, and for --debug what becomes of each layer.
 
     choices: empty where nothing is quantised.
     """
-    name = "not quantised" if resolved.precision == "bf16" else resolved.precision
+    name = "not quantised" if precision == "bf16" else precision
     part = f"; {quantised_share(choices):.0%} of the weights of its layers" if choices else ""
-    LOG.info("precision of %s: %s, %s%s", what, name, resolved.reason, part)
+    LOG.info("precision of %s: %s%s", what, name, part)
     for choice in choices:
-        LOG.debug("%s: %s (%s)", choice.name, choice.format or "exact", choice.reason)
+        LOG.debug("%s: %s", choice.name, precision if choice.quantised else "exact")

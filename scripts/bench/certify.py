@@ -219,8 +219,8 @@ def _kernels(name: str) -> Result:
     )
     rows = audit(configs)
     return {
-        "precision": resolved.precision,
-        "native": resolved.precision != "nvfp4-emulated",
+        "precision": resolved,
+        "native": resolved != "nvfp4-emulated",
         "rows": rows,
     }
 

@@ -328,7 +328,7 @@ def _measured(learner: Learner, number: int) -> tuple[Phases, int]:
 def memory_plan(spec: ModelSpec, config: Config, device: torch.device) -> MemoryPlan:
     """Return what `flowrl plan` would plan for this device."""
     if config.pipeline.precision is not None:  # "auto" as this GPU has it
-        format = resolve(config.pipeline.precision, device).precision
+        format = resolve(config.pipeline.precision, device)
         section = config.pipeline.model_copy(update={"precision": format})
         config = config.model_copy(update={"pipeline": section})
     work = count_work(config)

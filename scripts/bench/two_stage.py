@@ -13,15 +13,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 
 from flowrl.assembly.rollout import EXPLORING
-from flowrl.backbones.compiling import compiled_graphs
 from flowrl.backbones.loading import TINY
 from flowrl.backbones.policy import OLD, POLICY, Policy
+from flowrl.config.rollout import Precision
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import PromptRecord, PromptSampler
-from flowrl.quantization.backends import Resolved, resolve
+from flowrl.quantization.backends import resolve
 from flowrl.quantization.layer_rules import LayerChoice, quantised_share
 from flowrl.quantization.rollout_model import RolloutModel, prepare
 from flowrl.sampling.rollout import (
@@ -290,7 +291,7 @@ def measure(
         "exact": lambda: _batch(exact, candidates, plan, finish=True),
         "low": lambda: _batch(low, candidates, preview),
         "peft": lambda: _batch(peft, candidates, plan),
-        "graphs": lambda: graphs.append(compiled_graphs()) or {},
+        "graphs": lambda: graphs.append(counters["stats"]["unique_graphs"]) or {},
     }
     found = in_turns(jobs, repeats)
     steps = {"preview_steps": low.num_inference_steps, "steps": exact.num_inference_steps}
@@ -307,7 +308,7 @@ def measure(
             low_step=cheap["step"],
             peft_step=trained["step"],
             finish=whole["finish"],
-            graphs=compiled_graphs() - graphs[0],
+            graphs=counters["stats"]["unique_graphs"] - graphs[0],
             memory=max(peaks, default=None),
         )
         for single, two, whole, cheap, trained in zip(
@@ -472,8 +473,8 @@ def bench_solrl(
         found = summary(measure(source, peft, learn, repeats=repeats))
     what = {
         "model": model,
-        "precision": resolved.precision,
-        "native": resolved.precision != "nvfp4-emulated",
+        "precision": resolved,
+        "native": resolved != "nvfp4-emulated",
     }
     return what | {"compiled": compile} | found
 
@@ -532,8 +533,8 @@ def bench_sizes(
     what = {
         "layers": "all" if layers is None else f"{layers} of each kind: says nothing of speed",
         "pixels": backbone.pixels,
-        "precision": resolved.precision,
-        "native": resolved.precision != "nvfp4-emulated",
+        "precision": resolved,
+        "native": resolved != "nvfp4-emulated",
         "compiled": compile,
         "quantised_layers": quantised,
         "quantised_share": quantised_share(networks.choices) if quantised else 0.0,
@@ -563,7 +564,7 @@ def copy_bytes(model: RolloutModel) -> int:
 
 def build_networks(
     backbone: RandomBackbone,
-    resolved: Resolved,
+    resolved: Precision,
     runtime: Runtime,
     min_dim: int | None,
     compile: bool,

@@ -142,10 +142,13 @@ def slow_but(family: str) -> list[Any]:
 
 @pytest.mark.parametrize("family", slow_but("sd3"))
 def test_candidates_may_be_in_few_bits(learner, tmp_path, family):
-    explore = LOW | {"candidates": 8, "num_inference_steps": 2}
+    explore = {"precision": LOW["precision"], "candidates": 8, "num_inference_steps": 2}
     run = {"output_dir": str(tmp_path / "run")}
     rollout = ODE | {"explore": explore, "num_inference_steps": 4}
-    assert_learns(learner(family, rollout=rollout, objective={"kind": "nft"}, run=run))
+    few = {"min_dim": LOW["min_dim"]}
+    assert_learns(
+        learner(family, pipeline=few, rollout=rollout, objective={"kind": "nft"}, run=run)
+    )
 
 
 @pytest.mark.parametrize("family", slow_but("sana"))

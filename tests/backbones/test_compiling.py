@@ -7,10 +7,11 @@ import torch
 from policies import compiler, disturb
 from torch import nn
 from torch._dynamo import config
+from torch._dynamo.utils import counters
 
 from flowrl.assembly import learner as assembly
 from flowrl.backbones import policy as policies_module
-from flowrl.backbones.compiling import compile_blocks, compiled_graphs
+from flowrl.backbones.compiling import compile_blocks
 from flowrl.errors import UserError, phase
 from flowrl.utils.distributed import Runtime
 
@@ -44,15 +45,15 @@ def limited():
 def test_blocks_of_one_kind_share_a_graph_and_follow_weights_written_in_place(limited):
     network, eager = Network(4, 4, 4), Network(4, 4, 4)
     compile_blocks(network, backend="aot_eager")
-    start = compiled_graphs()
+    start = counters["stats"]["unique_graphs"]
     for seed in range(3):
         for parameter in network.parameters():
             parameter.copy_(randn(*parameter.shape, seed=seed))
         eager.load_state_dict(network.state_dict())
         assert torch.equal(network(randn(3, 4, seed=7)), eager(randn(3, 4, seed=7)))
-        assert compiled_graphs() == start + 1
+        assert counters["stats"]["unique_graphs"] == start + 1
     network(randn(5, 4, seed=8))
-    assert compiled_graphs() == start + 2
+    assert counters["stats"]["unique_graphs"] == start + 2
 
 
 @torch.no_grad()
@@ -62,10 +63,10 @@ def test_more_graphs_than_the_limit_are_an_error_and_not_silently_uncompiled(lim
     config.recompile_limit = 3
     for rows in (2, 3, 4):
         network(randn(rows, 4, seed=0))
-    start = compiled_graphs()
+    start = counters["stats"]["unique_graphs"]
     with pytest.raises(UserError, match=r"rollout\.batch_size"), phase("rollout"):
         network(randn(5, 4, seed=0))
-    assert compiled_graphs() == start
+    assert counters["stats"]["unique_graphs"] == start
 
 
 # Numbers of images and of rows to learn from that no batch divides.
@@ -90,13 +91,13 @@ def test_no_graph_is_compiled_after_the_first_iteration(
     )  # fmt: skip
     provided = assembly.ProvidedObjects(pipeline=load_tiny())
     learner = assembly.build_learner(config, Runtime(device="cpu"), provided)
-    start = compiled_graphs()
+    start = counters["stats"]["unique_graphs"]
     learner.iterate(0)
-    warm = compiled_graphs()
+    warm = counters["stats"]["unique_graphs"]
     assert warm > start
     for number in range(1, 50):
         learner.iterate(number)
-    assert compiled_graphs() == warm
+    assert counters["stats"]["unique_graphs"] == warm
 
 
 @pytest.mark.slow  # minutes of compiling

@@ -1,6 +1,7 @@
 """Products with packed weights: the numbers of each format, whoever computes them."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from software_nvfp4 import randn, scaled_mm
 
+from flowrl.config.rollout import Precision
 from flowrl.errors import UserError
 from flowrl.quantization.backends import (
     BACKENDS,
     LIMIT,
-    PRECISIONS,
     FP8Rowwise,
     NVFP4Emulated,
     NVFP4Native,
@@ -189,7 +190,7 @@ def test_every_cell_is_the_documented_format_or_an_error_that_names_the_others(d
     if "old torch" in device:
         monkeypatch.delattr(F, "scaled_mm")
     place, native = torch.device("cuda" if device in GPUS else device), NATIVE[device]
-    for requested in PRECISIONS:
+    for requested in get_args(Precision):
         assert native_formats(place) == native
         if requested in ("nvfp4", "fp8") and requested not in native:
             with pytest.raises(UserError) as error:
@@ -200,7 +201,7 @@ def test_every_cell_is_the_documented_format_or_an_error_that_names_the_others(d
             assert name in lack or "torch" in lack, (device, requested)
             continue
         expected = native[0] if requested == "auto" else requested
-        assert resolve(requested, place).precision == expected, (device, requested)
+        assert resolve(requested, place) == expected, (device, requested)
 
 
 def test_a_rocm_device_is_not_taken_for_an_nvidia_generation(monkeypatch):

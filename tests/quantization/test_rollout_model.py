@@ -11,9 +11,9 @@ from policies import (
     tensors,
     velocity,
 )
+from torch._dynamo.utils import counters
 
 from flowrl.backbones import families
-from flowrl.backbones.compiling import compiled_graphs
 from flowrl.backbones.families import LayerRules, layer_rules_of
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import EMA, OLD, POLICY, Policy
@@ -59,7 +59,7 @@ def inputs(load_tiny):
 
 
 def choices_of(policy: Policy, min_dim: int = 0):
-    return choose_layers(policy.network, families.SD3.layer_rules, "nvfp4", min_dim=min_dim)
+    return choose_layers(policy.network, families.SD3.layer_rules, min_dim=min_dim)
 
 
 def test_an_exact_twin_is_the_merged_policy_bit_for_bit_for_every_adapter(make, inputs):
@@ -89,13 +89,13 @@ def test_what_is_packed_is_the_fp32_merge_not_one_rounded_to_the_networks_dtype(
         disturb(policy, scale=0.01)
         model = RolloutModel(policy, choices_of(policy), backend)
         model.sync(POLICY)
-        formats = {c.name: c.format for c in model.choices}
+        packed = {c.name: c.quantised for c in model.choices}
         lost = 0
         adapted = [(n, m) for n, m in policy.network.named_modules() if hasattr(m, "lora_A")]
         for name, layer in adapted:
             a, b = (getattr(layer, f"lora_{x}")[POLICY].weight for x in "AB")
             merged = layer.get_base_layer().weight.float() + ALPHA / RANK * (b @ a)
-            assert formats[name] == "nvfp4"
+            assert packed[name]
             found = model.network.get_submodule(name)
             for part, expected in backend.pack(merged).items():
                 assert torch.equal(found.get_buffer(f"packed_{part}").float(), expected.float())
@@ -160,7 +160,7 @@ def test_a_twin_with_convolutions_is_exact_or_quantised_and_follows_in_place(loa
     backbone = PipelineBackbone(load_tiny(family="sana"), max_sequence_length=12)
     policy, inputs = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0), two_texts(backbone)
     disturb(policy)
-    choices = choose_layers(policy.network, layer_rules_of(policy.network), "nvfp4", min_dim=0)
+    choices = choose_layers(policy.network, layer_rules_of(policy.network), min_dim=0)
     with torch.no_grad():
         expected = policy.velocity(*inputs)
     exact = velocity(RolloutModel(policy), *inputs)
@@ -179,7 +179,7 @@ def test_a_twin_with_convolutions_is_exact_or_quantised_and_follows_in_place(loa
 def trained(load_tiny):
     """A policy on a base packed in NVFP4, attention and feed-forward."""
     backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
-    choices = choose_layers(backbone.transformer, families.SD3.layer_rules, "nvfp4", min_dim=0)
+    choices = choose_layers(backbone.transformer, families.SD3.layer_rules, min_dim=0)
     quantise_base(backbone.transformer, choices, EMULATED)
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
     disturb(policy)
@@ -196,8 +196,8 @@ def test_candidates_may_have_another_precision_than_training(trained):
     with torch.no_grad():
         expected = policy.velocity(*inputs)
     rules = LayerRules(keep=(), min_dim=0)
-    everything = choose_layers(policy.network, rules, "fp8")
-    assert {c.name for c in choices if c.format} < {c.name for c in everything if c.format}
+    everything = choose_layers(policy.network, rules)
+    assert {c.name for c in choices if c.quantised} < {c.name for c in everything if c.quantised}
     model = RolloutModel(policy, everything, FP8Rowwise())
     assert not any(isinstance(m, SamePrecisionLinear) for m in model.network.modules())
     # Packed from the exact weights: nearer to the policy with these than to the policy itself.
@@ -211,14 +211,14 @@ def test_candidates_may_have_another_precision_than_training(trained):
 def test_a_compiled_twin_follows_the_policy_without_compiling_anew(load_tiny):
     backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0, keep_old=True)
-    choices = choose_layers(policy.network, families.SD3.layer_rules, "nvfp4", min_dim=128)
+    choices = choose_layers(policy.network, families.SD3.layer_rules, min_dim=128)
     model, plain = (
         RolloutModel(policy, choices, NVFP4Emulated(), compile=c) for c in (True, False)
     )
     x, _, cond = two_texts(backbone)
-    start = compiled_graphs()
+    start = counters["stats"]["unique_graphs"]
     velocity(model, x, torch.tensor(0.9), cond)
-    warm = compiled_graphs()
+    warm = counters["stats"]["unique_graphs"]
     assert warm > start
     seen = []
     for n, adapter in enumerate((POLICY, OLD, POLICY, POLICY)):
@@ -230,5 +230,5 @@ def test_a_compiled_twin_follows_the_policy_without_compiling_anew(load_tiny):
             seen.append(velocity(model, x, sigma, cond))
         # A sum in another order may fall on the other side of a rounding step.
         assert relative(seen[-1], velocity(plain, x, sigma, cond)) < 0.05
-    assert compiled_graphs() == warm
+    assert counters["stats"]["unique_graphs"] == warm
     assert all(relative(a, b) > 0.05 for a, b in zip(seen, seen[1:], strict=False))

@@ -18,7 +18,7 @@ from flowrl.quantization.layer_rules import (
 
 
 def endings(choices) -> set[str]:
-    return {".".join(c.name.split(".")[2:]) for c in choices if c.format}
+    return {".".join(c.name.split(".")[2:]) for c in choices if c.quantised}
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def test_so_many_layers_of_a_published_size_are_quantised(real):
         ("flux.1-dev", 504, 495, 11_834_425_344, 0.9946),
         ("sana-1.6b", 227, 40, 752_640_000, 0.4694),
     ]:
-        choices = choose_layers(real[name], layer_rules_of(real[name]), "nvfp4")
-        found = [c for c in choices if c.format]
+        choices = choose_layers(real[name], layer_rules_of(real[name]))
+        found = [c for c in choices if c.quantised]
         assert (len(choices), len(found)) == (layers, quantised)
         assert sum(c.size for c in found) == weights
         assert quantised_share(choices) == pytest.approx(share, abs=5e-5)
@@ -48,12 +48,12 @@ def test_so_many_layers_of_a_published_size_are_quantised(real):
 def test_of_sd3_only_the_feed_forward_of_the_image_is_quantised(real, load_tiny):
     tiny = load_tiny().transformer
     for network, least in ((real["sd3.5-large"], None), (real["sd3.5-medium"], None), (tiny, 128)):
-        choices = choose_layers(network, families.SD3.layer_rules, "nvfp4", min_dim=least)
+        choices = choose_layers(network, families.SD3.layer_rules, min_dim=least)
         assert endings(choices) == {"ff.net.0.proj", "ff.net.2"}
-    every = choose_layers(tiny, families.SD3.layer_rules, "nvfp4", min_dim=0)
-    assert {c.name for c in choices if c.format} < {c.name for c in every if c.format}
+    every = choose_layers(tiny, families.SD3.layer_rules, min_dim=0)
+    assert {c.name for c in choices if c.quantised} < {c.name for c in every if c.quantised}
     with pytest.raises(UserError, match="by name is 512, and pipeline.min_dim is 2432"):
-        choose_layers(tiny, families.SD3.layer_rules, "nvfp4")
+        choose_layers(tiny, families.SD3.layer_rules)
 
 
 def test_a_network_without_published_rules_keeps_what_is_no_projection_of_its_blocks():
@@ -63,48 +63,48 @@ def test_a_network_without_published_rules_keeps_what_is_no_projection_of_its_bl
     )  # fmt: skip
     network = nn.ModuleDict({"embed_x": nn.Linear(2048, 2048), "last": nn.Linear(2048, 2048)})
     network["blocks"] = nn.ModuleList([block])
-    choices = choose_layers(network, layer_rules_of(network), "nvfp4")
-    assert {c.name for c in choices if c.format} == {"blocks.0.attn_q", "blocks.0.ff"}
+    choices = choose_layers(network, layer_rules_of(network))
+    assert {c.name for c in choices if c.quantised} == {"blocks.0.attn_q", "blocks.0.ff"}
 
 
 def test_the_longer_side_is_above_the_minimum_and_both_are_divisible():
-    for shape, format, reason in [
-        ((64, 96), "nvfp4", "large"),
-        ((96, 64), "nvfp4", "large"),
-        ((64, 64), None, "no side above 64"),
-        ((96, 48), None, "inputs not a multiple of 32"),
-        ((72, 64), None, "outputs not a multiple of 16"),
-        ((80, 32), "nvfp4", "large"),
+    for shape, quantised in [
+        ((64, 96), True),
+        ((96, 64), True),
+        ((64, 64), False),
+        ((96, 48), False),
+        ((72, 64), False),
+        ((80, 32), True),
     ]:
         rows, columns = shape
         network = nn.ModuleDict({"x": nn.Linear(columns, rows), "other": nn.Linear(128, 128)})
         rules = LayerRules(keep=(), min_dim=64)
-        found = {c.name: c for c in choose_layers(network, rules, "nvfp4")}["x"]
-        assert found.format == format and found.reason.startswith(reason)
+        found = {c.name: c for c in choose_layers(network, rules)}["x"]
+        assert found.quantised == quantised
 
 
 def test_adapters_change_neither_names_nor_choices(load_tiny):
     from flowrl.backbones.pipeline import PipelineBackbone
 
     backbone = PipelineBackbone(load_tiny(), max_sequence_length=12)
-    before = choose_layers(backbone.transformer, families.SD3.layer_rules, "nvfp4", min_dim=0)
+    before = choose_layers(backbone.transformer, families.SD3.layer_rules, min_dim=0)
     shapes = {name: matrix_shape(layer) for name, layer in matrices(backbone.transformer)}
     Policy(backbone, rank=4, alpha=6, seed=0, keep_old=True)
-    after = choose_layers(backbone.transformer, families.SD3.layer_rules, "nvfp4", min_dim=0)
+    after = choose_layers(backbone.transformer, families.SD3.layer_rules, min_dim=0)
     assert after == before
     assert {n: matrix_shape(layer) for n, layer in matrices(backbone.transformer)} == shapes
     assert len(before) == 33
-    assert sum(c.format is not None for c in before) == 20
+    assert sum(c.quantised for c in before) == 20
 
 
 def test_of_sana_only_the_1x1_convolutions_of_the_feed_forward_are_quantised(real):
     network = real["sana-1.6b"]
-    choices = choose_layers(network, families.SANA.layer_rules, "nvfp4")
+    choices = choose_layers(network, families.SANA.layer_rules)
     assert endings(choices) == {"ff.conv_inverted", "ff.conv_point"}
     depthwise = [c for c in choices if c.name.endswith("conv_depth")]
     assert len(depthwise) == 20
-    assert {c.reason for c in depthwise} == {"a convolution in groups"}
+    assert not any(c.quantised for c in depthwise)
     # However little is asked of the sizes, a depthwise convolution is no product of matrices.
     anything = LayerRules(keep=(), min_dim=0, in_multiple=1, out_multiple=1, pointwise=True)
-    left = {c.name for c in choose_layers(network, anything, "nvfp4") if c.format is None}
+    left = {c.name for c in choose_layers(network, anything) if not c.quantised}
     assert left == {c.name for c in depthwise}
