@@ -215,12 +215,7 @@ def set_precision(config: Config, backbone: PipelineBackbone, runtime: Runtime) 
     if isinstance(backend, NVFP4Native | NVFP4Emulated):
         backend = PerRow(backend)  # the same numbers for any batch: a rollout's, a micro-batch
     if backend is not None:
-        quantise_base(backbone.transformer, layers, backend, p.quantize_gradients)
-    elif p.quantize_gradients:
-        raise UserError(
-            f"pipeline.quantize_gradients needs quantised layers, and precision {p.precision} is "
-            f"{resolved} here: set it to false, or name a precision of fewer bits"
-        )
+        quantise_base(backbone.transformer, layers, backend)
 
 
 def network_dtype(backbone: PipelineBackbone) -> torch.dtype:

@@ -147,11 +147,9 @@ def check_explore(plans: Plans, rollout: SamplingOptions, seed: int) -> None:
 
 def check_precision(pipeline: PipelineOptions, rollout: SamplingOptions) -> None:
     """Check that rollouts can be sampled in the precision of training."""
-    exact = pipeline.precision in (None, "bf16")
     refuse(
-        f"pipeline.precision is {pipeline.precision or 'null'}, which quantises no layer",
+        "pipeline.precision is null, which quantises no layer",
         ("pipeline.min_dim", pipeline.precision is None and pipeline.min_dim is not None, "null"),
-        ("pipeline.quantize_gradients", exact and pipeline.quantize_gradients, "false"),
     )
     refuse(
         f"pipeline.precision is {pipeline.precision}, which keeps the adapter beside the packed "
