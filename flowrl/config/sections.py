@@ -11,7 +11,6 @@ from flowrl.utils.fields import (
     Choice,
     Count,
     Flag,
-    Folder,
     NonNegative,
     Options,
     Positive,
@@ -234,7 +233,7 @@ class OnHackingOptions(Options):
 class RunOptions(Options):
     """Where a run lives and how long it lasts."""
 
-    output_dir: Folder = option(
+    output_dir: Text = option(
         "runs/flowrl",
         "Folder of the run. Where it holds another recipe's run, the next number is taken, as in "
         "runs/flowrl-2.",
@@ -300,7 +299,7 @@ class MemoryOptions(Options):
         "Decode and encode images larger than 512 pixels a side in overlapping tiles of 512, as "
         "diffusers' enable_tiling does: less memory, and slightly other images.",
     )
-    prompt_cache: Folder | None = option(
+    prompt_cache: Text | None = option(
         None,
         "A folder in which encoded prompts are kept between runs; null keeps them in memory only. "
         "If it has every prompt and text_encoders is free, the text encoders are not loaded.",

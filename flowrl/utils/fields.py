@@ -26,13 +26,8 @@ def _refuse_huge(value: int) -> int:
 
 
 def _check_name(value: str) -> str:
-    """Return a text that names something: it is not empty, nor what no file could be called."""
     if not value.strip():
         raise ValueError("expected some text, got none")
-    if "\0" in value:
-        raise ValueError("expected a text without NUL characters")
-    if len(value.encode("utf-8", "surrogatepass")) > LONGEST_NAME:
-        raise ValueError(f"expected a text of at most {LONGEST_NAME:,} bytes")
     return value
 
 
@@ -47,15 +42,6 @@ def check_unicode(value: str) -> str:
     return value
 
 
-def _check_folder(value: str) -> str:
-    longest = max(value.replace("\\", "/").split("/"), key=lambda part: len(part.encode()))
-    if len(longest.encode()) > LONGEST_PART:
-        raise ValueError(f"expected names of at most {LONGEST_PART} bytes between slashes")
-    return value
-
-
-LONGEST_PART = 255  # bytes of one folder's or file's name
-LONGEST_NAME = 4000  # bytes; systems take paths of some 4096
 LARGEST = 2**63  # 64 bits hold every number below
 Number = Annotated[float, BeforeValidator(_refuse_bool)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_refuse_bool)]
@@ -66,7 +52,6 @@ Several = Annotated[Count, Field(le=1_000_000)]  # of what is listed one by one
 Choice = BeforeValidator(_refuse_float)  # of numbers: Python takes true and 1.0 for 1
 Flag = StrictBool
 Text = Annotated[str, AfterValidator(_check_name)]
-Folder = Annotated[Text, AfterValidator(_check_folder)]  # that flowrl makes
 
 
 class Options(BaseModel):
