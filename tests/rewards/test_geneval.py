@@ -99,5 +99,4 @@ def test_what_cannot_be_judged_is_missing_with_a_reason_in_every_mode_and_spoils
 def test_the_published_detector_sees_the_cat():
     made = GenEval("official", detector="mask2former")
     (item,) = made.fixtures()
-    images = torch.stack([item["better"], item["worse"]])
-    assert scores_of(made, images, [item["metadata"]] * 2).tolist() == [1, 0]
+    assert scores_of(made, item["images"], [item["metadata"]] * 2).tolist() == [1, 0]
