@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flowrl.scoring.executors.http import HTTPExecutor
     from flowrl.scoring.spec import RewardSpec
 
+Address = Annotated[str, Field(pattern="^https?://")]
 MICRO_BATCH = (
     "Most images of one call; null is all. A reward that compares whole groups always gets all."
 )
@@ -42,8 +43,9 @@ class InlineOptions(Options):
 
 class HTTPOptions(Options):
     kind: Literal["http"] = option("http", "On HTTP servers that serve a reward of this name.")
-    urls: list[Text] = option(..., "One or more servers that take turns, for example "
-                              "[http://127.0.0.1:8400].")  # fmt: skip
+    urls: Annotated[list[Address], Field(min_length=1)] = option(
+        ..., "One or more servers that take turns, for example [http://127.0.0.1:8400]."
+    )
     timeout: Positive = option(30.0, "Seconds without a byte, after which a request is retried.")
     deadline: Positive = option(
         120.0, "Seconds for all retries; an image without an answer by then has no score."
@@ -55,12 +57,6 @@ class HTTPOptions(Options):
 
     @model_validator(mode="after")
     def _check(self) -> "HTTPOptions":
-        if not self.urls:
-            raise ValueError("urls is empty, expected at least one server")
-        for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} in urls is no address: it must begin with http:// or "
-                                 "https://")  # fmt: skip
         if self.timeout > self.deadline:
             raise ValueError(
                 f"timeout is {self.timeout:g} and deadline {self.deadline:g}, but a request may "
@@ -104,7 +100,7 @@ class RewardOptions(Options):
         "Which images it scores. null is evaluation for a reward that is only measured, and both "
         "for a trained one and for one that compares the images of a prompt.",
     )
-    applies_to: dict[Text, list[Any]] = option(
+    applies_to: dict[Text, Annotated[list[Any], Field(min_length=1)]] = option(
         {},
         "Score only prompts whose metadata have one of these values under each key, for example "
         "{tag: [ocr]}.",
@@ -120,9 +116,6 @@ class RewardOptions(Options):
 
     @model_validator(mode="after")
     def _check(self) -> "RewardOptions":
-        for key, values in self.applies_to.items():
-            if not values:
-                raise ValueError(f"applies_to.{key} is an empty list, which no prompt matches")
         if self.when == "evaluation" and self.trained:
             raise ValueError(
                 f"when is evaluation, but {self.name!r} is trained on in rollouts: set "

@@ -8,7 +8,6 @@ from flowrl.config.rollout import PRECISIONS, SOL_RL, DenoisingSteps, Precision
 from flowrl.prompts.book import BookOptions
 from flowrl.prompts.refiner import RefinerOptions
 from flowrl.utils.fields import (
-    Choice,
     Count,
     Flag,
     NonNegative,
@@ -277,7 +276,7 @@ class MemoryOptions(Options):
         "more forward for each backward pass, for a fraction of the memory.",
         "on for the largest network in Sol-RL",
     )
-    base_bits: Annotated[Literal[4, 8], Choice] | None = option(
+    base_bits: Literal[4, 8] | None = option(
         None,
         "Keep the frozen weights of the transformer in 4 bits (NF4 by bitsandbytes, on GPUs only) "
         "or 8 (int8 by torchao, also on CPUs); null keeps them in pipeline.dtype. Adapters are not "

@@ -56,7 +56,7 @@ def parse(*overrides):
         ("rewards.0.executor={kind: http, urls: []}", "rewards.0.executor urls"),
         ("rewards.0.executor={kind: http, urls: ['localhost:8000']}", "'localhost:8000' urls"),
         ("rewards.0.executor={kind: http, urls: ['http://host'], timeout: 200}", "deadline"),
-        ("rewards.0.applies_to={tag: []}", "applies_to.tag"),
+        ("rewards.0.applies_to={tag: []}", "applies_to at least 1"),
         ("rewards.0={args: {a: 1}, executor: {kind: http, urls: ['http://host']}}", "args server"),
         # Trees too large to list.
         (f"{LONG} rollout.tree={{kind: tempflow, branch: 2}}", "rollout"),
