@@ -51,14 +51,8 @@ def fixture(
     says: the claim, for people ("the right word scores above the wrong one"). more: further
     images of the group, for rewards that compare images of one prompt. All are of one size.
     """
-    return {
-        "says": says,
-        "prompt": prompt,
-        "metadata": metadata or {},
-        "better": better,
-        "worse": worse,
-        "more": tuple(more),
-    }
+    images = torch.stack([better, worse, *more])
+    return {"says": says, "prompt": prompt, "metadata": metadata or {}, "images": images}
 
 
 def square(color: str, size: int = 224) -> Tensor:

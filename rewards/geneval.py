@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import geneval_rules as rules
-from .detectors import DETECTORS, Detector, detect, load_detector
+from .detectors import DETECTORS, Detector, load_detector
 from .detectors.clip_colors import ClipColors
 from .fixtures import blank, fixture, shapes
 from .geneval_rules import Detection
@@ -134,20 +134,9 @@ class GenEval:
         for part in (find, self._name_colors):
             getattr(part, "load", lambda: None)()  # the weights
         arrays = to_uint8(images[rows])
-        if self._detectors.holds(find):  # several rewards share one call
-            answers = self._detectors.recall("", arrays, lambda: detect(find, arrays))
-        else:
-            answers = detect(find, arrays)
-        for row, array, answer in zip(rows, arrays, answers, strict=True):
-            try:
-                if isinstance(answer, Exception):
-                    raise answer
-                scores[row] = self.judge(answer, metadata[row], array)
-            except (ImportError, torch.cuda.OutOfMemoryError):
-                raise
-            except Exception as error:
-                scores[row] = math.nan
-                reasons[row] = f"the detector failed: {type(error).__name__}: {error}"
+        answers = self._detectors.recall("", arrays, lambda: find(arrays))
+        for row, array, detections in zip(rows, arrays, answers, strict=True):
+            scores[row] = self.judge(detections, metadata[row], array)
         return scores, reasons
 
     def judge(

@@ -13,7 +13,6 @@ which nothing is run: `pip install --no-deps hpsv3`, or its file as `question`.
 import ast
 import functools
 import importlib.util
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +49,7 @@ BEFORE = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
 )
 IMAGE, AFTER = "<|image_pad|>", "<|im_end|>\n<|im_start|>assistant\n"
+SIZES = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 PIXELS = 256 * 28 * 28  # every image is brought to about so many, in its proportions
 PREFIXES = {"visual.": "visual.", "model.": "language_model."}  # published -> transformers
 HEAD = "rm_head."
@@ -94,7 +94,8 @@ class HPSv3:
         network, head = self._loaded
         vision = network.config.vision_config
         side, merged = vision.patch_size, vision.spatial_merge_size
-        height, width = target_size(images.shape[-2], images.shape[-1], side * merged)
+        resize = imported(f"{SIZES}:smart_resize", "HPSv3")
+        height, width = resize(*images.shape[-2:], side * merged, PIXELS, PIXELS)
         pixels = resized(images.to(network.device), height, width)
         rows, columns = height // side, width // side
         grid = torch.tensor([[1, rows, columns]] * len(images), device=network.device)
@@ -236,24 +237,6 @@ def _installed() -> Path | None:
     spec = importlib.util.find_spec("hpsv3")
     places = spec.submodule_search_locations if spec else None
     return Path(next(iter(places))) / SOURCE if places else None
-
-
-def target_size(height: int, width: int, factor: int, pixels: int = PIXELS) -> tuple[int, int]:
-    """Return height and width, multiples of `factor`, of about and at most that many pixels.
-
-    Qwen2-VL's rule with its least and most pixels the same. Where rounding to the nearest multiple
-    would give too few pixels, more than that many.
-    """
-    high, wide = (max(factor, round(side / factor) * factor) for side in (height, width))
-    if high * wide > pixels:
-        shrink = math.sqrt(height * width / pixels)
-        high, wide = (
-            max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width)
-        )
-    elif high * wide < pixels:
-        grow = math.sqrt(pixels / (height * width))
-        high, wide = (math.ceil(side * grow / factor) * factor for side in (height, width))
-    return high, wide
 
 
 def to_patches(images: Tensor, side: int, merged: int, times: int) -> Tensor:

@@ -270,7 +270,7 @@ def build_rewards(
 
 
 # Options under `pipeline` that leave evaluations as they are, which use the exact weights.
-INDIFFERENT = {"device", "decode_batch", "precision", "min_dim", "quantize_gradients"}
+INDIFFERENT = {"device", "decode_batch", "precision", "min_dim"}
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
 
 
@@ -516,12 +516,10 @@ def with_pipeline_name(config: Config, pipeline: Any) -> Config:
     return config.changed("pipeline", path=name)
 
 
-def build_prompts(
-    source: str, texts: Sequence[str] | None, *, split: str = "train"
-) -> list[PromptRecord]:
-    """Return `texts` as prompts, or those of a source; split: of a folder with both."""
+def build_prompts(source: str, texts: Sequence[str] | None) -> list[PromptRecord]:
+    """Return `texts` as prompts, or those of a source."""
     if texts is None:
-        return load_prompts(source, split=split)
+        return load_prompts(source)
     for number, text in enumerate(texts):
         check_row({"prompt": text}, f"prompt {number} of those provided")
     return [PromptRecord(uid=f"{i}:{text}", text=text) for i, text in enumerate(texts)]
@@ -538,7 +536,7 @@ def evaluation_prompts(config: Config, provided: ProvidedObjects) -> list[Prompt
     if source is None and texts is None:
         splits = config.prompts.held_out is not None
         return _split_prompts(config, provided)[1] if splits else []
-    return build_prompts(source or "", texts, split="test")
+    return build_prompts(source or "", texts)
 
 
 def _split_prompts(

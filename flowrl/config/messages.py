@@ -1,6 +1,7 @@
 """List every option of the configuration, and turn pydantic's errors into sentences."""
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -147,8 +148,9 @@ def _sentence(model: type[Options], path: str, details: list[Any], candidates: l
     if detail["type"] == "value_error":
         message = str(detail["ctx"]["error"])
         return f"Option {name}: {message}." if path else f"{message}."
-    wanted = " or ".join(dict.fromkeys(d["msg"].removeprefix("Input should be ") for d in details))
-    return f"Option {name} is {show(detail['input'])}: expected {wanted}."
+    wanted = (re.sub(r"^\w+ should (be|have|match) ", "", d["msg"]) for d in details)
+    expected = " or ".join(dict.fromkeys(wanted))
+    return f"Option {name} is {show(detail['input'])}: expected {expected}."
 
 
 def _unknown(model: type[Options], path: str, candidates: list[str]) -> str:

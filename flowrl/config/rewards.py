@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flowrl.scoring.executors.http import HTTPExecutor
     from flowrl.scoring.spec import RewardSpec
 
+Address = Annotated[str, Field(pattern="^https?://")]
 MICRO_BATCH = (
     "Most images of one call; null is all. A reward that compares whole groups always gets all."
 )
@@ -42,8 +43,9 @@ class InlineOptions(Options):
 
 class HTTPOptions(Options):
     kind: Literal["http"] = option("http", "On HTTP servers that serve a reward of this name.")
-    urls: list[Text] = option(..., "One or more servers that take turns, for example "
-                              "[http://127.0.0.1:8400].")  # fmt: skip
+    urls: Annotated[list[Address], Field(min_length=1)] = option(
+        ..., "One or more servers that take turns, for example [http://127.0.0.1:8400]."
+    )
     deadline: Positive = option(
         120.0,
         "Seconds for all retries; an image without an answer by then has no score. A request is "
@@ -53,16 +55,6 @@ class HTTPOptions(Options):
     token_env: Text | None = option(
         None, "Name of the environment variable that holds the servers' token; null sends none."
     )
-
-    @model_validator(mode="after")
-    def _check(self) -> "HTTPOptions":
-        if not self.urls:
-            raise ValueError("urls is empty, expected at least one server")
-        for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} in urls is no address: it must begin with http:// or "
-                                 "https://")  # fmt: skip
-        return self
 
     def build(self, name: str) -> "HTTPExecutor":
         """Return the executor, which is the reward too. Raises UserError for a missing token."""
@@ -100,7 +92,7 @@ class RewardOptions(Options):
         "Which images it scores. null is evaluation for a reward that is only measured, and both "
         "for a trained one and for one that compares the images of a prompt.",
     )
-    applies_to: dict[Text, list[Any]] = option(
+    applies_to: dict[Text, Annotated[list[Any], Field(min_length=1)]] = option(
         {},
         "Score only prompts whose metadata have one of these values under each key, for example "
         "{tag: [ocr]}.",
@@ -116,9 +108,6 @@ class RewardOptions(Options):
 
     @model_validator(mode="after")
     def _check(self) -> "RewardOptions":
-        for key, values in self.applies_to.items():
-            if not values:
-                raise ValueError(f"applies_to.{key} is an empty list, which no prompt matches")
         if self.when == "evaluation" and self.trained:
             raise ValueError(
                 f"when is evaluation, but {self.name!r} is trained on in rollouts: set "

@@ -8,10 +8,8 @@ from flowrl.config.rollout import PRECISIONS, SOL_RL, DenoisingSteps, Precision
 from flowrl.prompts.book import BookOptions
 from flowrl.prompts.refiner import RefinerOptions
 from flowrl.utils.fields import (
-    Choice,
     Count,
     Flag,
-    Folder,
     NonNegative,
     Options,
     Positive,
@@ -67,13 +65,6 @@ class PipelineOptions(Options):
         "With precision, of training or of rollout.explore: layers stay exact unless the larger of "
         "their two sizes is above this; null is the backbone's.",
         f"1000 to 2432, by the network, in {SOL_RL}",
-    )
-    quantize_gradients: Flag = option(
-        False,
-        "With precision: also round the gradients that go back through its matmuls, in groups of "
-        "the same format; the products are ordinary ones on every device, so that it shows what "
-        "the numbers do and is not faster.",
-        "Jet-RL, arXiv 2601.14243, with fp8",
     )
     device: Literal["auto", "cpu", "cuda", "mps"] = option(
         "auto", "Where to compute; auto takes cuda, then mps, then cpu."
@@ -238,7 +229,7 @@ class OnHackingOptions(Options):
 class RunOptions(Options):
     """Where a run lives and how long it lasts."""
 
-    output_dir: Folder = option(
+    output_dir: Text = option(
         "runs/flowrl",
         "Folder of the run. Where it holds another recipe's run, the next number is taken, as in "
         "runs/flowrl-2.",
@@ -282,7 +273,7 @@ class MemoryOptions(Options):
         "more forward for each backward pass, for a fraction of the memory.",
         "on for the largest network in Sol-RL",
     )
-    base_bits: Annotated[Literal[4, 8], Choice] | None = option(
+    base_bits: Literal[4, 8] | None = option(
         None,
         "Keep the frozen weights of the transformer in 4 bits (NF4 by bitsandbytes, on GPUs only) "
         "or 8 (int8 by torchao, also on CPUs); null keeps them in pipeline.dtype. Adapters are not "
@@ -304,7 +295,7 @@ class MemoryOptions(Options):
         "Decode and encode images larger than 512 pixels a side in overlapping tiles of 512, as "
         "diffusers' enable_tiling does: less memory, and slightly other images.",
     )
-    prompt_cache: Folder | None = option(
+    prompt_cache: Text | None = option(
         None,
         "A folder in which encoded prompts are kept between runs; null keeps them in memory only. "
         "If it has every prompt and text_encoders is free, the text encoders are not loaded.",

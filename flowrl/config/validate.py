@@ -51,14 +51,11 @@ def check_rollout(rollout: SamplingOptions, optim: OptimOptions, objective: Obje
         "objective.advantage.center is tracker",
         ("rollout.group_size", rollout.group_size < 2 and center != "tracker", "at least 2"),
     )
-    prompts, updates = rollout.prompts_per_iteration, optim.updates_per_rollout
-    if prompts % updates:
-        divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
-        raise ValueError(
-            f"optim.updates_per_rollout is {updates}, but an update takes whole groups and "
-            f"rollout.prompts_per_iteration is {prompts}: the nearest valid value is "
-            f"{min(divisors, key=lambda d: (abs(d - updates), d))}"
-        )
+    prompts = rollout.prompts_per_iteration
+    refuse(
+        f"an update takes whole groups, and rollout.prompts_per_iteration is {prompts}",
+        ("optim.updates_per_rollout", prompts % optim.updates_per_rollout, "a divisor of that"),
+    )
 
 
 def check_plans(plans: Plans, rollout: SamplingOptions, objective: Objective) -> None:
@@ -70,15 +67,12 @@ def check_plans(plans: Plans, rollout: SamplingOptions, objective: Objective) ->
             check_credit(objective.advantage, plan)
         if isinstance(objective, SPOOptions):
             check_spo(plan)
+        alone = rollout.store is not None or all(move.branch == 1 for move in plan.moves)
         refuse(
-            "rollout.store is set, whose images have no trees",
-            ("rollout.look_ahead", rollout.look_ahead and rollout.store, "null"),
+            "rollout.look_ahead compares siblings, and the images of rollout.store, or of this "
+            "rollout.tree, have none",
+            ("rollout.look_ahead", alone and rollout.look_ahead, "null"),
         )
-        if rollout.look_ahead is not None and all(move.branch == 1 for move in plan.moves):
-            raise ValueError(
-                f"rollout.look_ahead compares siblings, and rollout.tree {rollout.tree.kind} has "
-                "none: set it to null, or take a tree that splits, such as {kind: branch_grpo}"
-            )
 
 
 def check_states(states: str, plans: Plans, rollout: SamplingOptions) -> None:
@@ -90,18 +84,15 @@ def check_states(states: str, plans: Plans, rollout: SamplingOptions) -> None:
                 "with noise and training that rollout.depth_pruning leaves"
             )
         forks = plan.fans or any(move.noise or move.branch > 1 for move in plan.moves)
-        if states == "path" and forks:
-            raise ValueError(
-                "this objective goes back along chains without noise, but rollout.tree has noise "
-                "or branches: set rollout.tree to {kind: ode}"
-            )
-    training, sampling = rollout.training_guidance_scale, rollout.guidance_scale
-    if states in ("transitions", "path") and training not in (None, sampling):
-        raise ValueError(
-            f"rollout.training_guidance_scale is {training:g} and rollout.guidance_scale "
-            f"{sampling:g}, but this objective learns from the rollout's own steps, which need the "
-            "same: set training_guidance_scale to null"
+        refuse(
+            "this objective goes back along chains without noise and branches",
+            ("rollout.tree", states == "path" and forks, "{kind: ode}"),
         )
+    other = rollout.training_guidance_scale not in (None, rollout.guidance_scale)
+    refuse(
+        "this objective learns from the rollout's own steps, with their guidance",
+        ("rollout.training_guidance_scale", states in ("transitions", "path") and other, "null"),
+    )
 
 
 def check_explore(plans: Plans, rollout: SamplingOptions, seed: int) -> None:
@@ -114,40 +105,38 @@ def check_explore(plans: Plans, rollout: SamplingOptions, seed: int) -> None:
         ("rollout.explore", rollout.store is not None, "null"),
     )
     most = max(plan.roots for plan in plans)
-    if explore.candidates < most:
-        raise ValueError(
-            f"rollout.explore.candidates is {explore.candidates}, fewer than the {most} trees of a "
-            f"prompt that are kept: the nearest valid value is {most}"
-        )
+    refuse(
+        f"{most} trees of a prompt are selected among rollout.explore.candidates",
+        ("rollout.explore.candidates", explore.candidates < most, f"at least {most}"),
+    )
     steps, whole = explore.num_inference_steps, rollout.num_inference_steps
     cheap = steps is None or 2 <= steps <= whole
     refuse(
         f"rollout.num_inference_steps is {whole}, and candidates take no more",
         ("rollout.explore.num_inference_steps", not cheap, f"2 to {whole}"),
     )
-    if explore.stop_at is not None and (steps is not None or explore.stop_at >= whole):
-        raise ValueError(
-            f"rollout.explore.stop_at is {explore.stop_at}: it must be below the {whole} of "
-            "rollout.num_inference_steps, and rollout.explore.num_inference_steps must be null"
-        )
-    if any(plan.same_noise or plan.roots == 1 for plan in plans):
-        raise ValueError(
-            f"rollout.tree {rollout.tree.kind} starts all images of a prompt from one noise, so "
-            "that rollout.explore has nothing to choose among: set it to null, or take a tree with "
-            "several roots, such as {kind: ode} or {kind: flow_grpo}"
-        )
+    stops = explore.stop_at is not None
+    refuse(
+        "rollout.explore.stop_at stops candidates that grow as rollout.tree does",
+        ("rollout.explore.num_inference_steps", stops and steps is not None, "null"),
+        ("rollout.explore.stop_at", (explore.stop_at or 0) >= whole, f"below {whole}"),
+    )
+    one_noise = any(plan.same_noise or plan.roots == 1 for plan in plans)
+    refuse(
+        f"rollout.explore chooses among noises, and {rollout.tree.kind} has one noise a prompt",
+        ("rollout.tree", one_noise, "one with several roots, such as {kind: flow_grpo}"),
+    )
     candidates = (rollout.candidates(iteration, seed) for iteration in plans.values())
-    if explore.select == "most_mixed" and any(count(c).leaves == c.roots for c in candidates):
-        raise ValueError(
-            "rollout.explore.select is most_mixed, which compares the images of one candidate, but "
-            f"with rollout.tree {rollout.tree.kind} it has one: take a tree that splits before "
-            "rollout.explore.stop_at, or another rule"
-        )
+    mixed = explore.select == "most_mixed" and any(count(c).leaves == c.roots for c in candidates)
+    refuse(
+        "rollout.explore.select is most_mixed, which compares the images of one candidate, and "
+        f"with {rollout.tree.kind} it has one",
+        ("rollout.tree", mixed, "one that splits before rollout.explore.stop_at"),
+    )
 
 
 def check_precision(pipeline: PipelineOptions, rollout: SamplingOptions) -> None:
     """Check that rollouts can be sampled in the precision of training."""
-    exact = pipeline.precision in (None, "bf16")
     refuse(
         f"pipeline.precision is {pipeline.precision or 'null'}, which quantises no layer",
         ("pipeline.quantize_gradients", exact and pipeline.quantize_gradients, "false"),
@@ -243,12 +232,14 @@ def check_book(
             ("optim.updates_per_rollout", largest and optim.updates_per_rollout > 1, "1"),
             ("objective.advantage.scope", largest and inside_trees, "prompt or joint"),
         )
-    elif advantage is not None and (advantage.center == "tracker" or advantage.emphasis):
-        raise ValueError(
-            "objective.advantage.center: tracker and emphasis read what is remembered of prompts: "
-            "set prompts.book, for example to {choose: uniform}"
-        )
-    if advantage is None or advantage.center == "group":
+    if advantage is None:
+        return
+    reads = advantage.center == "tracker" or advantage.emphasis
+    refuse(
+        "objective.advantage.center: tracker and emphasis read what is remembered of prompts",
+        ("prompts.book", reads and prompts.book is None, "set, for example to {choose: uniform}"),
+    )
+    if advantage.center == "group":
         return
     refuse(
         "objective.advantage.center is tracker, which compares all images of an iteration by their "
@@ -265,30 +256,21 @@ def check_refiner(
     """Check that new texts can be encoded in each iteration, and learned from before the next."""
     if prompts.refiner is None:
         return
-    for option, value, works in (
-        ("rollout.staleness", rollout.staleness != 0, "0"),
-        ("rollout.explore", rollout.explore is not None, "null"),
-        ("rollout.store", rollout.store is not None, "null"),
+    refuse(
+        "prompts.refiner draws new texts for each iteration and learns from all their images "
+        "before the next",
+        ("rollout.staleness", rollout.staleness, "0"),
+        ("rollout.explore", rollout.explore, "null"),
+        ("rollout.store", rollout.store, "null"),
         ("memory.text_encoders", memory.text_encoders != "keep", "keep"),
-        ("memory.prompt_cache", memory.prompt_cache is not None, "null"),
-    ):
-        if value:
-            raise ValueError(
-                "prompts.refiner draws new texts for each iteration and learns from all their "
-                f"images before the next: set {option} to {works}, or prompts.refiner to null"
-            )
-    roots, own_words = min(plan.roots for plan in plans), prompts.refiner.own_words
-    if roots < 2:
-        raise ValueError(
-            f"prompts.refiner compares trees of different words, but rollout.tree "
-            f"{rollout.tree.kind} has one a prompt: take a tree with several roots, such as "
-            "flow_grpo, or set prompts.refiner to null"
-        )
-    if own_words > roots:
-        raise ValueError(
-            f"prompts.refiner.own_words is {own_words}, but rollout.tree starts {roots} trees of a "
-            f"prompt: the nearest valid value is {roots}"
-        )
+        ("memory.prompt_cache", memory.prompt_cache, "null"),
+    )
+    roots = min(plan.roots for plan in plans)
+    refuse(
+        f"prompts.refiner compares trees of different words, and a prompt has {roots}",
+        ("rollout.tree", roots < 2, "one with several roots, such as {kind: flow_grpo}"),
+        ("prompts.refiner.own_words", prompts.refiner.own_words > roots, f"at most {roots}"),
+    )
 
 
 def check_reference(reference: ReferenceOptions, objective: Objective, run: RunOptions) -> None:
@@ -361,12 +343,11 @@ def check_credit(credit: CreditOptions, plan: TreePlan) -> None:
 
 def check_spo(plan: TreePlan) -> None:
     """Raise ValueError for a tree without trained siblings."""
-    if not any(move.train and move.branch > 1 for move in plan.moves):
-        raise ValueError(
-            "objective.kind is spo, which compares the children of one latent, but no step that "
-            "rollout.tree trains has more than one child: use a tree that branches where it "
-            "trains, such as branch_grpo, tree_grpo or tempflow, or the objective grpo"
-        )
+    alone = not any(move.train and move.branch > 1 for move in plan.moves)
+    refuse(
+        "objective.kind is spo, which compares the children of one latent",
+        ("rollout.tree", alone, "one that branches where it trains, such as {kind: branch_grpo}"),
+    )
 
 
 def check_noising(noising: NoisingOptions, steps: int) -> None:
@@ -375,12 +356,11 @@ def check_noising(noising: NoisingOptions, steps: int) -> None:
     if times.kind != "schedule" and times.kind != "strata":
         return
     left = max(0, int(steps * times.fraction + 1e-9) - (times.kind == "strata"))
-    if noising.count > left:
-        raise ValueError(
-            f"objective.noising.count is {noising.count}, but objective.noising.times leaves "
-            f"{left} of the rollout's {steps} noise levels: the nearest that works is "
-            f"{max(left, 1)}" + (", with a larger fraction" if left < 1 else "")
-        )
+    refuse(
+        f"objective.noising.times leaves {left} of the rollout's {steps} noise levels",
+        ("objective.noising.times.fraction", left < 1, "larger"),
+        ("objective.noising.count", noising.count > left, f"at most {left}"),
+    )
 
 
 def check_sharding(

@@ -29,6 +29,7 @@ _SCALARS = [
     ),
 ]
 
+TAG = "tag:yaml.org,2002:{}"
 # libyaml reads a recipe 10 times as fast; not every build of PyYAML has it.
 _SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -37,9 +38,9 @@ class _Loader(_SAFE_LOADER):
     """Take YAML 1.2 scalars, keys that are texts, and no key twice in one mapping."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    yaml_constructors: dict[str | None, Any] = {
-        f"tag:yaml.org,2002:{kind}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{kind}"]
-        for kind in ("null", "bool", "float", "str", "seq", "map")
+    yaml_constructors: dict[str | None, Any] = {  # that of None refuses all other tags
+        tag: yaml.SafeLoader.yaml_constructors[tag]
+        for tag in (None, *map(TAG.format, ("null", "bool", "float", "str", "seq", "map")))
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -66,18 +67,12 @@ class _Dumper(yaml.SafeDumper):
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     # Unquoted, the emitter folds exotic line ends (NEL, LS, PS) into plain ones.
     style = None if text.isprintable() else '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+    return dumper.represent_scalar(TAG.format("str"), text, style=style)
 
 
 def _construct_int(loader: Any, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node))
     return int(text, {"0x": 16, "0o": 8}.get(text[:2], 10))
-
-
-def _refuse_tag(loader: Any, node: yaml.Node) -> None:
-    raise _refusal(
-        f"the tag {show(node.tag)} is not supported: write text, numbers, lists and mappings", node
-    )
 
 
 def _refusal(problem: str, node: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
@@ -87,10 +82,9 @@ def _refusal(problem: str, node: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError
 for _tag, _pattern, _first in _SCALARS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(
-            f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
+            TAG.format(_tag), re.compile(f"^(?:{_pattern})$"), list(_first)
         )
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-_Loader.add_constructor(None, _refuse_tag)
+_Loader.add_constructor(TAG.format("int"), _construct_int)
 _Dumper.add_representer(str, _represent_text)
 
 

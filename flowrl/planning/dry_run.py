@@ -266,8 +266,8 @@ def _few_prompts(
 ) -> dict[str, Any]:
     """Check all prompts that are on this machine as training does; take the first of them."""
     p, e = config.prompts, config.evaluation
-    train = _prompts_here(p.train, "train")
-    test = None if e.prompts is None else _prompts_here(e.prompts, "test")
+    train = _prompts_here(p.train)
+    test = None if e.prompts is None else _prompts_here(e.prompts)
     if train and test:
         check_overlap(train, test, allowed=p.allow_overlap)
     specs = [spec for spec in (reward.spec() for reward in rewards) if spec is not None]
@@ -289,11 +289,11 @@ def _few_prompts(
     }
 
 
-def _prompts_here(source: str, split: str) -> list[PromptRecord] | None:
+def _prompts_here(source: str) -> list[PromptRecord] | None:
     """Return the prompts of a source; None where they are neither built in nor on this machine."""
     if source.startswith(HUB) or not (source.startswith(TINY) or Path(source).exists()):
         return None
-    return load_prompts(source, split=split)
+    return load_prompts(source)
 
 
 def _write_first(records: Sequence[PromptRecord] | None, folder: Path, split: str) -> str:

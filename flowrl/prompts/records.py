@@ -32,22 +32,19 @@ class PromptRecord:
         return self.text if self.wording is None else self.wording
 
 
-def load_prompts(
-    source: str | Path, *, limit: int | None = None, split: str = "train"
-) -> list[PromptRecord]:
+def load_prompts(source: str | Path, *, limit: int | None = None) -> list[PromptRecord]:
     """Load a .txt file (one prompt a line), a table, a data set or "tiny:KIND:SPLIT".
 
     A table is a .jsonl, .json, .csv or .tsv file; "FILE.csv:COLUMN" names the column of texts.
 
     A JSONL row has "prompt" (or "text") and may have "negative" (or "negative_prompt"); its other
-    keys become metadata, those in an object "metadata" too. A folder with one file for training
-    and one for tests gives that of `split`, train or test. A data set is "hf:NAME",
+    keys become metadata, those in an object "metadata" too. A data set is "hf:NAME",
     "hf:NAME:SPLIT:COLUMN", or a local .parquet or .arrow file or folder, see
     `sources.read_dataset`. KIND is one of the tiny world's kinds, "geneval" (its six object kinds)
     or "all"; kinds alternate. A repeated prompt gets another uid each time. Raises UserError for a
     missing, malformed or empty source.
     """
-    records = records_of(islice(read_rows(source, split=split), limit))
+    records = records_of(islice(read_rows(source), limit))
     if not records:
         raise UserError(f"{source} holds no prompts; expected at least one line that is not empty")
     return records

@@ -5,10 +5,8 @@ date and 2 becomes 2.0, prompts change their uids, and errors lose their line nu
 """
 
 import csv
-import functools
 import io
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, zip_longest
@@ -20,17 +18,14 @@ from flowrl.utils.fields import check_unicode
 from flowrl.utils.untrusted import check_regular, parse_json, read_text
 
 TINY, HUB = "tiny:", "hf:"
-SPLITS = ("train", "test")
 COLUMNS = ("prompt", "text", "caption", "prompts", "prompt_en")  # the first of these, in any case
 WITH_COLUMN = re.compile(r"(.+\.(?:jsonl|json|csv|tsv)):([^:/\\]+)", re.IGNORECASE)
 MAX_FILE = 2**30  # bytes of a file of prompts
 JSON_TYPES = ("string", "large_string", "bool", "int", "uint", "float", "null")  # Arrow's names
 
 
-def read_rows(source: str | Path, *, split: str = "train") -> Iterator[dict]:
+def read_rows(source: str | Path) -> Iterator[dict]:
     """Yield the rows of a source (see `records.load_prompts`), each with a text under "prompt".
-
-    split: of a folder with a file for each, as flow_grpo's and Flow-Factory's `dataset/geneval`.
 
     Raises UserError for a missing or malformed source, some only when that row is read.
     """
@@ -39,35 +34,11 @@ def read_rows(source: str | Path, *, split: str = "train") -> Iterator[dict]:
         return _tiny(name)
     if match := WITH_COLUMN.fullmatch(name):
         rows, column = file_rows(Path(match[1])), match[2]
-    elif (file := _of_split(path, split)) is not None:
-        check_regular(path)
-        rows = file_rows(file)
     elif name.startswith(HUB) or path.suffix.lower() in (".parquet", ".arrow") or path.is_dir():
         rows, column = read_dataset(name), split_name(name)[2]
     else:
         rows = file_rows(path)
     return (check_row(_with_prompt(row, where, column), where) for where, row in rows)
-
-
-def _of_split(folder: Path, split: str) -> Path | None:
-    """Return the file of a split in a folder of text files; None for another folder.
-
-    Raises UserError for a folder that has a file of the other split alone.
-    """
-    if not folder.is_dir():
-        return None
-    files = {
-        name: file
-        for name in SPLITS
-        for pattern in (f"{name}.txt", f"{name}.jsonl", f"{name}_metadata.jsonl")  # the last wins
-        if (file := folder / pattern).is_file()
-    }
-    if files and split not in files:
-        raise UserError(
-            f"cannot read prompts {folder}: it has {next(iter(files.values())).name}, and no "
-            f"{split}_metadata.jsonl, {split}.jsonl or {split}.txt"
-        )
-    return files.get(split)
 
 
 def _tiny(source: str) -> Iterator[dict]:
@@ -260,8 +231,8 @@ def read_dataset(name: str) -> Iterator[tuple[str, dict]]:
     if not place.strip():
         raise UserError(f"cannot read prompts from {name!r}: it names no data set, as hf:NAME does")
     what = f"cannot read prompts {place!r}, split {split!r}"
-    with tempfile.TemporaryDirectory() as cache, dataset_errors(what):
-        table = open_table(place, split, hub=name.startswith(HUB), cache=cache)
+    with dataset_errors(what):
+        table = open_table(place, split, hub=name.startswith(HUB))
         other = [column for column, kind in table.features.items() if not is_json(kind)]
         for number, fields in enumerate(table.remove_columns(other), start=1):
             yield f"{name}, row {number}", _filled(fields.items())
@@ -279,41 +250,21 @@ def dataset_errors(what: str) -> Iterator[None]:
             f"{what} without the package datasets: pip install datasets, or give a .jsonl file"
         ) from error
     except Exception as error:  # of many libraries: files, network, permissions, names
-        reason = " ".join(str(error).split())
-        raise UserError(f"{what}: {reason}{_remedy(reason)}") from error
+        raise UserError(f"{what}: {' '.join(str(error).split())}") from error
 
 
-def open_table(place: str, split: str, *, hub: bool, cache: str | None = None) -> Any:
-    """Return a split of a Hub data set, of local files, or of a folder that save_to_disk wrote.
-
-    Args:
-        cache: a folder for temporary files, of a table whose rows are read once and in order:
-            local files are then not copied, unless the split is cut.
-    """
+def open_table(place: str, split: str, *, hub: bool) -> Any:
+    """Return a split of a data set of the Hub, of a local file, or of a folder of files."""
     import datasets
 
     path = Path(place)
-    if not path.exists():
-        if not hub:
-            raise UserError(f"cannot read {place}: no such file or folder")
+    if path.exists():
+        check_regular(path)
+    elif not hub:
+        raise UserError(f"cannot read {place}: no such file or folder")
+    if not path.is_file():
         return datasets.load_dataset(place, split=split)
-    check_regular(path)
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        saved = datasets.load_from_disk(place)
-        splits: dict[Any, Any] = saved if isinstance(saved, dict) else {"train": saved}
-        name = split.partition("[")[0]
-        if name not in splits:
-            names = ", ".join(map(str, splits))
-            raise ValueError(f"Unknown split {name!r}. Available splits: {names}")
-        (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(splits[name])})
-        return splits[name].select(range(part.from_, part.to))
-    kind, files = (path.suffix[1:].lower(), place) if path.is_file() else (place, None)
-    load = functools.partial(
-        datasets.load_dataset, kind, data_files=files, split=split, cache_dir=cache
-    )
-    table: Any = load(streaming=cache is not None and "[" not in split)
-    # The columns of JSON are known only when it is read as a whole.
-    return load() if table.features is None else table
+    return datasets.load_dataset(path.suffix[1:].lower(), data_files=place, split=split)
 
 
 def is_json(kind: Any) -> bool:
@@ -326,14 +277,6 @@ def is_json(kind: Any) -> bool:
         return is_json(kind.feature)
     mixed = type(kind).__name__ == "Json"  # what `datasets` makes of lists of several types
     return mixed or str(getattr(kind, "dtype", "")).rstrip("0123456789") in JSON_TYPES
-
-
-def _remedy(reason: str) -> str:
-    if "gated" in reason or "authenticated" in reason:
-        return "; accept its terms on its page, and log in with `hf auth login`"
-    if "reach" in reason or "offline" in reason.lower():
-        return "; the hub cannot be reached: load it once with a network, or name a local file"
-    return ""
 
 
 def parse_nested(value: Any) -> Any:

@@ -165,10 +165,10 @@ def trials_of(
 ) -> list[Trial]:
     """Return the fixtures of a reward, or plain images for prompts that `spec` applies to.
 
-    Empty when it applies to no prompt. Raises UserError for malformed fixtures.
+    Empty when it applies to no prompt.
     """
     fixtures = getattr(spec.reward, "fixtures", None)
-    if trials := [_trial(spec.name, entry) for entry in fixtures()] if fixtures else []:
+    if trials := [Trial(**entry) for entry in fixtures()] if fixtures else []:
         return trials
     fits = [p for p in prompts or GENERIC if spec.misfit(p.text, p.metadata) is None]
     stride = max(len(fits) // PROMPTS, 1)
@@ -183,24 +183,6 @@ def plain_images(height: int, width: int) -> Tensor:
     make, side = importlib.import_module("flowrl_rewards.fixtures"), max(height, width)
     squares = [make.square(color, side) for color in ("red", "blue")]
     return torch.stack([*squares, make.noise(side), make.blank(side)])[..., :height, :width]
-
-
-def _trial(name: str, entry: Mapping[str, Any]) -> Trial:
-    try:
-        members = [entry["better"], entry["worse"], *entry.get("more", ())]
-        images = torch.stack([torch.as_tensor(member).float() for member in members])
-        prompt, metadata, says = entry["prompt"], entry["metadata"], entry["says"]
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"reward {name!r} has a fixture without the right parts ({type(error).__name__}: "
-            f"{error}): make it with flowrl_rewards.fixtures.fixture, of images of one size"
-        ) from error
-    if images.shape[1:2] != (3,) or images.ndim != 4:
-        raise UserError(
-            f"reward {name!r} has a fixture with images of shape {tuple(images.shape[1:])}, "
-            "expected (3, height, width)"
-        )
-    return Trial(images=images, prompt=prompt, metadata=dict(metadata), says=says)
 
 
 # --- scores of every image, twice -----------------------------------------------------------------

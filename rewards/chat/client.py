@@ -1,8 +1,8 @@
 """Ask a vision-language model behind any OpenAI-compatible server, many questions at a time.
 
 For vLLM, SGLang, `transformers serve` and hosted servers. A failure becomes the reason of a missing
-reply, and all replies are complete by the deadline. A server that has too many questions (429)
-rests for as long as it says, and gets fewer at a time from then on.
+reply, and all replies are complete by the deadline. A server that asks for a rest gets no question
+for so long.
 """
 
 import asyncio
@@ -12,10 +12,9 @@ import json
 import os
 import random
 import time
-import warnings
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -26,6 +25,7 @@ from .messages import (
     Failure,
     Question,
     Reply,
+    digest,
     no_completion,
     read_reply,
     redacted,
@@ -47,8 +47,6 @@ now = time.monotonic
 class Chat:
     """A model on an OpenAI-compatible server.
 
-    Parameters that a server refuses are left out, with a warning.
-
     Args:
         model: as the servers list it.
         base_url: of the server, up to and with "/v1".
@@ -64,6 +62,9 @@ class Chat:
         cache: a folder that stores replies for all processes and later runs. The same question
             about the same images is then not sent again; off by default, so that it shows when a
             model changes its mind.
+        parameters: of each request, such as {top_p: 1.0}; null leaves one of flowrl's out, as
+            {temperature: null, max_tokens: null, max_completion_tokens: 512} for a server that
+            refuses these two.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Chat:
         max_requests: int | None = None,
         thinking: bool | None = False,
         cache: str | None = None,
+        parameters: Mapping[str, Any] | None = None,
     ):
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is http://..., not {base_url!r}")
@@ -87,12 +89,13 @@ class Chat:
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}, expected more than 0")
         self.model, self.api_key_env, self.thinking = model, api_key_env, thinking
-        self.timeout, self.deadline = timeout, deadline
+        self.url, self.timeout, self.deadline = base_url.rstrip("/"), timeout, deadline
         self.in_flight, self.cache = in_flight, cache
-        self.max_requests = max_requests
-        self.version = f"{model}/thinking-{thinking}"
+        self.max_requests, self.parameters = max_requests, dict(parameters or {})
+        said = f"/{digest(self.parameters)}" if self.parameters else ""
+        self.version = f"{model}/thinking-{thinking}{said}"
+        self.rests_until = 0.0  # of `now`
         self._account: Account | None = None
-        self.server = JudgeServer(url=base_url.rstrip("/"), limit=in_flight)
 
     @property
     def account(self) -> Account:
@@ -145,29 +148,7 @@ def connected(server: Chat | Mapping[str, Any] | None) -> Chat:
     return Chat(**server)
 
 
-# --- the server and retries -----------------------------------------------------------------------
-
-
-@dataclass(slots=True, kw_only=True)
-class JudgeServer:
-    """The state of a server: what it refuses, and how many questions it takes at a time."""
-
-    url: str
-    limit: float  # questions at a time: halved when it has too many, then slowly raised
-    open: int = 0  # questions
-    refused_at: float = -1.0  # when it last had too many
-    rests_until: float = 0.0
-    left_out: set[str] = field(default_factory=set)  # parameters
-
-    @property
-    def rest(self) -> float:
-        """The seconds that it still rests."""
-        return max(0.0, self.rests_until - now())
-
-    def note_refusal(self, sent_at: float) -> None:
-        """Lower the limit; refusals of questions that were open together count once."""
-        if sent_at > self.refused_at:
-            self.limit, self.refused_at = max(1.0, self.limit / 2), now()
+# --- questions and retries ------------------------------------------------------------------------
 
 
 class _Batch:
@@ -183,79 +164,68 @@ class _Batch:
         chat, slots = self.chat, asyncio.Semaphore(self.chat.in_flight)
 
         async def answer(client: httpx.AsyncClient, key: str) -> Reply:
-            async with slots:
-                return await self._answer(client, key)
+            try:
+                async with asyncio.timeout(chat.deadline), slots:
+                    return await self._answer(client, key)
+            except TimeoutError:
+                return self._late(key)
 
-        async with connect(chat.server.url, self.secret) as client:
-            tasks = {key: asyncio.create_task(answer(client, key)) for key in self.questions}
-            _, late = await asyncio.wait(tasks.values(), timeout=chat.deadline)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+        async with connect(chat.url, self.secret) as client:
+            replies = await asyncio.gather(*(answer(client, key) for key in self.questions))
         if self.stopped:
             raise BudgetSpent(self.stopped)
-        return {k: self._late(k) if t in late else t.result() for k, t in tasks.items()}
+        return dict(zip(self.questions, replies, strict=True))
 
     async def _answer(self, client: httpx.AsyncClient, key: str) -> Reply:
         """Return the reply to a question, after retries."""
-        server, few_left, pause = self.chat.server, TRIES, PAUSE_S
+        chat, few_left, pause = self.chat, TRIES, PAUSE_S
         while few_left and not self.stopped:
-            if now() + server.rest > self.ends:
-                return self._late(key)
-            while (rest := server.rest) or server.open >= int(server.limit):
+            while (rest := chat.rests_until - now()) > 0:
+                if now() + rest > self.ends:
+                    return self._late(key)
                 await asyncio.sleep(rest + random.uniform(0.001, 0.01))
             if not self._pay():
                 break
-            sent_at = now()
             try:
                 return await self._try(client, key)
             except Failure as failure:
-                self._note(failure, sent_at)
-                self.trouble[key] = f"{server.url} {redacted(str(failure), self.secret)}"
+                self._note(failure)
+                self.trouble[key] = f"{chat.url} {redacted(str(failure), self.secret)}"
                 if failure.retry == "never":
                     break
                 few_left -= failure.retry == "few"
-                if failure.refuses or failure.retry_after is not None:
-                    continue  # without that parameter, or after the rest
+                if failure.retry_after is not None:
+                    continue  # after the rest
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(2 * pause, LONGEST_PAUSE_S)
         return Reply(missing=self.trouble.get(key, self.stopped))
 
     async def _try(self, client: httpx.AsyncClient, key: str) -> Reply:
         """Return a reply. Raises Failure that says why there is none."""
-        chat, server, question = self.chat, self.chat.server, self.questions[key]
-        arguments = request(question, chat.model, chat.thinking, server.left_out)
-        server.open += 1
+        chat, question = self.chat, self.questions[key]
+        arguments = request(question, chat.model, chat.thinking, chat.parameters)
         try:
             async with asyncio.timeout(chat.timeout):
-                answer = await post(client, f"{server.url}/chat/completions", arguments)
+                answer = await post(client, f"{chat.url}/chat/completions", arguments)
         except TimeoutError:
             words = f"did not answer within {chat.timeout:g} s: raise timeout, or lower in_flight"
             raise Failure(words, "few") from None
-        finally:
-            server.open -= 1
         reply = read_reply(answer, question, chat.thinking)
         reply = replace(reply, text=redacted(reply.text, self.secret))
-        server.limit = min(chat.in_flight, server.limit + 1 / server.limit)
         if chat.cache:
             chat.account.store(key, reply)
         return reply
 
-    def _note(self, failure: Failure, sent_at: float) -> None:
+    def _note(self, failure: Failure) -> None:
         """Record what a failure says about the server."""
-        server = self.chat.server
+        chat = self.chat
         if failure.limited:
-            server.note_refusal(sent_at)
-            self.chat.account.add_requests(-1)  # nobody charges for these
+            chat.account.add_requests(-1)  # nobody charges for these
         if failure.retry_after is not None:
-            server.rests_until = max(server.rests_until, now() + failure.retry_after)
-        if failure.refuses and failure.refuses not in server.left_out:
-            server.left_out.add(failure.refuses)
-            said = redacted(str(failure), self.secret)
-            warnings.warn(f"{server.url} {said}: sent without {failure.refuses}", stacklevel=2)
+            chat.rests_until = max(chat.rests_until, now() + failure.retry_after)
         if failure.no_quota and not self.stopped:
             said = redacted(str(failure), self.secret)
-            self.stopped = f"the judge {self.chat.model} at {server.url} {said}"
+            self.stopped = f"the judge {chat.model} at {chat.url} {said}"
 
     # --- rests and budgets
 
@@ -276,13 +246,12 @@ class _Batch:
 
     def _late(self, key: str) -> Reply:
         """Return the reply to a question without an answer by the deadline."""
-        server = self.chat.server
-        until = time.strftime("%H:%M:%S", time.localtime(time.time() + server.rest))
-        rest = f"; it asked for a rest until {until}" if server.rest else ""
+        chat, rest = self.chat, self.chat.rests_until - now()
+        resting = f"; it asked for a rest of {rest:.0f} s more" if rest > 0 else ""
         reason = f" ({self.trouble[key]})" if key in self.trouble else ""
         return Reply(
-            missing=f"{server.url} gave no answer within the deadline of {self.chat.deadline:g} s"
-            f"{rest}{reason}: raise deadline, or give the server more GPUs"
+            missing=f"{chat.url} gave no answer within the deadline of {chat.deadline:g} s"
+            f"{resting}{reason}: raise deadline, or give the server more GPUs"
         )
 
 
@@ -316,7 +285,7 @@ async def post(client: httpx.AsyncClient, url: str, content: Mapping[str, Any]) 
     except (ValueError, RecursionError):
         answer = response.text
     if response.status_code != 200:
-        raise refusal(response.status_code, response.headers, answer, content)
+        raise refusal(response.status_code, response.headers, answer)
     if isinstance(answer, str):
         raise no_completion(answer)
     return answer

@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -58,9 +58,9 @@ def digest(*settings: Any) -> str:
 
 
 def request(
-    question: Question, model: str, thinking: bool | None, left_out: Collection[str] = ()
+    question: Question, model: str, thinking: bool | None, parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the JSON of a chat completion; left_out: parameters that the server refuses."""
+    """Return the JSON of a chat completion; parameters: others, None for one to leave out."""
     urls = (base64.b64encode(image).decode() for image in question.images)
     content: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{url}"}} for url in urls
@@ -76,9 +76,8 @@ def request(
         arguments |= {"logprobs": True, "top_logprobs": question.alternatives}
     if thinking is not None:
         arguments["chat_template_kwargs"] = {"enable_thinking": thinking}
-    if "max_tokens" in left_out:  # OpenAI's newer models have another name for it
-        arguments["max_completion_tokens"] = arguments.pop("max_tokens")
-    return {name: value for name, value in arguments.items() if name not in left_out}
+    arguments |= parameters
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -90,20 +89,17 @@ class Failure(Exception):
     Args:
         retry: "again" until the deadline, "few" times, or "never" for this question.
         retry_after: seconds, None where the server does not say.
-        refuses: a parameter that the server does not take.
         limited: the server had too many questions.
         no_quota: no question of this account will be answered.
     """
 
     def __init__(
         self, words: str, retry: Literal["again", "few", "never"], *,
-        retry_after: float | None = None, refuses: str = "", limited: bool = False,
-        no_quota: bool = False,
+        retry_after: float | None = None, limited: bool = False, no_quota: bool = False,
     ):  # fmt: skip
         super().__init__(words)
         self.retry: Literal["again", "few", "never"] = retry
-        self.retry_after, self.refuses = retry_after, refuses
-        self.limited, self.no_quota = limited, no_quota
+        self.retry_after, self.limited, self.no_quota = retry_after, limited, no_quota
 
 
 def read_reply(answer: Any, question: Question, thinking: bool | None) -> Reply:
@@ -170,7 +166,7 @@ def _quote(answer: Any) -> str:
 
 _ADVICE = {  # by status
     200: "see its log, and that base_url ends in /v1",
-    400: "see that model is one that the server lists, and that it takes images",
+    400: "see that the server lists this model and that it takes images, or set parameters",
     401: "it does not take the key: see the variable that api_key_env names",
     402: "the account has to be paid: no retry mends that",
     403: "the key may not use this model: see the account, and api_key_env",
@@ -178,25 +174,16 @@ _ADVICE = {  # by status
     "server lists",
     408: "raise timeout, or lower in_flight",
     413: "the images are too large: lower longest",
-    422: "see that model is one that the server lists, and that it takes images",
+    422: "see that the server lists this model and that it takes images, or set parameters",
     429: "lower in_flight",
     503: "it is loading or overloaded: wait, or lower in_flight",
     504: "a proxy gave up waiting: lower in_flight, or raise its timeout",
 }
 _SERVER_ADVICE = "see its log"
-_UNKNOWN = re.compile(
-    r"unsupported|not support|unknown|unrecognized|unexpected|not permitted|extra (inputs|fields)"
-    r"|only the default",
-    re.IGNORECASE,
-)
-# Without probabilities, which are not among them, there is no score.
-_OPTIONAL = ("chat_template_kwargs", "enable_thinking", "temperature", "max_tokens")
 
 
-def refusal(
-    code: int, headers: Mapping[str, str], answer: Any, arguments: Mapping[str, Any]
-) -> Failure:
-    """Return what another status than 200 says to a request of these arguments."""
+def refusal(code: int, headers: Mapping[str, str], answer: Any) -> Failure:
+    """Return what another status than 200 says."""
     whole = answer if isinstance(answer, str) else json.dumps(answer)
     words = f"answered {code} ({_quote(answer)})"
     if "insufficient_quota" in whole:
@@ -206,20 +193,7 @@ def refusal(
     if code >= 500 or code in (408, 409, 425, 429):
         after = _retry_after(headers.get("retry-after"))
         return Failure(f"{words}: {advice}", "again", retry_after=after, limited=code == 429)
-    if parameter := _refused_parameter(code, whole, arguments):
-        return Failure(words, "again", refuses=parameter)
     return Failure(f"{words}: {advice}", "never")
-
-
-def _refused_parameter(code: int, text: str, arguments: Mapping[str, Any]) -> str:
-    """Return the parameter that a server does not know, "" for none that can be left out."""
-    if code not in (400, 422) or not _UNKNOWN.search(text):
-        return ""
-    for name in _OPTIONAL:
-        if re.search(rf"\b{name}\b", text):
-            parameter = "chat_template_kwargs" if name == "enable_thinking" else name
-            return parameter if parameter in arguments else ""
-    return ""
 
 
 def _retry_after(text: str | None) -> float | None:

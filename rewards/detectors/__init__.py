@@ -14,9 +14,6 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
 from ..geneval_rules import Detection
 
 Detector = Callable[..., Sequence[Sequence[Detection]]]
@@ -37,21 +34,3 @@ def load_detector(name: str, args: Mapping[str, Any] | None = None) -> Detector:
         names = ", ".join(DETECTORS)
         raise ValueError(f"unknown detector {name!r}: use {names}, or 'module:attribute'")
     return getattr(importlib.import_module(module), attribute)(**(args or {}))
-
-
-def detect(find: Detector, images: np.ndarray) -> Sequence[Sequence[Detection] | Exception]:
-    """For each image its Detections, or why there are none: one bad image spoils no other.
-
-    A missing package and a device without memory are raised: they concern all images.
-    """
-    try:
-        detections = find(images)
-        if len(detections) != len(images):
-            raise ValueError(f"answered for {len(detections)} of {len(images)} images")
-        return detections
-    except (ImportError, torch.cuda.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if len(images) == 1:
-            return [error]
-    return [detect(find, images[i : i + 1])[0] for i in range(len(images))]

@@ -33,9 +33,6 @@ class Shared:
                 self._network = make()
             return self._network
 
-    def holds(self, network: Any) -> bool:
-        return network is not None and network is self._network
-
     def recall(
         self, question: Hashable, image: Tensor | np.ndarray | None, run: Callable[[], T]
     ) -> T:

@@ -47,8 +47,6 @@ def parse(*overrides):
         ("rollout.num_inference_steps=1001", "rollout.num_inference_steps 1000"),
         ("run.seed=18446744073709551616", "run.seed"),
         ("run.output_dir=2026", "run.output_dir string"),
-        ("run.output_dir=" + "a" * 256, "run.output_dir 255"),
-        ('run.output_dir="a\\0b"', "run.output_dir NUL"),
         # Items of lists.
         ("rewards=[{weight: 1}]", "rewards.0.name"),
         ("rewards.4.weight=2", "rewards"),
@@ -57,7 +55,7 @@ def parse(*overrides):
         ("rewards.0.executor={kind: inline, urls: [x]}", "executor.urls http"),
         ("rewards.0.executor={kind: http, urls: []}", "rewards.0.executor urls"),
         ("rewards.0.executor={kind: http, urls: ['localhost:8000']}", "'localhost:8000' urls"),
-        ("rewards.0.applies_to={tag: []}", "applies_to.tag"),
+        ("rewards.0.applies_to={tag: []}", "applies_to at least 1"),
         ("rewards.0={args: {a: 1}, executor: {kind: http, urls: ['http://host']}}", "args server"),
         # Trees too large to list.
         (f"{LONG} rollout.tree={{kind: tempflow, branch: 2}}", "rollout"),

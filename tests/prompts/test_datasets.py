@@ -32,28 +32,25 @@ def as_jsonl(path, rows):
     return load_prompts(path)
 
 
-def test_saved_folders_and_parquet_files_give_the_prompts_of_the_same_jsonl(tmp_path):
+def test_parquet_files_and_folders_give_the_prompts_of_the_same_jsonl(tmp_path):
     expected = as_jsonl(tmp_path / "rows.jsonl", ROWS)
-    table().save_to_disk(tmp_path / "saved")
     table().to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "many").mkdir()
     for i in range(len(ROWS)):
         # Every file with the columns of all, as one table has them.
         table(ROWS).select([i]).to_parquet(tmp_path / "many" / f"part-{i}.parquet")
-    for name in ("saved", "rows.parquet", "many"):
+    for name in ("rows.parquet", "many"):
         assert load_prompts(tmp_path / name) == expected, name
-    assert load_prompts(f"hf:{tmp_path}/saved") == expected
+    assert load_prompts(f"hf:{tmp_path}/many") == expected
     assert load_prompts(tmp_path / "rows.parquet", limit=1) == expected[:1]
 
 
 def test_a_split_and_a_column_are_named_after_the_place(tmp_path):
-    rows = [{"words": "a cat", "caption": "b", "n": 1}]
-    folder = tmp_path / "saved"
-    datasets.DatasetDict({"train": table(), "test": table(rows)}).save_to_disk(folder)
-    (record,) = load_prompts(f"hf:{folder}:test:words")
+    path = tmp_path / "a.parquet"
+    table([{"words": "a cat", "caption": "b", "n": 1}]).to_parquet(path)
+    (record,) = load_prompts(f"hf:{path}:train:words")
     assert (record.text, record.metadata) == ("a cat", {"caption": "b", "n": 1})
-    assert load_prompts(f"hf:{folder}:test")[0].text == "b"
-    assert [p.text for p in load_prompts(folder)] == ["two cats", "a red cup"]
+    assert load_prompts(f"hf:{path}:train")[0].text == "b"
     # Files of one split are read alone when their names say so.
     (tmp_path / "p").mkdir()
     for split in ("train", "test"):
@@ -62,11 +59,6 @@ def test_a_split_and_a_column_are_named_after_the_place(tmp_path):
     assert [p.text for p in load_prompts(tmp_path / "p")] == ["train"]
     with pytest.raises(UserError, match="split 'dev': .*[tT]rain.*test"):
         load_prompts(f"hf:{tmp_path}/p:dev")
-    # A saved table without splits is the training one and no other.
-    table().save_to_disk(tmp_path / "saved")
-    assert load_prompts(f"hf:{tmp_path}/saved:train") == load_prompts(tmp_path / "saved")
-    with pytest.raises(UserError, match="'test'.* train"):
-        load_prompts(f"hf:{tmp_path}/saved:test")
 
 
 def test_lists_of_several_types_are_read_from_data_sets_of_json_lines(tmp_path):
@@ -99,8 +91,8 @@ def test_images_are_not_read_and_bad_columns_are_refused(tmp_path):
     kinds = {"prompt": "string", "raw": "binary", "n": "int64"}
     columns = {name: datasets.Value(kind) for name, kind in kinds.items()}
     features = datasets.Features(columns | {"image": datasets.Image()})
-    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "saved")
-    assert load_prompts(tmp_path / "saved")[0].metadata == {}
+    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "p.parquet")
+    assert load_prompts(tmp_path / "p.parquet")[0].metadata == {}
     # Other columns and an empty text are sentences.
     table([{"words": "a"}]).to_parquet(tmp_path / "p.parquet")
     with pytest.raises(UserError, match="no column of texts.* among words"):

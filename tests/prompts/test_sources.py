@@ -109,16 +109,3 @@ def test_sources_that_cannot_be_read_are_refused(tmp_path):
             load_prompts(source)
     with pytest.raises(UserError, match="prompt 1"):
         build_prompts("", ["a cat", "a \ud800 cat"])
-
-
-def test_a_data_folder_gives_the_file_of_each_split(tmp_path):
-    for name, rows in (("train_metadata", 2), ("train", 3), ("test_metadata", 1)):
-        lines = [json.dumps({"prompt": f"{name} {i}"}) for i in range(rows)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    assert [p.text for p in load_prompts(tmp_path)] == ["train_metadata 0", "train_metadata 1"]
-    assert [p.text for p in load_prompts(tmp_path, split="test")] == ["test_metadata 0"]
-    (tmp_path / "ocr").mkdir()
-    (tmp_path / "ocr" / "train.txt").write_text('a sign "X"\n')
-    assert load_prompts(tmp_path / "ocr")[0].text == 'a sign "X"'
-    with pytest.raises(UserError, match="train.txt"):
-        load_prompts(tmp_path / "ocr", split="test")

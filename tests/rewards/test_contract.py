@@ -213,6 +213,5 @@ def test_weights_that_are_missing_or_could_run_code_are_refused_in_one_sentence(
 def test_published_weights_order_the_fixtures(name):
     reward = load_reward(name)
     for case in getattr(reward, "fixtures", list)():
-        both = torch.stack([case["better"], case["worse"]])
-        better, worse = reward(both, [case["prompt"]] * 2, [{}] * 2)
+        better, worse = reward(case["images"][:2], [case["prompt"]] * 2, [{}] * 2)
         assert better > worse, case["says"]

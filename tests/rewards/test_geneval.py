@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from flowrl_rewards.geneval import MODES, GenEval
+from flowrl_rewards.geneval import GenEval
 from flowrl_rewards.geneval_rules import Detection
+from flowrl_rewards.networks.sharing import Shared
 
 WHITE = torch.ones(1, 3, 8, 8)
 CAT = {"tag": "single_object", "include": [{"class": "cat", "count": 1}]}
@@ -36,7 +37,7 @@ class Mean:
 
 def scripted(find=None, **args) -> GenEval:
     made = GenEval(**args)
-    made._find = find or Scripted()
+    made._find, made._detectors = find or Scripted(), Shared()
     return made
 
 
@@ -77,17 +78,7 @@ def test_the_detector_gets_red_green_blue_in_this_order():
     assert scores_of(made, image.flip(1), wanted).tolist() == [0.0, 1.0, 0.0]
 
 
-def test_what_cannot_be_judged_is_missing_with_a_reason_in_every_mode_and_spoils_no_other():
-    def picky(images):
-        if (images == 0).all((1, 2, 3)).any():
-            raise RuntimeError("too dark")
-        return [[cat(1.0)] for _ in images]
-
-    images = torch.cat([WHITE, 0 * WHITE, WHITE])
-    for mode in MODES:
-        scores, reasons = scripted(picky, mode=mode)(images, [""] * 3, [CAT] * 3)
-        assert scores[0] == scores[2] == 1 and scores[1].isnan()
-        assert list(reasons) == [1] and "RuntimeError: too dark" in reasons[1]
+def test_a_prompt_that_cannot_be_judged_is_missing_with_a_reason_and_spoils_no_other():
     position = {"tag": "position", "include": ["cat"]}
     for wrong in ({"tag": "single_object"}, position, TWO | {"exclude": 3}):
         scores, reasons = scripted(Mean())(WHITE.repeat(2, 1, 1, 1), ["", ""], [wrong, CAT])
@@ -99,5 +90,4 @@ def test_what_cannot_be_judged_is_missing_with_a_reason_in_every_mode_and_spoils
 def test_the_published_detector_sees_the_cat():
     made = GenEval("official", detector="mask2former")
     (item,) = made.fixtures()
-    images = torch.stack([item["better"], item["worse"]])
-    assert scores_of(made, images, [item["metadata"]] * 2).tolist() == [1, 0]
+    assert scores_of(made, item["images"], [item["metadata"]] * 2).tolist() == [1, 0]

@@ -219,11 +219,11 @@ def test_the_first_ratio_of_grpo_is_one_on_what_was_kept(make_learner):
 def test_what_cannot_be_explored_is_refused(tiny_config):
     one_noise = {"kind": "tree_grpo", "branch": 4, "window": {"kind": "fixed", "size": 1}}
     for explore, other, message in (
-        ({"candidates": 3}, {}, "candidates is 3.* is 4"),
+        ({"candidates": 3}, {}, "candidates must be at least 4"),
         ({"num_inference_steps": 5}, {}, "explore.num_inference_steps must be 2 to 4"),
         ({"num_inference_steps": 1}, {}, "explore.num_inference_steps must be 2 to 4"),
-        ({"num_inference_steps": 2, "stop_at": 1}, {}, "stop_at is 1.* null"),
-        ({"num_inference_steps": None, "stop_at": 4}, {}, "stop_at is 4.* the 4"),
+        ({"num_inference_steps": 2, "stop_at": 1}, {}, "stop_at .*_steps must be null"),
+        ({"num_inference_steps": None, "stop_at": 4}, {}, "stop_at must be below 4"),
         ({"num_inference_steps": None, "select": "most_mixed"}, {}, "most_mixed.*flow_grpo"),
         ({"num_inference_steps": 2}, {"tree": {"kind": "dance_grpo"}}, "dance_grpo .*one noise"),
         ({"num_inference_steps": 2}, {"tree": one_noise}, "tree_grpo .*one noise"),
