@@ -270,7 +270,7 @@ def build_rewards(
 
 
 # Options under `pipeline` that leave evaluations as they are, which use the exact weights.
-INDIFFERENT = {"device", "decode_batch", "precision", "min_dim"}
+INDIFFERENT = {"device", "decode_batch", "precision", "min_dim", "quantize_gradients"}
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
 
 

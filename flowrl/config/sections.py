@@ -66,6 +66,13 @@ class PipelineOptions(Options):
         "their two sizes is above this; null is the backbone's.",
         f"1000 to 2432, by the network, in {SOL_RL}",
     )
+    quantize_gradients: Flag = option(
+        False,
+        "With precision: also round the gradients that go back through its matmuls, in groups of "
+        "the same format; the products are ordinary ones on every device, so that it shows what "
+        "the numbers do and is not faster.",
+        "Jet-RL, arXiv 2601.14243, with fp8",
+    )
     device: Literal["auto", "cpu", "cuda", "mps"] = option(
         "auto", "Where to compute; auto takes cuda, then mps, then cpu."
     )

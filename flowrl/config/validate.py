@@ -137,6 +137,7 @@ def check_explore(plans: Plans, rollout: SamplingOptions, seed: int) -> None:
 
 def check_precision(pipeline: PipelineOptions, rollout: SamplingOptions) -> None:
     """Check that rollouts can be sampled in the precision of training."""
+    exact = pipeline.precision in (None, "bf16")
     refuse(
         f"pipeline.precision is {pipeline.precision or 'null'}, which quantises no layer",
         ("pipeline.quantize_gradients", exact and pipeline.quantize_gradients, "false"),

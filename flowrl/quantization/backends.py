@@ -106,6 +106,10 @@ class Backend(Protocol):
         """Return x weight^T + bias, (M, out) in x's dtype; x: (M, in), bias: (out,)."""
         ...
 
+    def round(self, x: Tensor) -> Tensor:
+        """Return the numbers (M, K) fp32 that x (M, K) has in the format."""
+        return self.unpack(self.pack(x.float()))
+
 
 @dataclass(frozen=True, slots=True)
 class NVFP4Emulated(Backend):
@@ -150,6 +154,9 @@ class NVFP4Native(Backend):
         scale = nvfp4.unswizzle(state["scale"], rows, columns // nvfp4.BLOCK)
         packed = nvfp4.Quantised(codes=codes, scale=scale, global_scale=state["global_scale"])
         return nvfp4.dequantise(packed)
+
+    def round(self, x: Tensor) -> Tensor:
+        return NVFP4Emulated().round(x)  # of any number of rows
 
     def _quantise(self, x: Tensor) -> dict[str, Tensor]:
         quantised = nvfp4.quantise(x)
@@ -217,11 +224,20 @@ class PerRow(Backend):
         return self.backend.unpack(state)
 
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
+        rows, largest = self._scaled(x)
+        product = self.backend.matmul(rows.to(x.dtype), state).float() * largest
+        return (product if bias is None else product + bias.float()).to(x.dtype)
+
+    def round(self, x: Tensor) -> Tensor:
+        rows, largest = self._scaled(x)
+        return self.backend.round(rows) * largest
+
+    def _scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows (M, K) fp32 of magnitude 1, and what they were divided by (M, 1)."""
         rows = x.float()
         # A row of zeros stays one: the smallest normal number divides it.
         largest = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        product = self.backend.matmul((rows / largest).to(x.dtype), state).float() * largest
-        return (product if bias is None else product + bias.float()).to(x.dtype)
+        return rows / largest, largest
 
 
 BACKENDS: dict[str, Backend] = {  # by precision

@@ -104,16 +104,19 @@ class RolloutLinear(nn.Module):
 class SamePrecisionLinear(nn.Linear):
     """y = Q(W) Q(x) + bias of a frozen linear layer, and dx = dy Q(W): straight-through.
 
+    With `quantize_gradients` dx = Q(dy) Q(W), emulated: dy is rounded in groups along out, the
+    weight stays rounded along in, and the product is an ordinary one.
+
     weight and bias are those of `linear` itself, exact and without gradients. With `exact` set it
     is that layer again, bit for bit. The packed weights are in no state dict.
     """
 
-    def __init__(self, linear: nn.Linear, backend: Backend):
+    def __init__(self, linear: nn.Linear, backend: Backend, quantize_gradients: bool = False):
         bias = linear.bias is not None
         super().__init__(linear.in_features, linear.out_features, bias, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.packed = RolloutLinear(linear.weight, linear.bias, backend)
-        self.exact = False
+        self.exact, self.quantize_gradients = False, quantize_gradients
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) -> (..., out), under autocast in its dtype."""
@@ -131,6 +134,8 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (dy,), packed = grads, ctx.layer.packed
+        if ctx.layer.quantize_gradients:
+            dy = packed.backend.round(dy.flatten(0, -2)).view(dy.shape).to(dy.dtype)
         weight = packed.backend.unpack(packed.state())  # anew: nothing is kept for this
         return (dy @ weight.to(dy.dtype)).to(ctx.dtype), None
 
@@ -155,7 +160,7 @@ def quantise_base(
                 f"layer {choice.name} is a {type(layer).__name__}, and only linear layers without "
                 "adapters are trained in low precision: load the pipeline anew, or keep the layer"
             )
-        network.set_submodule(choice.name, SamePrecisionLinear(layer, backend))
+        network.set_submodule(choice.name, SamePrecisionLinear(layer, backend, quantize_gradients))
 
 
 @contextmanager

@@ -105,3 +105,44 @@ def test_the_gradient_is_that_of_a_product_with_the_quantised_weight(linear):
         exact_one = dy.double() @ linear.weight.double()
         assert (x.grad.double() - exact_one).norm() > 0.01 * exact_one.norm()
         assert linear.weight.grad is None and linear.bias.grad is None
+
+
+def cosine(a, b):
+    return torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0).item()
+
+
+def gradient(linear, backend, dy, quantize):
+    x = randn(*dy.shape[:-1], IN).to(dy.dtype).requires_grad_()
+    SamePrecisionLinear(linear, backend, quantize)(x).backward(dy)
+    return x.grad
+
+
+@pytest.mark.parametrize(
+    ("backend", "least"), [(FP8Rowwise(), 0.999), (PerRow(NVFP4Emulated()), 0.99)]
+)
+def test_rounded_gradients_point_where_the_exact_ones_do(linear, backend, least):
+    dy = randn(3, 50, OUT, seed=3) * torch.logspace(-6, 2, 50)[:, None]  # rows of all sizes
+    dy[1, 7] = 0
+    exact, rounded = (gradient(linear, backend, dy, quantize) for quantize in (False, True))
+    rows = [cosine(a, b) for a, b in zip(exact.flatten(0, 1), rounded.flatten(0, 1), strict=True)]
+    assert least < cosine(exact, rounded) < 1 - 1e-6 and min(rows[:57] + rows[58:]) > least - 0.02
+    assert rounded[1, 7].abs().max() == 0
+    # A row alone is rounded as in a batch; the weight is that of the forward pass.
+    alone = gradient(linear, backend, dy[2, 9:10], True)
+    torch.testing.assert_close(alone, rounded[2, 9:10], rtol=1e-5, atol=1e-9)
+    weight = backend.unpack(backend.pack(linear.weight)).double()
+    expected = backend.round(dy.flatten(0, 1)).double() @ weight
+    torch.testing.assert_close(rounded.flatten(0, 1).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+class Identity(FP8Rowwise):
+    def round(self, x):
+        return x.float()
+
+
+def test_gradients_that_nothing_rounds_are_equal_bit_for_bit(linear):
+    for dtype in (torch.float32, torch.bfloat16):
+        dy, layer = randn(7, OUT, seed=3).to(dtype), linear.to(dtype)
+        exact, same = (gradient(layer, Identity(), dy, quantize) for quantize in (False, True))
+        assert torch.equal(exact, same)
+        assert not torch.equal(exact, gradient(layer, FP8Rowwise(), dy, True))
