@@ -2,17 +2,22 @@
 
 import ast
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from flowrl.config import Config, parse_config
+from flowrl.config.explain import default_text, explain
 from flowrl.config.load import merge, parse_overrides
 from flowrl.config.messages import walk
+from flowrl.config.objectives import Objective
 from flowrl.config.rewards import (
     RewardOptions,
     check_rewards,
 )
+from flowrl.config.yaml12 import load_yaml
 from flowrl.errors import UserError
+from flowrl.trees.presets import PRESETS
 
 PACKAGE = Path(__file__).parents[2] / "flowrl"
 SMALLEST = {"prompts": {"train": "prompts.txt"}, "rewards": [{"name": "ocr"}]}
@@ -91,6 +96,29 @@ def test_every_option_is_read_by_some_module():
     read |= {node.arg for node in nodes if isinstance(node, ast.arg)}  # by `arguments()`
     names = {option.path.rpartition(".")[2] for option in walk(Config)} - {"kind"}
     assert not names - read
+
+
+def test_a_kind_of_objective_or_tree_is_named_in_its_options_alone():
+    """So that a new one is its file and its options, and no table elsewhere knows it."""
+    kinds = {section.model_fields["kind"].default for section in get_args(get_args(Objective)[0])}
+    kinds |= PRESETS.keys()
+    kinds -= {"custom", "grpo", "ode", "dpo", "kto"}  # defaults; votes are learned by the last two
+    assert len(kinds) > 25
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name + "/" + path.name in ("config/objectives.py", "trees/presets.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            assert not (isinstance(node, ast.Constant) and node.value in kinds), (path, node.value)
+
+
+def test_every_option_has_a_meaning_and_a_default_that_a_recipe_takes():
+    options = list(walk(Config))
+    assert all(option.meaning.strip() for option in options)
+    assert len(explain().splitlines()) == len(Config.model_fields)
+    for option in options:
+        assert option.required or load_yaml(default_text(option)) is not ...
+    for path in sorted({option.path for option in options})[::20]:  # each takes time
+        assert path in explain(path) or path.replace(".0", "") in explain(path)
 
 
 def test_a_reward_stands_once_and_one_of_them_is_trained_on():
