@@ -3,14 +3,10 @@
 import contextlib
 import signal
 import socket
-from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from flowrl.training.evaluate import Evaluation
 from flowrl.training.ledger import Ledger
 from flowrl.training.owner import owner_of
 from flowrl.training.tracking import read_metrics
@@ -62,11 +58,6 @@ def test_a_value_appears_after_it_is_logged(page, make_folder_in, tmp_path, serv
         page.wait_for_selector('[data-metric="reward/mean"] .reading:text("at 5: 0.625")')
         label = page.locator('[data-metric="reward/mean"] [role=img]').get_attribute("aria-label")
         assert "0.1 at 1, 0.625 at 5, lowest 0.1, highest 0.625" in label
-        headings = page.locator("h2:visible").all_inner_texts()  # of sections with content
-        assert headings == [
-            "Held-out images", "Training samples", "Held-out scores", "Progress",
-            "Curves of training", "Recipe", "Journal",
-        ]  # fmt: skip
 
 
 def test_metrics_named_as_members_of_every_object_have_curves(
@@ -315,23 +306,14 @@ NAMELESS = """() => [...document.querySelectorAll(
   .map(e => e.outerHTML)"""
 
 
-def test_every_view_fits_phone_and_desk_in_light_and_dark(page, address):
-    seen = set()
+def test_every_view_fits_phone_and_desk_and_names_what_can_be_used(page, address):
     for view in ("", "#/run?run=one", "#/compare", "#/start"):
         opened(page, address, view)
         page.wait_for_selector("main :is(.reading .value, .state, .start)")
-        for width, scheme in product((390, 1366), ("light", "dark")):
+        for width in (390, 1366):
             page.set_viewport_size({"width": width, "height": 844})
-            page.emulate_media(color_scheme=scheme)
             assert too_wide(page) <= 0, (view, width)
             assert page.evaluate(NAMELESS) == [], (view, width)
-            small = page.evaluate(
-                "[...document.querySelectorAll('main button, main .button')]"
-                ".filter(e => e.checkVisibility() && e.clientHeight < 36).length"
-            )
-            assert small == 0, (view, width)
-            seen.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-    assert len(seen) == 2  # both schemes were drawn
 
 
 def tabs_to(page, script: str) -> None:
@@ -379,54 +361,6 @@ def test_the_keyboard_alone_opens_a_run_reads_a_curve_moves_over_time_and_compar
     tabs_to(page, "e.tagName === 'SELECT'")
     page.keyboard.press("ArrowDown")
     page.wait_for_selector("th:has-text('optim.lr')")
-
-
-INK = """metric => {
-    const canvas = document.querySelector(`[data-metric="${metric}"] canvas`);
-    const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-    const columns = new Set();
-    let ink = "", last = 0;
-    for (let i = 0; i < data.length; i += 4) {
-        const spread = Math.max(...data.slice(i, i + 3)) - Math.min(...data.slice(i, i + 3));
-        if (spread < 100 || data[i + 3] < 255) continue; // axes are grey
-        columns.add((i / 4) % canvas.width);
-        last = Math.max(last, (i / 4) % canvas.width);
-        ink = data.slice(i, i + 3).join();
-    }
-    return [columns.size, ink, last];
-}"""
-
-
-def test_a_single_value_is_a_dot_an_interval_a_band_and_shares_stay_above_zero(
-    page, make_folder_in, tmp_path, serve
-):
-    prompts = ("a red circle", "a blue square")
-    folder = make_folder_in(tmp_path / "runs", "one", prompts=prompts)
-    path = folder / "evaluations" / "step-000004.safetensors"
-    evaluation = replace(Evaluation.load(path), scores=torch.tensor([[0.5], [1.0]]))
-    evaluation.save(path)
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(seal_line({"step": 4, "policy/kl": 0.0}).decode() + "\n")
-    inks = set()
-    with serve(tmp_path / "runs") as address:
-        page.set_viewport_size({"width": 1366, "height": 900})
-        opened(page, address, "#/run?run=one")
-        for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme)
-            page.wait_for_selector('[data-metric="policy/kl"] canvas')
-            page.wait_for_timeout(200)
-            dot, ink, last = page.evaluate(INK, "policy/kl")
-            inks.add(ink)
-            assert 3 <= dot <= 8 and last > 300  # the last step is at the right end
-            assert page.evaluate(INK, "reward/mean")[0] > 100
-        assert reading(page, "eval/brightness").inner_text() == "at 4: 0.75 ± 0.49"
-        ranges = page.evaluate(
-            "import('/chart.js').then(m => [[0, 1], [0, 0], [-1, 1], [null, null]]"
-            ".map(([low, high]) => m.rangeOf(null, low, high)))"
-        )
-    assert len(inks) == 2
-    assert ranges[0][0] == ranges[1][0] == 0 and ranges[2][0] < -1 and ranges[3] == [0, 1]
-    assert all(low < high for low, high in ranges)
 
 
 def test_a_run_hands_out_its_results_as_files_to_keep(page, make_folder_in, tmp_path, serve):
