@@ -1,4 +1,3 @@
-import itertools
 import math
 
 import pytest
@@ -112,23 +111,6 @@ def test_most_mixed_keeps_the_trees_whose_estimated_images_differ_most(make_lear
     explored = sampler.collect(0, Timer()).explored
     torch.testing.assert_close(explored.proxy, variance.float())
     assert torch.equal(explored.chosen, variance.topk(2).indices.sort().values)
-
-
-def test_the_order_by_variance_is_that_of_the_chance_of_mixed_leaves_whatever_their_number():
-    for seen in (2, 3, 5, 8):
-        p = torch.arange(seen + 1, dtype=torch.float64) / seen  # successes among the leaves seen
-        rewards = torch.tensor([[1.0] * n + [0.0] * (seen - n) for n in range(seen + 1)])
-        variance = rewards.double().var(1, correction=0)
-        for more in (2, 3, 4, 7):
-            ones = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * more).sum(1)  # of all draws
-            law = p[:, None] ** ones * (1 - p[:, None]) ** (more - ones)
-            mixed = (law * ((ones > 0) & (ones < more))).sum(1)
-            torch.testing.assert_close(mixed, 1 - p**more - (1 - p) ** more)
-            for a, b in itertools.combinations(range(seen + 1), 2):
-                if abs(variance[a] - variance[b]) > 1e-12:
-                    assert (variance[a] > variance[b]) == (mixed[a] > mixed[b])
-                else:
-                    assert mixed[a] == pytest.approx(mixed[b])
 
 
 class Twofold:
