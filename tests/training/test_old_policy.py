@@ -46,39 +46,3 @@ def test_the_old_policy_is_the_one_that_sampled(make_learner, monkeypatch, name,
         for weights in learned:
             assert all(map(torch.equal, weights, sampled[iteration]))
     assert not all(map(torch.equal, sampled[0], sampled[3]))
-
-
-EXPLORE = {
-    "explore": {"candidates": 6, "num_inference_steps": 2, "precision": "bf16",
-                "audit": {"every": 0}}
-}  # fmt: skip
-LEARNED = {
-    "nft": (OLD_POLICIES["nft"] | {"kl_coef": 0.1}, ODE),
-    "gdro": ({"kind": "gdro", "noising": {"count": 2}}, ODE),
-    "grpo": ({"kind": "grpo", "kl_coef": 0.1}, CHAINS),
-    "tree": ({"kind": "grpo"}, {"tree": {"kind": "tree_grpo", "branch": 2,
-                                         "window": {"kind": "fixed", "size": 1}}}),
-    "two stages": (OLD_POLICIES["nft"], ODE | EXPLORE),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LEARNED)
-def test_forwards_are_the_rows_of_the_networks_calls(make_learner, monkeypatch, name):
-    """All of them, and those with a gradient, which `tree/train_forwards` counts."""
-    objective, tree = LEARNED[name]
-    learner = make_learner(objective=objective, rollout=ROLLOUT | tree)
-    rows: dict[bool, int] = {True: 0, False: 0}
-    network = type(learner.policy.network)
-    forward = network.forward
-
-    def counted(self, hidden_states, *args, **kwargs):
-        rows[torch.is_grad_enabled()] += len(hidden_states)
-        return forward(self, hidden_states, *args, **kwargs)
-
-    monkeypatch.setattr(network, "forward", counted)  # of low-bit copies, too
-    learner.iterate(0)  # asks once what a batch may have
-    rows.update(dict.fromkeys(rows, 0))
-    _, metrics = learner.iterate(1)
-    assert metrics["tree/train_forwards"] == rows[True] > 0
-    learned, sampled = metrics["forwards/learn"], metrics["forwards/rollout"]
-    assert learned + sampled == sum(rows.values())
