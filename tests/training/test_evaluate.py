@@ -114,24 +114,12 @@ def test_scores_are_matched_by_name_and_missing_ones_left_out():
     (row,) = compare(before, after)
     assert (row.name, row.before, row.after) == ("a", 0, 1)
     assert (row.change.mean, row.change.images) == (1, 1)
+    one_prompt = replace(scored([0.0, 0.0], [1.0, 0.0]), prompt=torch.zeros(2).long())
+    assert [r.change.prompts for r in compare(one_prompt, one_prompt)] == [1, 1]
     (a, b) = compare(scored([0.0, 1.0]), scored([3.0, 2.0], names=("b", "a")))
     assert (a.name, a.after) == ("a", 2) and (b.name, b.after) == ("b", 3)
     assert scored([1.0, math.nan], [3.0, math.nan]).mean("a") == 2
     assert math.isnan(scored([1.0, math.nan]).mean("b"))
-
-
-def test_an_interval_is_over_prompts_and_one_prompt_has_none():
-    """600 images of one prompt were an interval over 600 images."""
-    generator = torch.Generator().manual_seed(0)
-    before = replace(scored(*torch.rand(40, 1, generator=generator).tolist(), names=("a",)))
-    after = replace(before, scores=before.scores + torch.rand(40, 1, generator=generator))
-    (free,) = compare(before, after)
-    half = before.prompt // 20
-    (pair,) = compare(replace(before, prompt=half), after)
-    (one,) = compare(replace(before, prompt=half * 0), after)
-    assert (free.change.prompts, pair.change.prompts, one.change.prompts) == (40, 2, 1)
-    assert free.change.images == one.change.images == 40
-    assert math.isnan(one.change.low) and math.isnan(one.change.high)
 
 
 def test_few_prompts_are_not_repeated_to_as_many_images_as_wanted(make, tmp_path):
