@@ -1,12 +1,15 @@
-"""Prompt files: text, tables, data folders, and rows as other projects write them."""
+"""Prompt files and data sets: text, tables, folders, and rows as other projects write them."""
 
 import json
 
+import datasets
 import pytest
+from datasets import config
 
 from flowrl.assembly.learner import build_prompts
 from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
+from flowrl.tiny.world import split_prompts
 
 FILES = {
     "a.txt": "\ufeffA red car\n\n  A cat \n",
@@ -122,3 +125,108 @@ def test_a_data_folder_gives_the_file_of_each_split(tmp_path):
     assert load_prompts(tmp_path / "ocr")[0].text == 'a sign "X"'
     with pytest.raises(UserError, match="train.txt"):
         load_prompts(tmp_path / "ocr", split="test")
+
+
+# --- data sets -----------------------------------------------------------------------------------
+
+
+TABLE = [
+    {"prompt": "two cats", "tag": "counting", "include": [{"class": "cat", "count": 2}]},
+    {"prompt": "a red cup", "tag": "colors", "include": [{"class": "cup", "color": "red"}]},
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+    """Neither progress bars nor files in the user's cache."""
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def table(rows=TABLE) -> datasets.Dataset:
+    return datasets.Dataset.from_list(rows)
+
+
+def as_jsonl(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return load_prompts(path)
+
+
+def test_saved_folders_and_parquet_files_give_the_prompts_of_the_same_jsonl(tmp_path):
+    expected = as_jsonl(tmp_path / "rows.jsonl", TABLE)
+    table().save_to_disk(tmp_path / "saved")
+    table().to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "many").mkdir()
+    for i in range(len(TABLE)):
+        # Every file with the columns of all, as one table has them.
+        table(TABLE).select([i]).to_parquet(tmp_path / "many" / f"part-{i}.parquet")
+    for name in ("saved", "rows.parquet", "many"):
+        assert load_prompts(tmp_path / name) == expected, name
+    assert load_prompts(f"hf:{tmp_path}/saved") == expected
+    assert load_prompts(tmp_path / "rows.parquet", limit=1) == expected[:1]
+
+
+def test_a_split_and_a_column_are_named_after_the_place(tmp_path):
+    rows = [{"words": "a cat", "caption": "b", "n": 1}]
+    folder = tmp_path / "saved"
+    datasets.DatasetDict({"train": table(), "test": table(rows)}).save_to_disk(folder)
+    (record,) = load_prompts(f"hf:{folder}:test:words")
+    assert (record.text, record.metadata) == ("a cat", {"caption": "b", "n": 1})
+    assert load_prompts(f"hf:{folder}:test")[0].text == "b"
+    assert [p.text for p in load_prompts(folder)] == ["two cats", "a red cup"]
+    # Files of one split are read alone when their names say so.
+    (tmp_path / "p").mkdir()
+    for split in ("train", "test"):
+        table([{"prompt": split}]).to_parquet(tmp_path / f"p/{split}-00000-of-00001.parquet")
+    assert [p.text for p in load_prompts(f"hf:{tmp_path}/p:test")] == ["test"]
+    assert [p.text for p in load_prompts(tmp_path / "p")] == ["train"]
+    with pytest.raises(UserError, match="split 'dev': .*[tT]rain.*test"):
+        load_prompts(f"hf:{tmp_path}/p:dev")
+    # A saved table without splits is the training one and no other.
+    table().save_to_disk(tmp_path / "saved")
+    assert load_prompts(f"hf:{tmp_path}/saved:train") == load_prompts(tmp_path / "saved")
+    with pytest.raises(UserError, match="'test'.* train"):
+        load_prompts(f"hf:{tmp_path}/saved:test")
+
+
+def test_lists_of_several_types_are_read_from_data_sets_of_json_lines(tmp_path):
+    place = {"class": "cat", "count": 1, "position": ["right of", 0]}
+    rows = [{"prompt": "a cat right of a dog", "include": [{"class": "dog", "count": 1}, place]}]
+    rows += [{"prompt": "a red cup", "include": [{"class": "cup", "color": "red"}]}]
+    (tmp_path / "set").mkdir()
+    expected = as_jsonl(tmp_path / "set" / "rows.jsonl", rows)
+    assert load_prompts(tmp_path / "set") == expected
+    assert expected[0].metadata["include"][1] == place
+
+
+def test_text_of_columns_is_read_as_json_only_where_it_is(tmp_path):
+    # Metadata written as json text is what it says.
+    prompts = list(split_prompts("position", "train"))[:5]
+    rows = [{"prompt": p["prompt"], "metadata": json.dumps(p)} for p in prompts]
+    table(rows).to_parquet(tmp_path / "p.parquet")
+    expected = as_jsonl(tmp_path / "rows.jsonl", prompts)
+    assert load_prompts(tmp_path / "p.parquet") == expected
+    # Text that only looks like json stays text.
+    rows = [{"prompt": "a", "ocr_text": text} for text in ("[SALE]", "[1]", "{}}", "{ 5")]
+    table(rows).to_parquet(tmp_path / "p.parquet")
+    prompts = load_prompts(tmp_path / "p.parquet")
+    assert [p.metadata["ocr_text"] for p in prompts] == [row["ocr_text"] for row in rows]
+
+
+def test_images_are_not_read_and_bad_columns_are_refused(tmp_path):
+    # Images and bytes are not read and what is empty is left out.
+    rows = [{"prompt": "a", "raw": b"x", "n": None, "image": {"bytes": b"no image", "path": "p"}}]
+    kinds = {"prompt": "string", "raw": "binary", "n": "int64"}
+    columns = {name: datasets.Value(kind) for name, kind in kinds.items()}
+    features = datasets.Features(columns | {"image": datasets.Image()})
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "saved")
+    assert load_prompts(tmp_path / "saved")[0].metadata == {}
+    # Other columns and an empty text are sentences.
+    table([{"words": "a"}]).to_parquet(tmp_path / "p.parquet")
+    with pytest.raises(UserError, match="no column of texts.* among words"):
+        load_prompts(tmp_path / "p.parquet")
+    table([{"prompt": "a"}, {"prompt": None}]).to_parquet(tmp_path / "gap.parquet")
+    with pytest.raises(UserError, match="gap.parquet, row 2: expected .* a text"):
+        load_prompts(tmp_path / "gap.parquet")
