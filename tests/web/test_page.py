@@ -1,15 +1,12 @@
 """The page of `flowrl ui` in a real Chromium: live, hostile and missing things, keyboard, sizes."""
 
 import contextlib
-import signal
 import socket
 from types import SimpleNamespace
 
 import pytest
 
-from flowrl.training.ledger import Ledger
-from flowrl.training.owner import owner_of
-from flowrl.training.tracking import read_metrics
+from flowrl.training.checkpoint import LATEST, claim
 from flowrl.utils.journal import seal_line
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
@@ -178,90 +175,14 @@ def test_without_its_token_the_page_shows_nothing_and_asks_for_it(browser, addre
     context.close()
 
 
-# --- a run that trains --------------------------------------------------------------------------
+# --- a run that is started ----------------------------------------------------------------------
 
 PROMPTS = "\n".join(f"a {size} red {shape}" for size in ("small", "large") for shape in SHAPES)
-CHANGES = """
-lora.rank=4
-rollout={prompts_per_iteration: 2, group_size: 4, num_inference_steps: 4, batch_size: 8}
-optim.micro_batch=8
-evaluation.num_images=4
-evaluation.num_inference_steps=4
-run={checkpoint_every: 5000, sample_every: 0, trackers: []}
-"""
 
 
-def type_in(page, label: str, text: str) -> None:
-    """Move to a field by Tab and type there."""
-    tabs_to(page, f"[...e.labels ?? []].some(l => l.textContent.startsWith({label!r}))")
-    page.keyboard.insert_text(text)
-
-
-def stopped_at(folder, count: int) -> int:
-    """Return the iteration of the last stop, after `count` of them."""
-    stops = [event for event in Ledger(folder).events() if event["event"] == "stop"]
-    assert len(stops) == count and stops[-1]["reason"] == "interrupted"
-    return stops[-1]["step"]
-
-
-def stop_by_the_keyboard(page, metric: str, after: int) -> None:
-    page.wait_for_function(
-        """([metric, after]) => {
-            const place = document.querySelector(`[data-metric="${metric}"] .reading`);
-            return Number((place?.textContent.match(/at (\\d+):/) ?? [0, 0])[1]) > after;
-        }""",
-        arg=[metric, after],
-    )
-    tabs_to(page, "e.textContent === 'Stop'")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".state.stopped")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_keyboard_alone_starts_a_run_by_the_form_watches_stops_and_resumes_it(
-    page, serve, tmp_path
-):
-    root = tmp_path / "runs"
-    root.mkdir()
-    folder = root / "mine"
-    page.set_default_timeout(200_000)
-    try:
-        with serve(root) as address:
-            opened(page, address, "#/start")
-            page.wait_for_selector("option[value=brightness]", state="attached")
-            type_in(page, "Prompts", PROMPTS)
-            type_in(page, "Reward", "")
-            page.keyboard.type("brig")  # as selects do: the first choice that begins so
-            type_in(page, "Iterations", "5000")
-            type_in(page, "Name of the run", "mine")
-            tabs_to(page, "e.tagName === 'SUMMARY'")
-            page.keyboard.press("Enter")
-            type_in(page, "Changes", CHANGES)
-            tabs_to(page, "e.value === 'start'")
-            page.keyboard.press("Enter")
-            page.wait_for_selector("section[aria-label='start mine'] a:not([hidden])")
-            tabs_to(page, "e.textContent === 'Open the run'")
-            page.keyboard.press("Enter")
-            stop_by_the_keyboard(page, "reward/mean", 1)
-            first = stopped_at(folder, 1)
-            tabs_to(page, "e.textContent === 'Resume'")
-            page.keyboard.press("Enter")
-            stop_by_the_keyboard(page, "reward/mean", first + 1)
-            last = stopped_at(folder, 2)
-    finally:
-        if (owner := owner_of(folder)) and (process := owner.process(folder)):
-            process.send_signal(signal.SIGKILL)
-    assert last > first + 1 >= 3
-    steps = [row["step"] for row in read_metrics(folder) if "reward/mean" in row]
-    assert steps == list(range(1, last + 1))
-    (prompts,) = root.glob("prompts-*.txt")
-    assert prompts.read_text() == f"{PROMPTS}\n"
-
-
-def test_the_form_says_beside_a_field_why_it_is_refused_and_starts_what_it_accepts(
-    page, serve, tmp_path, monkeypatch
-):
+@pytest.fixture
+def commands(monkeypatch):
+    """What the page starts, in place of starting it."""
     commands = []
 
     def start(command, **how):
@@ -269,6 +190,31 @@ def test_the_form_says_beside_a_field_why_it_is_refused_and_starts_what_it_accep
         return SimpleNamespace(pid=1, poll=lambda: 0)
 
     monkeypatch.setattr("flowrl.web.jobs.subprocess.Popen", start)
+    return commands
+
+
+def test_the_keyboard_alone_resumes_a_run_and_stops_it(
+    page, make_folder_in, tmp_path, serve, monkeypatch, commands
+):
+    monkeypatch.setattr("flowrl.web.jobs.Jobs.stop", lambda jobs, run: commands.append(run.name))
+    folder = make_folder_in(tmp_path / "runs", "one", stop=STOPPED)
+    with serve(tmp_path / "runs") as address:
+        opened(page, address, "#/run?run=one")
+        page.wait_for_selector(".state.stopped")
+        tabs_to(page, "e.textContent === 'Resume'")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("text=Resuming")
+        with claim(folder, resume=LATEST):
+            page.wait_for_selector(".state.running")
+            tabs_to(page, "e.textContent === 'Stop'")
+            page.keyboard.press("Enter")
+            page.wait_for_selector("text=Stopping")
+    assert commands == [["train", "--resume", str(folder)], "one"]
+
+
+def test_the_form_says_beside_a_field_why_it_is_refused_and_starts_what_it_accepts(
+    page, serve, tmp_path, commands
+):
     root = tmp_path / "runs"
     root.mkdir()
     with serve(root) as address:
