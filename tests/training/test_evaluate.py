@@ -81,8 +81,11 @@ def test_the_key_changes_with_whatever_changes_the_base_images(make):
         assert key(evaluation=change) != plain, change
     for change in ({"dtype": "bf16"}, {"height": 32}):
         assert key(pipeline=change) != plain, change
+    rounded = [key(memory=memory) for memory in ({"base_bits": 8}, {"base_bits": 4})]
+    assert len({plain, *rounded, key(memory={"vae_tiling": True})}) == 4
+    elsewhere = {"text_encoders": "free", "vae": "offload", "gradient_checkpointing": True}
     unseen = {"batch_size": 1, "every": 7}
-    assert key(evaluation=unseen, optim={"lr": 1.0}) == plain
+    assert key(evaluation=unseen, optim={"lr": 1.0}, memory=elsewhere) == plain
 
 
 def test_every_number_of_steps_is_scored_as_alone_and_in_between_only_the_first(

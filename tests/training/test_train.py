@@ -67,15 +67,6 @@ def test_the_old_policy_follows_by_the_share_of_the_next_iteration(make_learner)
         before = adapter(OLD).clone()
 
 
-def test_siblings_learn_from_one_forward_at_a_ratio_of_1(make_learner):
-    tree = {"kind": "tree_grpo", "branch": 4, "window": {"kind": "fixed", "size": 1}}
-    learner = warm(make_learner(rollout={"merge_lora": False, "tree": tree}))
-    rollout, metrics = learner.iterate(0)
-    assert metrics["policy/ratio_error_max"] == 0
-    assert metrics["tree/train_forwards"] == 2 and metrics["tree/trained_edges"] == 8
-    assert metrics["grad/norm"] > 0
-
-
 def test_folded_or_in_half_precision_the_first_ratio_stays_1(make_learner):
     # Merged into the weights it is 1 to float tolerance, beside them exactly, also in batches
     # smaller than a rollout.
