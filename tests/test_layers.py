@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -189,3 +190,10 @@ def test_text_names_no_machine_and_no_private_address():
             where = f"{path.relative_to(ROOT)}:{number}: {line.strip()[:90]}"
             assert not any(pattern.search(line) for pattern in PRIVATE), where
             assert {host.lower() for host in URL.findall(line)} <= PUBLIC, where
+
+
+def test_no_test_lies_in_a_folder_that_pytest_skips(pytestconfig):
+    skipped = pytestconfig.getini("norecursedirs")
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        folders = path.relative_to(ROOT).parts[:-1]
+        assert not any(fnmatch(f, pattern) for f in folders for pattern in skipped), path

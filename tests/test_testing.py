@@ -172,16 +172,3 @@ def test_an_objectives_fault_is_named(small, fault):
 
 def test_a_good_objective_passes(small):
     check_objective(custom(Weighted))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    ["grpo", "nft", "dpo", "gdro", "lair", "dgpo", "kto", "awm", "rwr", "sft", "refl", "srpo"],
-)
-def test_objectives_of_flowrl_pass(kind):
-    options = {"kl_coef": 0.1} if kind == "grpo" else {}
-    if kind in ("awm", "kto", "nft", "rwr", "sft"):  # whose default noise levels are few
-        options = {"noising": {"count": 8}}
-    tree = "flow_grpo" if kind == "grpo" else "ode"
-    check_objective({"kind": kind} | options, tree)

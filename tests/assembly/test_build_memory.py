@@ -9,11 +9,10 @@ import torch
 from flowrl.api import align, encode
 from flowrl.assembly import backbone as build_memory
 from flowrl.assembly import text
-from flowrl.assembly.backbone import build_pipeline, rounding_key
+from flowrl.assembly.backbone import build_pipeline
 from flowrl.assembly.learner import (
     ProvidedObjects,
     build_learner,
-    evaluation_key,
 )
 from flowrl.assembly.text import prompts_to_encode
 from flowrl.backbones.lora_formats import open_lora
@@ -133,17 +132,6 @@ def test_options_of_memory_are_set_on_the_pipeline(tiny_config, load_tiny, caplo
     config = tiny_config(pipeline={"attention": "no-such"})
     with pytest.raises(UserError, match="pipeline.attention is 'no-such'"):
         build_pipeline(config, CPU, load_tiny())
-
-
-def test_only_rounded_weights_and_tiles_change_what_evaluations_measure(tiny_config):
-    def key(**memory):
-        return evaluation_key(tiny_config(memory=memory), [], [])
-
-    elsewhere = {"text_encoders": "free", "vae": "offload", "gradient_checkpointing": True}
-    assert key(**elsewhere, prompt_cache="somewhere") == key()
-    assert key(base_bits=8) != key() != key(base_bits=4)
-    assert key(vae_tiling=True) != key()
-    assert rounding_key(tiny_config().memory) == {}
 
 
 def test_prompts_are_encoded_ahead_of_a_run_which_then_loads_no_encoder(

@@ -132,3 +132,18 @@ def test_the_pipelines_own_call_is_as_before(load_tiny):
         backbone.decode(backbone.velocity(x, torch.tensor(0.5), cond))
     assert torch.equal(pipeline.scheduler.sigmas, sigmas)
     assert torch.equal(latents(), before)
+
+
+def test_the_seed_decides_the_weights_and_the_generator_of_the_process_is_left_alone():
+    kind, before = diffusers.ZImagePipeline, torch.random.get_rng_state()
+    weights = [
+        torch.cat([p.flatten() for p in small_pipeline(kind, seed).transformer.parameters()])
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_what_is_no_pipeline_is_refused_by_name():
+    with pytest.raises(UserError, match="Linear"):
+        small_pipeline(torch.nn.Linear)

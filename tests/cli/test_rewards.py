@@ -51,32 +51,22 @@ def test_arguments_and_prompts_reach_the_reward(check, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, option",
+    ("words", "named"),
     [
-        ([], "--all"),
-        (["ocr", "--all"], "--all"),
-        (["ocr", "geneval", "--args", "{mode: strict}"], "--args"),
-        (["ocr", "--args", "{mode"], "--args"),
+        (["reward-check"], "--all"),
+        (["reward-check", "ocr", "--all"], "--all"),
+        (["reward-check", "ocr", "geneval", "--args", "{mode: strict}"], "--args"),
+        (["reward-check", "ocr", "--args", "{mode"], "--args"),
+        (["reward-serve", "compressability"], "'compressability'"),
+        (["reward-serve", "compressibility", "--args", "{quality: 0}"], "quality"),
+        (["reward-serve", "compressibility", "--args", "{}", "--args", "{}"], "2 times for 1"),
+        (["reward-serve", "compressibility", "--args", "[]"], "names and values"),
+        (["reward-serve", "compressibility", "--host", "0.0.0.0"], "--token-env"),
     ],
 )
-def test_options_of_the_check_that_do_not_fit_are_named(check, words, option):
-    code, _, error = check(*words)
-    assert code == 1 and option in error
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"names": ["compressability"]}, "'compressability'"),
-        ({"args": ["{quality: 0}"]}, "quality"),
-        ({"args": ["{}", "{}"]}, "2 times for 1 rewards"),
-        ({"args": ["[]"]}, "names and values"),
-        ({"host": "0.0.0.0"}, "--token-env"),
-    ],
-)
-def test_options_of_the_server_that_do_not_fit_are_named(options, words):
-    with pytest.raises(UserError, match=words):
-        reward_serve(**{"names": ["compressibility"], "port": 0} | options)
+def test_options_that_do_not_fit_are_named(flowrl, words, named):
+    code, _, error = flowrl(*words)
+    assert code == 1 and named in error
 
 
 def test_an_address_that_is_taken_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):

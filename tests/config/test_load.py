@@ -6,7 +6,6 @@ import pytest
 
 from flowrl.config import config_yaml, load_config, parse_config
 from flowrl.config.load import (
-    find_recipe,
     load_recipe,
     merge,
     parse_overrides,
@@ -56,27 +55,22 @@ def test_a_recipe_extends_a_preset_or_a_file_beside_it(tmp_path):
     assert load_recipe(child, ["a.b=1", "a=null", "a.c=2"]) == {"a": {"c": 2}}
 
 
-def test_parents_that_go_in_a_circle_are_refused(tmp_path):
-    (tmp_path / "a.yaml").write_text("extends: b.yaml")
-    (tmp_path / "b.yaml").write_text("extends: a.yaml")
-    with pytest.raises(UserError, match=r"a\.yaml -> b\.yaml -> a\.yaml"):
-        load_recipe(tmp_path / "a.yaml")
-
-
 @pytest.mark.parametrize(
-    "content", [b"extends: [quickstart, other]", b"extends: nobody", b"- a\n- b", b"3", b"\xff\xfe"]
+    ("content", "words"),
+    [
+        (b"extends: [quickstart, other]", r"mine\.yaml"),
+        (b"extends: quikstart", r"mine\.yaml.*'quickstart'"),
+        (b"extends: mine.yaml", r"mine\.yaml -> mine\.yaml"),
+        (b"- a\n- b", r"mine\.yaml"),
+        (b"3", r"mine\.yaml"),
+        (b"\xff\xfe", r"mine\.yaml"),
+    ],
 )
-def test_files_that_are_no_recipe_are_refused_by_name(content, tmp_path):
+def test_files_that_are_no_recipe_are_refused_by_name(content, words, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"mine\.yaml"):
+    with pytest.raises(UserError, match=words):
         load_recipe(path)
-
-
-def test_a_misspelt_preset_is_answered_with_the_nearest():
-    with pytest.raises(UserError, match="'quickstart'") as caught:
-        find_recipe("quikstart")
-    assert len(str(caught.value)) < 300
 
 
 def test_presets_and_gallery_entries_are_valid_and_read_back(tmp_path):

@@ -1,6 +1,5 @@
 """The notebooks run from top to bottom."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -31,18 +30,6 @@ def test_a_notebook_has_no_outputs_and_is_python(path):
     for source in cells(path):
         compile(source, path.name, "exec")
     assert len(NOTEBOOKS) == 2
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_without_flowrl_and_an_address_one_sentence_says_what_to_write(path, monkeypatch):
-    monkeypatch.delenv("FLOWRL_REPOSITORY", raising=False)
-    install = next(source for source in cells(path) if "REPOSITORY" in source)
-    assert "import flowrl" not in install
-    exec(install, {})  # here flowrl is installed
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="into REPOSITORY above, and run this cell again"):
-        exec(install, {})
-    exec(install.replace('REPOSITORY = ""', 'REPOSITORY = "https://example.com/flowrl"'), {})
 
 
 @pytest.mark.slow

@@ -1,20 +1,22 @@
-"""The comparison page stands alone, escapes what it shows, and holds every image."""
+"""The page of before and after stands alone, escapes what it shows, and holds every image."""
 
 import base64
 import io
 import math
 import re
 import tempfile
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
-import pytest
+import torch
 from PIL import Image
 
 from flowrl.export.gallery import GalleryRow, change_of, write_gallery
+from flowrl.export.summary import gallery_rows
 from flowrl.functional.contrasts import Contrast
-from flowrl.training.evaluate import EvaluationComparison
+from flowrl.training.evaluate import Evaluation, EvaluationComparison, compare
 
 HOSTILE = [
     '<script>alert("x")</script>',
@@ -102,14 +104,61 @@ def test_only_scores_that_are_missing_are_not_available():
         assert change_of((missing, 1.0)) is change_of((1.0, missing)) is None
         page = Page(gallery_page([pair(geneval=(missing, 1.0))], title="t"))
         card = next(a for _, a in page.tags if a.get("class") == "card")
-        assert card["data-changes"] == "[null]"
-        assert "geneval n/a → 1.000 n/a" in page.text
+        assert card["data-changes"] == "[null]" and "n/a" in page.text
     # A reward that says nothing about a pair is left out of it.
     page = Page(gallery_page([pair(ocr=(None, None), geneval=(0.0, 1.0))], title="t"))
-    assert "geneval 0.000 → 1.000 +1.000" in page.text
     assert "n/a" not in page.text
 
 
-def test_a_page_without_pairs_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="at least one pair"):
-        write_gallery(tmp_path, [], title="t")
+# --- Rows of a run's evaluations -----------------------------------------------------------------
+
+
+def evaluation(*scores: list[float], names=("a", "b"), shade: int = 0) -> Evaluation:
+    images = torch.full((2, 3, 4, 4), shade, dtype=torch.uint8)
+    images[1] += 1
+    return Evaluation(
+        scores=torch.tensor(scores),
+        names=names,
+        images=images,
+        prompts=("one", "two"),
+        draws=(0, 1),
+        key="",
+        prompt=torch.arange(len(scores)),
+        statistics=torch.empty(0),
+        thumbnails=torch.empty(0),
+    )
+
+
+def test_a_row_has_one_prompt_and_both_images_with_their_scores():
+    base = evaluation([0.0, math.nan], [1.0, 5.0])
+    aligned = evaluation([6.0, 0.5], [7.0, 0.25], names=("b", "a"), shade=10)
+    one, two = gallery_rows(base, aligned)
+    assert (one.prompt, one.number, two.prompt, two.number) == ("one", 0, "two", 1)
+    assert [image.getpixel((0, 0)) for image in two.images] == [(n,) * 3 for n in (1, 11)]
+    assert one.scores == {"a": (0, 0.5), "b": (None, 6)}
+    assert two.scores == {"a": (1, 0.25), "b": (5, 7)}
+
+
+def test_every_number_of_steps_has_a_row_of_its_own_beside_that_of_the_same_noise(tmp_path):
+    base, aligned = (
+        replace(
+            evaluation([0.0 + a, 1.0], [2.0, 3.0]),
+            steps=5,
+            at_steps=(replace(evaluation([4.0 + a, 5.0], [6.0, 7.0]), steps=28),),
+        )
+        for a in (0, 1)
+    )
+    rows = gallery_rows(base, aligned)
+    shown = [(row.prompt, row.note, row.scores["a"]) for row in rows]
+    assert shown == [
+        ("one", "5 steps", (0, 1)),
+        ("one", "28 steps", (4, 5)),
+        ("two", "5 steps", (2, 2)),
+        ("two", "28 steps", (6, 6)),
+    ]
+    summary = compare(base, aligned)
+    page, _ = write_gallery(tmp_path, rows, title="t", summary=summary)
+    html = page.read_text()
+    assert html.count(">28 steps<") == 2 and "28_steps/a" in html
+    # Without both there is nothing to show side by side.
+    assert [row.note for row in gallery_rows(base, replace(aligned, at_steps=()))] == ["", ""]

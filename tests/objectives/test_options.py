@@ -1,4 +1,4 @@
-"""An option is written once, in a class free of torch, and a toy objective touches one file."""
+"""Options of objectives: which are refused, and that none has a second default."""
 
 import ast
 from dataclasses import replace
@@ -13,40 +13,10 @@ from flowrl.config.validate import check_spo
 from flowrl.errors import UserError
 from flowrl.objectives.base import check_objective
 from flowrl.trees.plan import Fan, Step, TreePlan
+from flowrl.utils.fields import Options
 
 ODE, NOISY = Step(), Step(noise=True, train=True)
 TWICE = replace(NOISY, branch=2)
-
-
-def classes():
-    """Name, file, fields and class of every class of the package."""
-    for path in Path(flowrl.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                fields = {
-                    s.target.id: s.value
-                    for s in node.body
-                    if isinstance(s, ast.AnnAssign)
-                    and isinstance(s.target, ast.Name)
-                    and "ClassVar" not in ast.unparse(s.annotation)
-                }
-                yield node.name, path, fields
-
-
-def test_no_field_stands_in_an_option_class_and_in_what_it_builds():
-    fields: dict[str, set[str]] = {}
-    for name, path, names in classes():
-        if not name.endswith("Options") or path.parent.name == "config":
-            fields.setdefault(name, set()).update(names)
-    twice = {
-        name: shared
-        for name in fields
-        # A Rollout and an Evaluation are results; no options build them.
-        if name.endswith("Options")
-        and name not in ("SamplingOptions", "HeldOutOptions")
-        and (shared := fields[name] & fields.get(name.removesuffix("Options"), set()))
-    }
-    assert not twice
 
 
 def test_options_that_cannot_work_are_refused():
@@ -70,11 +40,10 @@ def test_what_is_no_objective_is_refused_by_its_name():
 
 
 def test_no_option_of_an_objective_has_a_second_default():
-    package = Path(flowrl.__file__).parent
-    names = {
-        field for _, path, fields in classes() if path.name == "objectives.py" for field in fields
-    }
-    for path in (package / "objectives").rglob("*.py"):
+    sections = [c for c in vars(options).values() if isinstance(c, type) and issubclass(c, Options)]
+    names = {name for section in sections for name in section.model_fields} - {"kind"}
+    assert {"kl_coef", "clip_nats"} < names
+    for path in (Path(flowrl.__file__).parent / "objectives").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 args = [*node.args.posonlyargs, *node.args.args]

@@ -85,13 +85,8 @@ def test_prompts_of_ones_own_are_used_and_all_of_them_are_checked(tmp_path):
 
 
 def test_a_reward_that_is_not_there_or_lacks_a_gradient_is_told(tmp_path):
-    for reward, name in (
-        ({"name": "pickscroe"}, "'pickscroe'"),
-        ({"name": "geneval", "args": {"mood": "strict"}}, "mood"),
-        ({"name": "no_such_module:Reward"}, "'no_such_module:Reward'"),
-    ):
-        with pytest.raises(UserError, match=name):
-            rehearse(large(rewards=[reward]), tmp_path)
+    with pytest.raises(UserError, match="mood"):
+        rehearse(large(rewards=[{"name": "geneval", "args": {"mood": "strict"}}]), tmp_path)
     config = large(objective={"kind": "refl"}, rollout={"tree": {"kind": "ode"}})
     with pytest.raises(UserError, match="reward 'ocr' does not say `differentiable"):
         align(rehearse(config, tmp_path).config)

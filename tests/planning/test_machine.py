@@ -11,7 +11,7 @@ from flowrl.errors import UserError
 from flowrl.planning import machine
 from flowrl.planning.machine import check_machine
 
-REAL = "flux.2-klein-4b-nft-24gb"
+REAL, BRIGHT = "flux.2-klein-4b-nft-24gb", ["rewards=[{name: brightness}]"]
 
 
 @pytest.fixture(autouse=True)
@@ -20,29 +20,22 @@ def cpu_with_memory(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=10**12))
 
 
-def test_a_missing_package_is_named_even_if_one_insists(monkeypatch):
+def test_a_missing_package_and_too_little_memory_are_named_even_if_one_insists(monkeypatch):
+    check_machine(load_config(REAL, BRIGHT), insist=True)
+    check_machine(load_config("quickstart"))
     find = machine.importlib.util.find_spec
     monkeypatch.setattr(
         machine.importlib.util, "find_spec", lambda n, *a: None if n == "wandb" else find(n, *a)
     )
-    changes = ["run.trackers=[wandb]", "rewards=[{name: brightness}]"]
     with pytest.raises(UserError, match="pip install wandb"):
-        check_machine(load_config(REAL, changes), insist=True)
-
-
-def test_one_may_insist_and_a_small_pipeline_needs_no_gpu():
-    check_machine(load_config(REAL, ["rewards=[{name: brightness}]"]), insist=True)
-    check_machine(load_config("quickstart"))
-
-
-def test_a_transformer_larger_than_the_machine_s_memory_is_refused(monkeypatch):
+        check_machine(load_config(REAL, [*BRIGHT, "run.trackers=[wandb]"]), insist=True)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=4 * 10**9))
     with pytest.raises(UserError, match="8 GB in bf16.* 4 GB"):
-        check_machine(load_config(REAL, ["rewards=[{name: brightness}]"]))
+        check_machine(load_config(REAL, BRIGHT))
 
 
 def test_train_without_a_gpu_names_the_way_to_insist_before_it_loads(flowrl, tmp_path):
-    words = ["train", REAL, "rewards=[{name: brightness}]", f"run.output_dir={tmp_path / 'run'}"]
+    words = ["train", REAL, *BRIGHT, f"run.output_dir={tmp_path / 'run'}"]
     code, out, err = flowrl(*words)
     assert code == 1 and "loading" not in out + err and "--yes" in err
     assert not (tmp_path / "run").exists()

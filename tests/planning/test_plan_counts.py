@@ -6,7 +6,6 @@ import torch
 from flowrl.assembly.work_split import split_work
 from flowrl.config import load_config
 from flowrl.planning.work import UpdateWork, count_work, doubles
-from flowrl.sampling.rollout import Timer
 
 ODE = {"tree": {"kind": "ode"}, "batch_size": 1}  # so that no rows are made up
 CASES = {
@@ -27,6 +26,11 @@ CASES = {
         1,
     ),
     "groups": ({}, {"kind": "gdro", "noising": {"count": 2}}, 1),
+    "two stages": (
+        {"explore": {"candidates": 6, "num_inference_steps": 2, "precision": "bf16"}},
+        {"kind": "nft", "noising": {"count": 2}},
+        1,
+    ),
 }
 
 
@@ -34,11 +38,10 @@ def of(config) -> UpdateWork:
     return count_work(config).first
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["chains", "trees", "teachers", "guided", "groups"],
-)
-def test_an_iteration_takes_as_many_forwards_as_are_counted(make_learner, tiny_config, name):
+@pytest.mark.parametrize("name", CASES)
+def test_an_iteration_takes_and_logs_as_many_forwards_as_are_counted(
+    make_learner, tiny_config, monkeypatch, name
+):
     rollout, objective, updates = CASES[name]
     tree = {} if objective["kind"] == "grpo" else {"tree": {"kind": "ode"}}
     changes = {
@@ -54,22 +57,23 @@ def test_an_iteration_takes_as_many_forwards_as_are_counted(make_learner, tiny_c
     learner = make_learner(rewards={"vivid": vivid}, **changes)
     learner.iterate(0)  # the pipeline is tried once on two rows
     seen = {True: 0, False: 0}
-    forward = learner.policy.network.forward
+    network = type(learner.policy.network)
+    forward = network.forward
 
-    def counted(*args, **kwargs):
-        seen[torch.is_grad_enabled()] += len(kwargs["hidden_states"])
-        return forward(*args, **kwargs)
+    def counted(self, hidden_states, *args, **kwargs):
+        seen[torch.is_grad_enabled()] += len(hidden_states)
+        return forward(self, hidden_states, *args, **kwargs)
 
-    learner.policy.network.forward = counted
-    rollout = learner.source.collect(1, Timer())
+    monkeypatch.setattr(network, "forward", counted)  # of low-bit copies, too
+    rollout, metrics = learner.iterate(1)
     work = of(tiny_config(**changes))
-    assert seen == {True: 0, False: work.sampling + work.previews}
-    assert len(rollout.images) == work.images
-    learner.learn(rollout, 1)
-    without = seen[False] - work.sampling
-    with_graph = seen[True]
-    assert without + with_graph == work.training + work.recomputed + work.reference
-    assert with_graph <= work.training + work.recomputed
+    sampled, learned = metrics["forwards/rollout"], metrics["forwards/learn"]
+    assert sampled == work.sampling + work.previews and len(rollout.images) == work.images
+    assert learned == work.training + work.recomputed + work.reference
+    assert sampled + learned == sum(seen.values())
+    assert work.training <= seen[True] <= work.training + work.recomputed
+    trained = metrics["tree/train_forwards"]  # of images, which guidance doubles
+    assert trained * (2 if name == "guided" else 1) == work.training
 
 
 def test_work_is_counted_for_moving_trees_guidance_and_shares():

@@ -8,9 +8,6 @@ from flowrl_rewards.pairwise import PairwiseWinRate, chosen_pairs, verdict, win_
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.scoring.check import check_reward
-from flowrl.scoring.spec import RewardSpec
-
 SHADES = [0.9, 0.1, 0.5, 0.7]  # of red; the rest is blue
 IMAGES = torch.tensor([[s, 0, 1 - s] for s in SHADES])[:, :, None, None].expand(-1, 3, 8, 8)
 
@@ -62,19 +59,6 @@ def test_a_liking_for_one_place_cancels_and_is_measured():
             assert math.isnan(judge.place_bias)
             judge(IMAGES[:1].expand(3, -1, -1, -1), ["red"] * 3, [{}] * 3)
         assert judge.place_bias == pytest.approx(1 / (1 + math.exp(-taste)), abs=1e-6)
-
-
-def test_a_check_says_how_much_the_first_place_is_preferred():
-    def fair(body):
-        first, second = (redness(image) for image in images_of(body))
-        wanted = -1 if "blue" in body["messages"][0]["content"][-1]["text"] else 1
-        one = 1 / (1 + math.exp(-wanted * (first - second)))
-        return completion("", {"1": one, "2": 1 - one})
-
-    with Scripted(fair) as server:
-        judge = PairwiseWinRate({"model": "m", "base_url": server.url})
-        result = check_reward(RewardSpec(name="pairwise", reward=judge))
-    assert result.state == "ok" and "first by 0.50" in result.detail
 
 
 def test_a_lost_comparison_is_left_out_and_an_image_without_any_is_missing():

@@ -40,6 +40,9 @@ def test_the_ratio_is_1_though_a_partial_batch_rounds_otherwise(make_learner, ro
     metrics = learner.iterate(0)[1]
     assert metrics["policy/ratio_error_max"] < 1e-3 and metrics["grad/norm"] > 0
     assert len(set(rounding)) == 1
+    rounding.clear()
+    metrics = learner.iterate(1)[1]  # what is logged has the rows that are made up
+    assert metrics["forwards/rollout"] + metrics["forwards/learn"] == sum(rounding)
 
 
 def test_an_evaluation_makes_calls_of_one_shape(make_learner, rounding, tiny_config, load_tiny):

@@ -18,7 +18,7 @@ from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.look_ahead import likeness, stand_ins, twins_after
 from flowrl.sampling.rollout import group_request, sample_request
 from flowrl.sampling.sampler import sample_tree
-from flowrl.trajectory import Conditioning, Tree, leaves_below, transitions
+from flowrl.trajectory import Conditioning, Tree, transitions
 from flowrl.trees.plan import LookAhead, Step, TreePlan
 
 SPLIT, NOISY = Step(branch=3, noise=True, train=True), Step(noise=True, train=True)
@@ -190,20 +190,6 @@ def test_equal_parents_are_learned_from_in_one_forward_with_the_edges_of_all():
         return torch.autograd.grad((batch.advantage * error).sum(), weight)[0]
 
     torch.testing.assert_close(gradient(merged), gradient(apart))
-
-
-def test_fused_values_weigh_a_kept_image_by_the_children_it_stands_for():
-    tree = grown(looking(TREE, threshold=0.8))
-    torch.manual_seed(0)
-    reward = torch.rand(tree.twin.shape, dtype=torch.float64).gather(1, tree.twin)[:, tree.leaf]
-    below = leaves_below(tree.parent, tree.leaf)
-    value = fuse_uniform(below, reward, torch.ones_like(reward).bool())
-    for r, twins in enumerate(tree.twin[:, tree.leaf]):
-        images, counts = twins.unique(return_counts=True)
-        assert counts.sum() == 9
-        places = [int((tree.leaf == image).nonzero()) for image in images]
-        weighted = (reward[r, places] * counts).sum() / 9
-        torch.testing.assert_close(value[r, 0], weighted)
 
 
 def test_grpo_learns_from_what_was_kept_at_a_first_ratio_of_one(make_learner):

@@ -36,6 +36,15 @@ def test_a_reward_applies_where_its_metadata_its_code_and_the_recipe_say():
     assert not spec.applies("a dog", {"tag": "counting", "lang": "en"})
 
 
+USERS = {  # modules of users that cannot be loaded
+    "key": "{}['key']",
+    "imports": "import no_such_thing",
+    "raises": "class Mine:\n  def __init__(self): raise NotImplementedError",
+    "told": "from flowrl.errors import UserError\nclass Mine:\n"
+    "  def __init__(self): raise UserError('no key: set KEY')",
+}
+
+
 @pytest.mark.parametrize(
     "name, args, words",
     [
@@ -45,32 +54,18 @@ def test_a_reward_applies_where_its_metadata_its_code_and_the_recipe_say():
         ("math:pi", {}, "class or a function"),
         ("geneval", {"moed": "strict"}, "moed"),
         ("geneval", {"mode": "lenient"}, "lenient"),
+        ("users_key:Mine", {}, "KeyError: 'key'"),
+        ("users_imports:Mine", {}, "No module named 'no_such_thing'"),
+        ("users_raises:Mine", {}, "NotImplementedError"),
+        ("users_told:Mine", {}, "^no key: set KEY$"),
     ],
 )
-def test_a_reward_that_cannot_be_loaded_is_a_sentence(name, args, words):
-    with pytest.raises(UserError, match=words):
-        load_reward(name, args)
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("{}['key']", "KeyError: 'key'"),
-        ("import no_such_thing", "No module named 'no_such_thing'"),
-        ("class Mine:\n  def __init__(self): raise NotImplementedError", "NotImplementedError"),
-        (
-            "from flowrl.errors import UserError\nclass Mine:\n"
-            "  def __init__(self): raise UserError('no key: set KEY')",
-            "^no key: set KEY$",
-        ),
-    ],
-)
-def test_whatever_a_users_module_raises_is_a_sentence(tmp_path, monkeypatch, text, words):
+def test_a_reward_that_cannot_be_loaded_is_a_sentence(name, args, words, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    name = f"broken_reward_{abs(hash(text))}"  # a module that was imported is not read again
-    (tmp_path / f"{name}.py").write_text(text)
+    for module, text in USERS.items():
+        (tmp_path / f"users_{module}.py").write_text(text)
     with pytest.raises(UserError, match=words) as caught:
-        load_reward(f"{name}:Mine")
+        load_reward(name, args)
     assert "\n" not in str(caught.value)
 
 

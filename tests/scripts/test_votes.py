@@ -1,21 +1,18 @@
 """What scripted voters get, from the data beside the page."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from scripts.compare.data import read_rows
-from scripts.votes.report import BUILT_IN, RUNS, prompt_share, render
+from scripts.votes.report import BUILT_IN, RUNS, prompt_share
 from scripts.votes.rules import RULES, answers, objects
 
 PAGE = Path(__file__).parents[2] / "gallery" / "votes"
 
 
-def test_the_page_is_what_its_data_say(tmp_path):
-    shutil.copy(PAGE / RUNS, tmp_path)
-    assert render(tmp_path).read_text() == (PAGE / "README.md").read_text()
+def test_every_rule_was_voted_by_with_five_seeds():
     rows = read_rows(PAGE / RUNS)
     seeds = {str(seed) for seed in range(1, 6)}
     assert {(row["rule"], row["seed"]) for row in rows} == {(r, s) for r in RULES for s in seeds}

@@ -39,15 +39,17 @@ EVALUATION = {"prompts": "tiny:colors:test", "num_images": 2, "num_inference_ste
 GDRO = {"kind": "gdro", "noising": {"count": 1}}
 NFT = {"kind": "nft", "noising": {"count": 1}}
 KINDS = {
-    "grpo": {"rollout": PLAIN, "evaluation": EVALUATION, "ema": {"decay": 0.5}},
-    "tree": {
-        "rollout": PLAIN | {"num_inference_steps": 3, "tree": TREE},
-        "prompts": {"book": {"success": 0.9}},
-    },
-    "reference": {
+    "grpo": {
         "rollout": PLAIN,
         "objective": {"kind": "grpo", "kl_coef": 0.1},
         "reference": {"every": 1},
+        "optim": {"replay": 1},
+        "ema": {"decay": 0.5},
+        "evaluation": EVALUATION,
+    },
+    "tree": {
+        "rollout": PLAIN | {"num_inference_steps": 3, "tree": TREE},
+        "prompts": {"book": {"success": 0.9}},
     },
     "refiner": {"rollout": PLAIN, "prompts": {"refiner": {"own_words": 1}}},
     "nft": {"rollout": ODE, "objective": NFT | {"old_decay": {"rate": 0.2, "limit": 0.6}}},

@@ -1,15 +1,20 @@
-"""Before and after are the same prompts and noise, paired image by image."""
+"""Before and after are the same prompts and noise, paired image by image; also as deployed."""
 
 import math
 from dataclasses import replace
 
+import diffusers
 import pytest
 import torch
 
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator
+from flowrl.backbones.call import call_arguments
+from flowrl.backbones.pipeline import PipelineBackbone
+from flowrl.backbones.small import small_pipeline
+from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardSpec
-from flowrl.training.evaluate import Evaluation, compare
+from flowrl.training.evaluate import Evaluation, PipelineCall, compare
 from flowrl.utils.distributed import Runtime
 
 MEAN = RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))
@@ -76,8 +81,11 @@ def test_the_key_changes_with_whatever_changes_the_base_images(make):
         assert key(evaluation=change) != plain, change
     for change in ({"dtype": "bf16"}, {"height": 32}):
         assert key(pipeline=change) != plain, change
+    rounded = [key(memory=memory) for memory in ({"base_bits": 8}, {"base_bits": 4})]
+    assert len({plain, *rounded, key(memory={"vae_tiling": True})}) == 4
+    elsewhere = {"text_encoders": "free", "vae": "offload", "gradient_checkpointing": True}
     unseen = {"batch_size": 1, "every": 7}
-    assert key(evaluation=unseen, optim={"lr": 1.0}) == plain
+    assert key(evaluation=unseen, optim={"lr": 1.0}, memory=elsewhere) == plain
 
 
 def test_every_number_of_steps_is_scored_as_alone_and_in_between_only_the_first(
@@ -114,24 +122,12 @@ def test_scores_are_matched_by_name_and_missing_ones_left_out():
     (row,) = compare(before, after)
     assert (row.name, row.before, row.after) == ("a", 0, 1)
     assert (row.change.mean, row.change.images) == (1, 1)
+    one_prompt = replace(scored([0.0, 0.0], [1.0, 0.0]), prompt=torch.zeros(2).long())
+    assert [r.change.prompts for r in compare(one_prompt, one_prompt)] == [1, 1]
     (a, b) = compare(scored([0.0, 1.0]), scored([3.0, 2.0], names=("b", "a")))
     assert (a.name, a.after) == ("a", 2) and (b.name, b.after) == ("b", 3)
     assert scored([1.0, math.nan], [3.0, math.nan]).mean("a") == 2
     assert math.isnan(scored([1.0, math.nan]).mean("b"))
-
-
-def test_an_interval_is_over_prompts_and_one_prompt_has_none():
-    """600 images of one prompt were an interval over 600 images."""
-    generator = torch.Generator().manual_seed(0)
-    before = replace(scored(*torch.rand(40, 1, generator=generator).tolist(), names=("a",)))
-    after = replace(before, scores=before.scores + torch.rand(40, 1, generator=generator))
-    (free,) = compare(before, after)
-    half = before.prompt // 20
-    (pair,) = compare(replace(before, prompt=half), after)
-    (one,) = compare(replace(before, prompt=half * 0), after)
-    assert (free.change.prompts, pair.change.prompts, one.change.prompts) == (40, 2, 1)
-    assert free.change.images == one.change.images == 40
-    assert math.isnan(one.change.low) and math.isnan(one.change.high)
 
 
 def test_few_prompts_are_not_repeated_to_as_many_images_as_wanted(make, tmp_path):
@@ -155,3 +151,36 @@ def test_an_evaluation_without_enough_scores_stops(evaluator, runtime):
     strict = replace(evaluator, specs=[RewardSpec(name="patchy", reward=patchy)])
     with pytest.raises(RewardFailure, match="patchy"):
         strict(strict.backbone.velocity, runtime)
+
+
+# --- as deployed ---------------------------------------------------------------------------------
+
+
+PROMPTS = [PromptRecord(uid=text, text=text) for text in ("a red circle", "a small blue star")]
+STEPS = 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline", "QwenImagePipeline",
+     "ZImagePipeline", pytest.param("Krea2Pipeline", marks=pytest.mark.slow),
+     pytest.param("LongCatImagePipeline", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_any_class_draws_the_given_noise_as_its_own_call_does(name):
+    pipeline = small_pipeline(getattr(diffusers, name))
+    pipeline.set_progress_bar_config(disable=True)
+    size = {"guidance": 3.0, "max_sequence_length": 64, "height": 64, "width": 64}
+    backbone = PipelineBackbone(pipeline, **size)
+    noise = torch.randn(2, *backbone.latent_shape(), generator=torch.Generator().manual_seed(0))
+    call = PipelineCall(arguments=call_arguments(pipeline, **size))
+    images = call(backbone, PROMPTS, noise, STEPS)
+    assert images.shape == (2, 3, 64, 64) and images.std() > 0
+    # Euler's steps along the backbone's velocities end in the same images.
+    cond = backbone.encode([p.text for p in PROMPTS], ["", ""])
+    sigmas, x = backbone.sigmas(STEPS), noise.to(backbone.dtype)
+    with torch.no_grad():
+        for now, after in zip(sigmas[:-1], sigmas[1:], strict=True):
+            v = backbone.velocity(x, now.expand(2), cond)
+            x = x + (after - now) * v
+        expected = backbone.decode(x).clamp(0, 1)
+    torch.testing.assert_close(images, expected, rtol=0, atol=1e-5)

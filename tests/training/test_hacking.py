@@ -1,6 +1,7 @@
 """A run ends when its reward rises at the cost of one that is only measured, and stays so."""
 
 import math
+import re
 import shutil
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -44,63 +45,71 @@ def judged(history: dict[int, tuple[float, float]]) -> dict[int, Judged]:
     }
 
 
-def test_a_rule_gives_its_reason_with_both_scores():
+def test_a_reason_has_both_scores_from_the_best_evaluation_on_and_passes_over_missing_ones():
     history = {0: (0.1, 3.0), 2: (0.2, 4.0), 4: (0.3, 3.5), 6: (0.4, 3.25)}
-    assert RULE.reason(judged(history)) == (
-        "since iteration 2 the trained reward went from 0.2 to 0.4, while the held-out quality "
-        "went from 4 to 3.25."
-    )
-    assert RULE.reason(dict(reversed(judged(history).items()))) == RULE.reason(judged(history))
-    assert RULE.reason({}) == ""
-    # Evaluations without a score are passed over.
+    reason = RULE.reason(judged(history))
+    assert re.search(r"since iteration 2 .* from 0\.2 to 0\.4.* from 4 to 3\.25", reason)
+    assert RULE.reason(dict(reversed(judged(history).items()))) == reason
     history = {0: (0.1, 3.0), 2: (0.2, NAN), 4: (0.3, 2.5), 6: (0.4, 2.0), 8: (NAN, 9.0)}
-    assert RULE.reason(judged(history)).endswith("went from 3 to 2.")
-    assert RULE.reason(judged(history)).startswith("since iteration 0")
-    assert RULE.reason(judged({0: (0.1, NAN), 2: (0.2, NAN)})) == ""
+    assert re.search("since iteration 0 .* from 3 to 2", RULE.reason(judged(history)))
+    assert RULE.reason({}) == RULE.reason(judged({0: (0.1, NAN), 2: (0.2, NAN)})) == ""
     # Where less is better a rise is the harm.
     rule = replace(RULE, sign=-1.0)
-    made = Evaluation(
-        scores=torch.tensor([[5.0], [7.0]]), names=("quality",),
-        images=torch.empty(0), prompts=(), draws=(), key="", prompt=torch.arange(2),
-        statistics=torch.empty(0), thumbnails=torch.empty(0),
-    )  # fmt: skip
+    made = evaluation(torch.tensor([[5.0], [7.0]]), ("quality",))
     assert [r.quality(made, 0.5, HackingScore()) for r in (rule, RULE)] == [-6, 6]
-    reason = rule.reason(judged({0: (0.1, -3.0), 2: (0.2, -4.0), 4: (0.3, -5.0)}))
-    assert reason.endswith("went from 3 to 5.")
+    assert "from 3 to 5" in rule.reason(judged({0: (0.1, -3.0), 2: (0.2, -4.0), 4: (0.3, -5.0)}))
+
+
+def evaluation(scores: torch.Tensor, names: tuple[str, ...], key: str = "") -> Evaluation:
+    return Evaluation(
+        scores=scores, names=names, images=torch.empty(0), prompts=(), draws=(), key=key,
+        prompt=torch.arange(len(scores)), statistics=torch.zeros(len(scores), len(STATISTICS)),
+        thumbnails=torch.zeros(len(scores), 3, 8, 8),
+    )  # fmt: skip
 
 
 def spec(name: str, **options) -> RewardSpec:
     return RewardSpec(name=name, reward=lambda images, *_: [0.0] * len(images), **options)
 
 
-def test_the_rule_watches_a_reward_that_is_only_measured():
-    prompts = [PromptRecord(uid="a", text="a")]
-    specs = [spec("ocr"), spec("quality", held_out=True), spec("flaws", held_out=True, weight=-1)]
-    assert hacking_rule(options_of("quality"), specs, prompts) == RULE
-    assert hacking_rule(options_of("flaws"), specs, prompts).sign == -1
-    for name, message in (("ocr", "quality, flaws"), ("beauty", "quality, flaws")):
-        with pytest.raises(UserError, match=f"on_hacking.held_out is '{name}'.*{message}"):
-            hacking_rule(options_of(name), specs, prompts)
-    with pytest.raises(UserError, match="none of the 0 held-out prompts"):
-        hacking_rule(options_of("quality"), specs, [])
+def test_the_rule_watches_a_reward_that_is_only_measured_beside_trained_ones_that_are():
+    """Every trained reward has a score to compare; the radar alone needs no other."""
 
-    # Every trained reward has a score to compare.
     def ocr(images, prompts, metadata):
         return [0.0] * len(images)
 
     ocr.required_metadata = ("ocr_text",)
     plain = PromptRecord(uid="a", text="a")
     text = PromptRecord(uid="b", text="b", metadata={"ocr_text": "B"})
+    taste, quality = spec("taste"), spec("quality", held_out=True)
+    flaws, rollout = spec("flaws", held_out=True, weight=-1), spec("ocr", when="rollout")
 
-    def made(prompts: list[PromptRecord], **options) -> HackingRule:
-        specs = [spec("taste"), spec("quality", held_out=True)]
-        specs.append(RewardSpec(name="ocr", reward=ocr, **options))
-        return hacking_rule(options_of("quality"), specs, prompts)
+    def made(held_out, *specs, prompts=(plain,)):
+        options = OnHackingOptions() if held_out is None else options_of(held_out)
+        return hacking_rule(options, [*specs], [*prompts])
 
-    with pytest.raises(UserError, match="'ocr' applies to none of the 1 held-out prompts"):
-        made([plain])
-    for rule in (made([plain, text]), made([plain], weight=0.0), made([plain], held_out=True)):
-        assert rule == RULE
+    assert made("flaws", taste, flaws).sign == -1 and made(None, taste).sign == 1
+    for options in ({"weight": 0.0}, {"held_out": True}):
+        assert (
+            made("quality", taste, quality, RewardSpec(name="ocr", reward=ocr, **options)) == RULE
+        )
+    trained = RewardSpec(name="ocr", reward=ocr)
+    assert made("quality", taste, quality, trained, prompts=[plain, text]) == RULE
+    for held_out, specs, prompts, message in (
+        (
+            "taste",
+            (taste, quality, flaws),
+            [plain],
+            "on_hacking.held_out is 'taste'.*quality, flaws",
+        ),
+        ("beauty", (taste, quality), [plain], "on_hacking.held_out is 'beauty'.*quality"),
+        ("quality", (taste, quality), [], "none of the 0 held-out prompts"),
+        ("quality", (taste, quality, trained), [plain], "'ocr' applies to none of the 1 held-out"),
+        (None, (rollout, quality), [plain], "run.on_hacking"),
+        (None, (taste,), [], "'taste' applies to none"),
+    ):
+        with pytest.raises(UserError, match=message):
+            made(held_out, *specs, prompts=prompts)
 
 
 HELD_OUT = [0.2, 0.5, 0.4, 0.3]
@@ -147,11 +156,7 @@ class Scripted:
     def __call__(self, velocity, runtime, *, whole=True) -> Evaluation:
         step = self.run.done if self.run._base_is_evaluated() else 0
         self.calls.append(step)
-        return Evaluation(
-            scores=torch.tensor([SCORES[step]]), names=("brightness", "quality"),
-            images=torch.empty(0), prompts=(), draws=(), key=self.key, prompt=torch.arange(1),
-            statistics=torch.zeros(1, len(STATISTICS)), thumbnails=torch.zeros(1, 3, 8, 8),
-        )  # fmt: skip
+        return evaluation(torch.tensor([SCORES[step]]), ("brightness", "quality"), self.key)
 
 
 @pytest.fixture
@@ -355,15 +360,6 @@ def test_a_raised_penalty_begins_anew_from_weights_that_did_not_look_hacked(watc
     _, learner, run = watched(rule=by_radar("raise_kl"), **CHAINS)
     trained(learner, run)
     assert run.rollbacks[0] == (2, 4) and run.kl_coef == 0.1
-
-
-def test_the_radar_needs_a_trained_reward_that_evaluations_measure():
-    prompts, options = [PromptRecord(uid="a", text="a")], OnHackingOptions()
-    assert hacking_rule(options, [spec("ocr")], prompts).sign == 1
-    with pytest.raises(UserError, match="run.on_hacking"):
-        hacking_rule(options, [spec("ocr", when="rollout"), spec("b", held_out=True)], prompts)
-    with pytest.raises(UserError, match="'ocr' applies to none"):
-        hacking_rule(options, [spec("ocr")], [])
 
 
 @pytest.mark.slow

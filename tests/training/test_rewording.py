@@ -1,17 +1,15 @@
-"""Training with a refiner: which words are encoded, scored and learned from, and going on."""
+"""Training with a refiner: which words are encoded, scored and learned from."""
 
 import pytest
 import torch
 from crashes import SMALLEST
-from safetensors.torch import load_file
 
-from flowrl.backbones.lora_formats import FILE
 from flowrl.backbones.policy import POLICY
 from flowrl.prompts.refiner import RefinerOptions, Wording
 from flowrl.prompts.templates import TemplateRefiner
 from flowrl.sampling.rewording import Rewording
-from flowrl.training.checkpoint import read_checkpoint
 from flowrl.training.loop import train
+from flowrl.training.tracking import read_metrics
 from flowrl.utils.distributed import Runtime
 
 SMALL = SMALLEST | {"prompts_per_iteration": 2, "group_size": 3, "tree": {"kind": "flow_grpo"}}
@@ -114,28 +112,13 @@ def test_a_run_learns_the_words_that_its_reward_likes(learner_with):
     )
 
 
-@pytest.mark.slow
-def test_a_resumed_run_draws_and_learns_the_same_bit_for_bit(make_run):
-    def trained(resume=None):
-        _, learner, run = make_run(
-            resume, rollout=SMALL, prompts={"train": "tiny:color_attr:train", "refiner": {}},
-            run={"iterations": 4, "checkpoint_every": 1, "keep_checkpoints": 9},
-            evaluation={"prompts": "tiny:colors:test", "num_images": 2, "every": 2},
-        )  # fmt: skip
-        with run.session():
-            train(learner, run, iterations=4)
-        return run, learner
-
-    whole, learner = trained()
-    lora, state = load_file(whole.folder / FILE), learner.rewording.state_dict()
-    resumed, again = trained(read_checkpoint(whole.checkpoints.path(2)))
-    after = load_file(resumed.folder / FILE)
-    assert all(torch.equal(lora[name], after[name]) for name in lora)
-    state_after = again.rewording.state_dict()
-    assert all(map(torch.equal, state["logits"], state_after["logits"]))
-    for adam, adam_after in zip(
-        *(s["optimizer"]["state"].values() for s in (state, state_after)), strict=True
-    ):
-        assert adam["step"] == 4 and all(torch.equal(adam[name], adam_after[name]) for name in adam)
-    lines = (resumed.folder / "metrics.jsonl").read_text()
-    assert "eval/both/" in lines and "eval/refiner/" in lines
+def test_an_evaluation_measures_the_refiners_words_without_and_with_the_lora(make_run):
+    _, learner, run = make_run(
+        rollout=SMALL, prompts={"train": "tiny:color_attr:train", "refiner": {}},
+        run={"iterations": 2},
+        evaluation={"prompts": "tiny:colors:test", "num_images": 2, "every": 1},
+    )  # fmt: skip
+    with run.session():
+        train(learner, run, iterations=2)
+    names = {name for row in read_metrics(run.folder) for name in row}
+    assert {"eval/refiner/brightness", "eval/both/brightness"} <= names

@@ -4,10 +4,8 @@ import json
 import math
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from flowrl.training.tracking import FILE, Report, read_metrics
 from flowrl.utils.journal import seal_line
@@ -72,17 +70,6 @@ def test_wherever_a_crash_cuts_the_file_resuming_repairs_it(tmp_path_factory, cu
     with Report(folder, trackers=[], resume_step=len(LOG)) as report:
         report.log(99, {"reward/mean": 0.5})
     assert read_metrics(folder) == [*LOG[:whole], {"step": 99, "reward/mean": 0.5}]
-
-
-def test_samples_are_a_sheet_of_the_images_rounded_to_bytes(tmp_path):
-    images = torch.zeros(3, 3, 64, 64)
-    images[1] = torch.tensor([0.6, 0.2, 1.7])[:, None, None]
-    with Report(tmp_path, trackers=[]) as report:
-        path = report.log_images(25, images, ["a", "b", "c"])
-    assert path == tmp_path / "samples" / "step-000025.png"
-    with Image.open(path) as sheet:
-        colors = sheet.convert("RGB").getcolors(1 << 20) or []
-    assert (192 * 192, (153, 51, 255)) in colors
 
 
 def test_tensorboard_keeps_the_numbers_and_a_resumed_run_hides_what_it_repeats(tmp_path):

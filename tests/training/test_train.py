@@ -1,7 +1,10 @@
 """The loop: its first ratio is 1, its gradient does not depend on how it is cut, it learns."""
 
+import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring import combine
 from flowrl.scoring.executors.base import RewardFailure
-from flowrl.training.metrics import RowMeans, rollout_metrics
+from flowrl.training.metrics import RowMeans, over_processes, rollout_metrics
 
 
 def warm(learner):
@@ -62,15 +65,6 @@ def test_the_old_policy_follows_by_the_share_of_the_next_iteration(make_learner)
         torch.testing.assert_close(adapter(OLD), expected, rtol=1e-5, atol=1e-7)
         assert (adapter(POLICY) - before).abs().max() > 1e-4
         before = adapter(OLD).clone()
-
-
-def test_siblings_learn_from_one_forward_at_a_ratio_of_1(make_learner):
-    tree = {"kind": "tree_grpo", "branch": 4, "window": {"kind": "fixed", "size": 1}}
-    learner = warm(make_learner(rollout={"merge_lora": False, "tree": tree}))
-    rollout, metrics = learner.iterate(0)
-    assert metrics["policy/ratio_error_max"] == 0
-    assert metrics["tree/train_forwards"] == 2 and metrics["tree/trained_edges"] == 8
-    assert metrics["grad/norm"] > 0
 
 
 def test_folded_or_in_half_precision_the_first_ratio_stays_1(make_learner):
@@ -214,3 +208,18 @@ def test_metrics_say_what_they_are_and_weigh_micro_batches_by_rows(make_learner)
     means.add({"a": torch.tensor(1.0), "b_max": torch.tensor(3.0)}, 3)
     means.add({"a": torch.tensor(5.0), "b_max": torch.tensor(2.0)}, 1)
     assert means.result() == {"a": 2.0, "b_max": 3.0}
+
+
+def test_metrics_of_processes_are_joined_by_rows_counts_and_maxima():
+    other = {"loss": (4.0, 1), "tree/leaves": (3.0, 5), "a_max": (1.0, 9), "latent/norm": (4.0, 1)}
+    text = json.dumps(other | {"policy/kl": (7.0, 2)})
+    runtime: Any = SimpleNamespace(
+        world_size=2, rank=0, merge=lambda texts: {"000001": text} | texts
+    )
+    own = {"loss": 1.0, "tree/leaves": 6.0, "a_max": 2.0, "latent/norm": 2.0}
+    weights = {"loss": 3, "tree/leaves": 2, "a_max": 1, "latent/norm": 1}
+    found = over_processes(own, weights, runtime)
+    norm = pytest.approx(10**0.5)
+    assert found == {
+        "loss": 1.75, "tree/leaves": 9.0, "a_max": 2.0, "latent/norm": norm, "policy/kl": 7.0,
+    }  # fmt: skip

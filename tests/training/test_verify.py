@@ -1,5 +1,6 @@
-"""`flowrl verify`: damage and changes of a run, a store and a LoRA are named."""
+"""Damage: no byte of a run, a data set or a LoRA changes without being noticed and named."""
 
+import random
 import shutil
 from pathlib import Path
 
@@ -9,12 +10,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from flowrl.api import align, collect
-from flowrl.backbones.lora_formats import FILE
+from flowrl.backbones.lora_formats import FILE, open_lora
 from flowrl.backbones.policy import POLICY
+from flowrl.errors import UserError
 from flowrl.offline.format import shard_file
-from flowrl.training.checkpoint import STATE, Checkpoints
+from flowrl.training.checkpoint import STATE, Checkpoints, read_checkpoint
+from flowrl.training.evaluate import Evaluation
 from flowrl.training.verify import verify
-from flowrl.utils.digests import SEAL
+from flowrl.utils.digests import SEAL, check_seal, seal
 from flowrl.utils.files import load_state, save_state
 
 
@@ -26,12 +29,15 @@ def problems(results):
 def finished(tiny_config, load_tiny, tmp_path_factory):
     """A run of three iterations with an evaluation, and checkpoints of the last two."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    config = tiny_config(
+    align(config_for(tiny_config, folder), pipeline=load_tiny())
+    return folder
+
+
+def config_for(tiny_config, folder):
+    return tiny_config(
         run={"iterations": 3, "checkpoint_every": 1, "output_dir": str(folder)},
         evaluation={"prompts": "tiny:colors:test", "num_images": 4, "num_inference_steps": 2},
     )
-    align(config, pipeline=load_tiny())
-    return folder
 
 
 @pytest.fixture
@@ -44,13 +50,12 @@ def newest(run):
     return checkpoints.path(checkpoints.steps()[-1]) / STATE
 
 
-def rewrite(path, change, header=None):
-    """Write a LoRA again with other tensors, or another header, and without a digest."""
+def rewrite(path, change):
+    """Write a LoRA again with other tensors, and without a digest."""
     tensors = load_file(path)
     change(tensors)
     with safe_open(path, "pt") as file:
-        header = dict(file.metadata()) | (header or {})
-    header = {k: v for k, v in header.items() if k != SEAL}
+        header = {k: v for k, v in file.metadata().items() if k != SEAL}
     save_file(tensors, path, metadata=header)
 
 
@@ -119,3 +124,49 @@ def test_the_command_names_what_is_wrong_and_exits_with_1(run, tmp_path, flowrl)
     code, out, err = flowrl("verify", run / FILE)
     assert code == 1 and "lora" in err and "!!  lora" in out
     assert str(tmp_path) in flowrl("verify", tmp_path)[2]
+
+
+READERS = {
+    f"checkpoints/step-000003/{STATE}": lambda path: read_checkpoint(path.parent),
+    f"checkpoints/step-000003/{FILE}": lambda path: read_checkpoint(path.parent),
+    FILE: open_lora,
+    "evaluations/step-000000.safetensors": Evaluation.load,
+}
+
+
+def flips(data: bytes, name: str, count: int):
+    """Changed bytes of a file: half of them in the first kilobyte, where headers are."""
+    choice = random.Random(name)
+    for number in range(count):
+        place = choice.randrange(min(len(data), 1024) if number % 2 else len(data))
+        value = choice.choice([v for v in range(256) if v != data[place]])
+        yield data[:place] + bytes([value]) + data[place + 1 :]
+
+
+def test_a_changed_byte_is_refused_by_name_wherever_it_is(run):
+    for name, read in READERS.items():
+        path = run / name
+        whole = path.read_bytes()
+        for changed in flips(whole, name, 6):
+            path.write_bytes(changed)
+            with pytest.raises(UserError, match=str(path)):
+                read(path)
+        path.write_bytes(whole)
+        read(path)
+
+
+def test_a_damaged_evaluation_is_made_again(run, tiny_config, load_tiny, caplog):
+    path = run / "evaluations" / "step-000000.safetensors"
+    whole = Evaluation.load(path)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    align(config_for(tiny_config, run), pipeline=load_tiny(), resume="latest")
+    assert f"{path} is damaged" in caplog.text
+    again = Evaluation.load(path)
+    assert torch.equal(again.scores, whole.scores) and torch.equal(again.images, whole.images)
+
+
+def test_the_seal_is_a_function_of_the_content_and_can_be_renewed(tmp_path):
+    save_state(tmp_path / "s", {"a": torch.ones(3), "text": '"flowrl_digest":"' + "0" * 32})
+    data = (tmp_path / "s").read_bytes()
+    assert check_seal(data, tmp_path / "s") and seal(data) == data
+    assert load_state(tmp_path / "s")["text"].startswith('"flowrl_digest')

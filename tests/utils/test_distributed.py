@@ -12,15 +12,6 @@ def runtime():
     return Runtime(device="cpu")
 
 
-def test_a_process_alone_takes_everything(runtime):
-    assert (runtime.rank, runtime.world_size, runtime.is_main) == (0, 1, True)
-    assert runtime.local_rows(5).tolist() == [0, 1, 2, 3, 4]
-    rows = torch.rand(3, 2)
-    assert torch.equal(runtime.gather(rows), rows)
-    assert runtime.sum(2.5) == 2.5 and runtime.merge({"a": "b"}) == {"a": "b"}
-    assert runtime.any(True) and not runtime.any(False)
-
-
 def test_the_gradient_scaler_goes_on_where_it_was(runtime, monkeypatch):
     assert runtime.state_dict() == {}  # fp32 has none
     for scale in (8.0, 2.0):

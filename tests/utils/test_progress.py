@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from flowrl.utils.progress import Steps, clock
+from flowrl.utils.progress import Steps
 
 
 def run(every: float, **values) -> list[str]:
@@ -27,20 +27,9 @@ def test_the_time_that_is_left_is_that_of_the_steps_after_the_slow_first_one(mon
     ]  # fmt: skip
 
 
-def test_progress_is_told_in_lines_or_a_bar():
-    # Each line says the step the time and the values.
+def test_each_line_says_the_step_the_time_and_the_values():
     lines = run(0, reward=0.5, kl=None, skipped=2)
     assert [line.split()[1] for line in lines] == ["3/5", "4/5", "5/5"]
     assert lines[-1] == "train 5/5 0:00 (left 0:00) reward 0.500 kl n/a skipped 2"
     # Between the first and the last line there is silence for a while.
     assert [line.split()[1] for line in run(1000)] == ["3/5", "5/5"]
-    # A terminal gets a bar with the same numbers.
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120)
-    with Steps("train", 2, console=console) as steps:
-        steps.advance({"[reward]": 0.25})
-        steps.advance({"[reward]": 0.5})
-    assert "2/2" in out.getvalue() and "[reward] 0.500" in out.getvalue()
-    # A clock shows hours only when there are any.
-    for seconds, text in [(0.4, "0:00"), (59.6, "1:00"), (125.4, "2:05"), (7265, "2:01:05")]:
-        assert clock(seconds) == text

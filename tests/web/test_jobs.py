@@ -73,17 +73,12 @@ def test_a_run_is_asked_to_stop_once_however_often_one_clicks(make_folder, tmp_p
         jobs.stop(run)
 
 
-def test_a_form_is_planned_rehearsed_and_started_by_the_same_words_in_a_new_folder(jobs):
+def test_a_job_leads_to_its_run_once_that_is_there_and_no_folder_is_started_twice(jobs):
     form = RunForm(recipe="quickstart", folder="new", changes=("optim.lr=1e-4", "", " run.seed=3 "))
-    words = ["quickstart", "optim.lr=1e-4", "run.seed=3"]
     place = f"run.output_dir={json.dumps(str(jobs.root / 'new'))}"
-    for kind, command in (
-        ("plan", ["plan", *words]), ("dry run", ["train", *words, "--dry-run"]),
-        ("start", ["train", *words, place]),
-    ):  # fmt: skip
-        assert jobs.order(kind, form).process.command[1:] == ["-m", "flowrl", *command]
-    assert [job["kind"] for job in jobs.rows()] == ["start", "dry run", "plan"]
-    assert [job["run"] for job in jobs.rows()] == [None] * 3
+    words = ["train", "quickstart", "optim.lr=1e-4", "run.seed=3", place]
+    assert jobs.order("start", form).process.command[3:] == words
+    assert jobs.rows()[0]["run"] is None
     (jobs.root / "new").mkdir()
     (jobs.root / "new" / "config.yaml").touch()
     assert jobs.rows()[0]["run"] == "new"

@@ -1,19 +1,12 @@
 """The page of `flowrl ui` in a real Chromium: live, hostile and missing things, keyboard, sizes."""
 
 import contextlib
-import signal
 import socket
-from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from flowrl.training.evaluate import Evaluation
-from flowrl.training.ledger import Ledger
-from flowrl.training.owner import owner_of
-from flowrl.training.tracking import read_metrics
+from flowrl.training.checkpoint import LATEST, claim
 from flowrl.utils.journal import seal_line
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
@@ -62,11 +55,6 @@ def test_a_value_appears_after_it_is_logged(page, make_folder_in, tmp_path, serv
         page.wait_for_selector('[data-metric="reward/mean"] .reading:text("at 5: 0.625")')
         label = page.locator('[data-metric="reward/mean"] [role=img]').get_attribute("aria-label")
         assert "0.1 at 1, 0.625 at 5, lowest 0.1, highest 0.625" in label
-        headings = page.locator("h2:visible").all_inner_texts()  # of sections with content
-        assert headings == [
-            "Held-out images", "Training samples", "Held-out scores", "Progress",
-            "Curves of training", "Recipe", "Journal",
-        ]  # fmt: skip
 
 
 def test_metrics_named_as_members_of_every_object_have_curves(
@@ -187,90 +175,14 @@ def test_without_its_token_the_page_shows_nothing_and_asks_for_it(browser, addre
     context.close()
 
 
-# --- a run that trains --------------------------------------------------------------------------
+# --- a run that is started ----------------------------------------------------------------------
 
 PROMPTS = "\n".join(f"a {size} red {shape}" for size in ("small", "large") for shape in SHAPES)
-CHANGES = """
-lora.rank=4
-rollout={prompts_per_iteration: 2, group_size: 4, num_inference_steps: 4, batch_size: 8}
-optim.micro_batch=8
-evaluation.num_images=4
-evaluation.num_inference_steps=4
-run={checkpoint_every: 5000, sample_every: 0, trackers: []}
-"""
 
 
-def type_in(page, label: str, text: str) -> None:
-    """Move to a field by Tab and type there."""
-    tabs_to(page, f"[...e.labels ?? []].some(l => l.textContent.startsWith({label!r}))")
-    page.keyboard.insert_text(text)
-
-
-def stopped_at(folder, count: int) -> int:
-    """Return the iteration of the last stop, after `count` of them."""
-    stops = [event for event in Ledger(folder).events() if event["event"] == "stop"]
-    assert len(stops) == count and stops[-1]["reason"] == "interrupted"
-    return stops[-1]["step"]
-
-
-def stop_by_the_keyboard(page, metric: str, after: int) -> None:
-    page.wait_for_function(
-        """([metric, after]) => {
-            const place = document.querySelector(`[data-metric="${metric}"] .reading`);
-            return Number((place?.textContent.match(/at (\\d+):/) ?? [0, 0])[1]) > after;
-        }""",
-        arg=[metric, after],
-    )
-    tabs_to(page, "e.textContent === 'Stop'")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".state.stopped")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_keyboard_alone_starts_a_run_by_the_form_watches_stops_and_resumes_it(
-    page, serve, tmp_path
-):
-    root = tmp_path / "runs"
-    root.mkdir()
-    folder = root / "mine"
-    page.set_default_timeout(200_000)
-    try:
-        with serve(root) as address:
-            opened(page, address, "#/start")
-            page.wait_for_selector("option[value=brightness]", state="attached")
-            type_in(page, "Prompts", PROMPTS)
-            type_in(page, "Reward", "")
-            page.keyboard.type("brig")  # as selects do: the first choice that begins so
-            type_in(page, "Iterations", "5000")
-            type_in(page, "Name of the run", "mine")
-            tabs_to(page, "e.tagName === 'SUMMARY'")
-            page.keyboard.press("Enter")
-            type_in(page, "Changes", CHANGES)
-            tabs_to(page, "e.value === 'start'")
-            page.keyboard.press("Enter")
-            page.wait_for_selector("section[aria-label='start mine'] a:not([hidden])")
-            tabs_to(page, "e.textContent === 'Open the run'")
-            page.keyboard.press("Enter")
-            stop_by_the_keyboard(page, "reward/mean", 1)
-            first = stopped_at(folder, 1)
-            tabs_to(page, "e.textContent === 'Resume'")
-            page.keyboard.press("Enter")
-            stop_by_the_keyboard(page, "reward/mean", first + 1)
-            last = stopped_at(folder, 2)
-    finally:
-        if (owner := owner_of(folder)) and (process := owner.process(folder)):
-            process.send_signal(signal.SIGKILL)
-    assert last > first + 1 >= 3
-    steps = [row["step"] for row in read_metrics(folder) if "reward/mean" in row]
-    assert steps == list(range(1, last + 1))
-    (prompts,) = root.glob("prompts-*.txt")
-    assert prompts.read_text() == f"{PROMPTS}\n"
-
-
-def test_the_form_says_beside_a_field_why_it_is_refused_and_starts_what_it_accepts(
-    page, serve, tmp_path, monkeypatch
-):
+@pytest.fixture
+def commands(monkeypatch):
+    """What the page starts, in place of starting it."""
     commands = []
 
     def start(command, **how):
@@ -278,6 +190,31 @@ def test_the_form_says_beside_a_field_why_it_is_refused_and_starts_what_it_accep
         return SimpleNamespace(pid=1, poll=lambda: 0)
 
     monkeypatch.setattr("flowrl.web.jobs.subprocess.Popen", start)
+    return commands
+
+
+def test_the_keyboard_alone_resumes_a_run_and_stops_it(
+    page, make_folder_in, tmp_path, serve, monkeypatch, commands
+):
+    monkeypatch.setattr("flowrl.web.jobs.Jobs.stop", lambda jobs, run: commands.append(run.name))
+    folder = make_folder_in(tmp_path / "runs", "one", stop=STOPPED)
+    with serve(tmp_path / "runs") as address:
+        opened(page, address, "#/run?run=one")
+        page.wait_for_selector(".state.stopped")
+        tabs_to(page, "e.textContent === 'Resume'")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("text=Resuming")
+        with claim(folder, resume=LATEST):
+            page.wait_for_selector(".state.running")
+            tabs_to(page, "e.textContent === 'Stop'")
+            page.keyboard.press("Enter")
+            page.wait_for_selector("text=Stopping")
+    assert commands == [["train", "--resume", str(folder)], "one"]
+
+
+def test_the_form_says_beside_a_field_why_it_is_refused_and_starts_what_it_accepts(
+    page, serve, tmp_path, commands
+):
     root = tmp_path / "runs"
     root.mkdir()
     with serve(root) as address:
@@ -315,23 +252,14 @@ NAMELESS = """() => [...document.querySelectorAll(
   .map(e => e.outerHTML)"""
 
 
-def test_every_view_fits_phone_and_desk_in_light_and_dark(page, address):
-    seen = set()
+def test_every_view_fits_phone_and_desk_and_names_what_can_be_used(page, address):
     for view in ("", "#/run?run=one", "#/compare", "#/start"):
         opened(page, address, view)
         page.wait_for_selector("main :is(.reading .value, .state, .start)")
-        for width, scheme in product((390, 1366), ("light", "dark")):
+        for width in (390, 1366):
             page.set_viewport_size({"width": width, "height": 844})
-            page.emulate_media(color_scheme=scheme)
             assert too_wide(page) <= 0, (view, width)
             assert page.evaluate(NAMELESS) == [], (view, width)
-            small = page.evaluate(
-                "[...document.querySelectorAll('main button, main .button')]"
-                ".filter(e => e.checkVisibility() && e.clientHeight < 36).length"
-            )
-            assert small == 0, (view, width)
-            seen.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-    assert len(seen) == 2  # both schemes were drawn
 
 
 def tabs_to(page, script: str) -> None:
@@ -379,54 +307,6 @@ def test_the_keyboard_alone_opens_a_run_reads_a_curve_moves_over_time_and_compar
     tabs_to(page, "e.tagName === 'SELECT'")
     page.keyboard.press("ArrowDown")
     page.wait_for_selector("th:has-text('optim.lr')")
-
-
-INK = """metric => {
-    const canvas = document.querySelector(`[data-metric="${metric}"] canvas`);
-    const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-    const columns = new Set();
-    let ink = "", last = 0;
-    for (let i = 0; i < data.length; i += 4) {
-        const spread = Math.max(...data.slice(i, i + 3)) - Math.min(...data.slice(i, i + 3));
-        if (spread < 100 || data[i + 3] < 255) continue; // axes are grey
-        columns.add((i / 4) % canvas.width);
-        last = Math.max(last, (i / 4) % canvas.width);
-        ink = data.slice(i, i + 3).join();
-    }
-    return [columns.size, ink, last];
-}"""
-
-
-def test_a_single_value_is_a_dot_an_interval_a_band_and_shares_stay_above_zero(
-    page, make_folder_in, tmp_path, serve
-):
-    prompts = ("a red circle", "a blue square")
-    folder = make_folder_in(tmp_path / "runs", "one", prompts=prompts)
-    path = folder / "evaluations" / "step-000004.safetensors"
-    evaluation = replace(Evaluation.load(path), scores=torch.tensor([[0.5], [1.0]]))
-    evaluation.save(path)
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(seal_line({"step": 4, "policy/kl": 0.0}).decode() + "\n")
-    inks = set()
-    with serve(tmp_path / "runs") as address:
-        page.set_viewport_size({"width": 1366, "height": 900})
-        opened(page, address, "#/run?run=one")
-        for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme)
-            page.wait_for_selector('[data-metric="policy/kl"] canvas')
-            page.wait_for_timeout(200)
-            dot, ink, last = page.evaluate(INK, "policy/kl")
-            inks.add(ink)
-            assert 3 <= dot <= 8 and last > 300  # the last step is at the right end
-            assert page.evaluate(INK, "reward/mean")[0] > 100
-        assert reading(page, "eval/brightness").inner_text() == "at 4: 0.75 ± 0.49"
-        ranges = page.evaluate(
-            "import('/chart.js').then(m => [[0, 1], [0, 0], [-1, 1], [null, null]]"
-            ".map(([low, high]) => m.rangeOf(null, low, high)))"
-        )
-    assert len(inks) == 2
-    assert ranges[0][0] == ranges[1][0] == 0 and ranges[2][0] < -1 and ranges[3] == [0, 1]
-    assert all(low < high for low, high in ranges)
 
 
 def test_a_run_hands_out_its_results_as_files_to_keep(page, make_folder_in, tmp_path, serve):

@@ -11,6 +11,9 @@ from flowrl_rewards.clipscore import CLIPScore
 from flowrl_rewards.detectors.tiny import TinyDetector
 from flowrl_rewards.fixtures import square
 from flowrl_rewards.geneval import GenEval
+from flowrl_rewards.networks import text_embeddings
+from flowrl_rewards.networks.clip import Clip
+from flowrl_rewards.networks.text_embeddings import TextEmbeddings
 from transformers import CLIPModel
 
 from flowrl.assembly.learner import build_rewards
@@ -80,3 +83,27 @@ def test_clipscore_and_aesthetic_share_one_network_and_its_forward(
     leaf = images.clone().requires_grad_()
     for reward in rewards:  # each has a graph of its own
         assert torch.autograd.grad(reward(leaf, *asked).sum(), leaf)[0].any()
+
+
+def test_equal_prompts_are_encoded_once_and_come_back_in_place(monkeypatch):
+    calls = []
+
+    def numbered(texts):
+        """Each text has the next number."""
+        calls.append(list(texts))
+        seen = sum(map(len, calls)) - len(texts)
+        return torch.arange(seen, seen + len(texts)).float()[:, None]
+
+    texts = TextEmbeddings(numbered)
+    assert texts(["a", "b", "a", "a"]).flatten().tolist() == [0, 1, 0, 0]
+    assert texts(["c", "a"]).flatten().tolist() == [2, 0]
+    assert calls == [["a", "b"], ["c"]]
+    monkeypatch.setattr(text_embeddings, "LIMIT", 2)
+    assert texts(["c"]).item() == 3  # beyond the limit all are encoded anew
+
+
+def test_long_prompts_are_cut_with_a_warning(tiny_clip):
+    clip, long = Clip(tiny_clip, reward="a test", device="cpu"), "a red circle " * 9
+    with pytest.warns(UserWarning, match=r"a test reads 14 tokens .* prompt of 29"):
+        cut = clip.texts([long])
+    assert cut.isfinite().all() and (cut == clip.texts([long])).all()

@@ -1,4 +1,4 @@
-"""The pages of the radar, of best-of-N and of a transfer, from their data; what they compute."""
+"""Pages of the gallery are what the data beside them say; what their figures compute."""
 
 import shutil
 from pathlib import Path
@@ -7,20 +7,36 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.arena import best_of, loopholes, radar, transfer
+from scripts.arena import best_of, frontier, loopholes, one_student, radar, transfer, wording
+from scripts.arena.gamed import render_gamed
 from scripts.arena.runs import RUNS
 from scripts.compare.data import read_rows, write_rows
+from scripts.votes.report import render as render_votes
 
 GALLERY = Path(__file__).parents[2] / "gallery"
 
 
-@pytest.mark.parametrize(
-    ("module", "folder"), [(radar, "radar"), (best_of, "best-of"), (transfer, "transfer")]
-)
-def test_a_page_is_what_its_data_say(module, folder, tmp_path):
+PAGES = {
+    "best-of": best_of.write_page,
+    "frontier": frontier.write_page,
+    "gamed": render_gamed,
+    "one-student": one_student.write_page,
+    "radar": radar.write_page,
+    "transfer": transfer.write_page,
+    "votes": render_votes,
+    "wording": wording.write_page,
+}
+
+
+@pytest.mark.parametrize("folder", PAGES)
+def test_a_page_is_what_its_data_say(folder, tmp_path):
     for path in (GALLERY / folder).glob("*.csv"):
         shutil.copy(path, tmp_path)
-    assert module.write_page(tmp_path).read_text() == (GALLERY / folder / "README.md").read_text()
+    page = PAGES[folder](tmp_path)
+    assert page.read_text() == (GALLERY / folder / "README.md").read_text()
+
+
+# --- radar, best-of-N, transfer ------------------------------------------------------------------
 
 
 def test_the_radar_is_judged_by_ten_loopholes_and_27_honest_runs_on_three_worlds():
@@ -80,3 +96,39 @@ def test_a_shuffled_lora_keeps_the_norm_of_each_layer():
     after = layer.lora_B["policy"].weight
     torch.testing.assert_close(after.abs().flatten().sort()[0], before.abs().flatten().sort()[0])
     assert not torch.equal(after, before)
+
+
+# --- frontier, one student ----------------------------------------------------------------------
+
+
+def test_the_difference_of_images_is_the_mean_over_pairs():
+    cells = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
+    assert frontier._difference(cells) == f"{(0.5 + 0.5 + 1.0) / 3:.4f}"
+    assert frontier._difference(cells[:1]) == ""
+
+
+def table(value: float) -> tuple[np.ndarray, np.ndarray]:
+    return np.full((1, 3), value), np.ones((1, 3))
+
+
+def test_an_arm_is_compared_with_the_controls_line_at_its_own_diversity():
+    arms = (frontier.NONE, "image by image 1", "sgrpo 1")
+
+    def tables(*values: float) -> frontier.Tables:
+        return {arm: {2: table(value)} for arm, value in zip(arms, values, strict=True)}
+
+    gold = tables(0.6, 0.4, 0.7)
+    found = frontier.above(gold, tables(1.0, 3.0, 2.0), "sgrpo 1")
+    assert found.mean == pytest.approx(0.7 - 0.5) == found.low
+    beyond = frontier.above(gold, tables(1.0, 3.0, 4.0), "sgrpo 1")
+    assert beyond.mean == pytest.approx(0.7 - 0.4)
+
+
+def test_arms_are_compared_on_the_worlds_that_have_both():
+    gold = {"a": {2: table(0.5), 3: table(0.9)}, "b": {2: table(0.3)}}
+    assert frontier.less(gold, "a", "b").mean == pytest.approx(0.2)
+
+
+def test_a_students_share_is_its_gain_over_that_of_its_teachers():
+    found = one_student.share([[table(0.1)], [table(0.2)]], [[table(0.2)], [table(0.2)]])
+    assert found.mean == pytest.approx(0.75) == found.low
