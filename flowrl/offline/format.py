@@ -169,8 +169,6 @@ def append_shard(
         }
         for record, group in zip(records, groups, strict=True)
     ]  # fmt: skip
-    if not len(x0) == len(scores) == len(rows):
-        raise ValueError(f"got {len(x0)} latents and {len(scores)} scores of {len(rows)} images")
     scores = torch.where(scores.isfinite(), scores, torch.nan).float().cpu()
     tensors = {LATENTS: x0.detach().cpu().contiguous(), SCORES: scores.contiguous()}
     write_bytes(shard_file(folder, shard), seal(save(tensors, metadata={ROWS: json.dumps(rows)})))
