@@ -15,7 +15,7 @@ from torch import Tensor
 from flowrl.backbones.base import Rows, in_fp32
 from flowrl.backbones.call import call_arguments, is_guided
 from flowrl.backbones.families import check_trainable, family_of, lora_targets
-from flowrl.backbones.gate import NETWORKS, RowTimes, Stop, Visit, call_through
+from flowrl.backbones.gate import RowTimes, Stop, Visit, call_through
 from flowrl.backbones.latent_map import inverse_of
 from flowrl.backbones.texts import (
     entries_of,
@@ -76,8 +76,7 @@ class PipelineBackbone:
         check_scheduler(pipeline.scheduler)
         self.pipeline = pipeline
         pipeline.vae.requires_grad_(False)  # gradients go through it, and none is for its weights
-        self.network_name = next(n for n in NETWORKS if getattr(pipeline, n, None) is not None)
-        self.transformer = getattr(pipeline, self.network_name)
+        self.transformer = pipeline.transformer
         self.device: torch.device = self.transformer.device
         self.family = family_of(type(pipeline).__name__)
         self.guidance = guidance
@@ -135,11 +134,11 @@ class PipelineBackbone:
         if not hasattr(self.pipeline, "prepare_latents"):
             call["latents"] = visit.latents
         parts = vars(self.pipeline)
-        before, parts[self.network_name] = parts[self.network_name], self.transformer
+        before, parts["transformer"] = parts["transformer"], self.transformer
         try:
             return call_through(self.pipeline, visit, self.device, call)
         finally:
-            parts[self.network_name] = before
+            parts["transformer"] = before
 
     def _example_record(self, count: int) -> Any:
         """Return the encoder's record of some text for `count` rows."""
@@ -443,7 +442,7 @@ def check_class(pipeline: Any) -> None:
     """Raise UserError for a pipeline whose call is not the one that a backbone needs."""
     name = type(pipeline).__name__
     check_trainable(name)
-    for part in ("scheduler", "vae"):
+    for part in ("scheduler", "vae", "transformer"):
         if getattr(pipeline, part, None) is None:
             raise UserError(f"{name} has no {part}, which training needs")
     if not hasattr(pipeline, "encode_prompt"):
