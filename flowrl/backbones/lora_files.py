@@ -27,6 +27,7 @@ from flowrl.backbones.original_layers import (
     state_of,
     weight_change,
 )
+from flowrl.backbones.quantized_base import check_mergeable
 from flowrl.errors import UserError
 from flowrl.utils.files import write_bytes
 
@@ -211,13 +212,8 @@ def merge_lora(pipeline: Any, source: str | Path | LoRA) -> int:
     network = pipeline.transformer
     lora = fit_lora(lora, network, type(pipeline))
     weights = {name: network.get_submodule(name).weight for name in lora.scales}
-    for name, weight in weights.items():
-        packed = type(weight.data) is not Tensor or weight.dtype.itemsize < 2
-        if packed or getattr(network, "hf_quantizer", None) is not None:
-            raise UserError(
-                f"{name} of {type(network).__name__} is quantised, and a LoRA cannot be added to "
-                "such weights: merge into the pipeline in 16 or 32 bits"
-            )
+    for weight in weights.values():
+        check_mergeable(weight)
     for name, (down, up) in lora.layers.items():
         weight: Any = weights[name]
         change = weight_change(down, up, lora.scales[name]).to(weight.device)

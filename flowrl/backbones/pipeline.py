@@ -462,19 +462,14 @@ def check_class(pipeline: Any) -> None:
 def check_scheduler(scheduler: Any) -> None:
     """Raise UserError for a scheduler that steps no flow, or draws noise of its own."""
     name, config = type(scheduler).__name__, scheduler.config
-    if config.get("stochastic_sampling"):
-        raise UserError(
-            "the scheduler has stochastic_sampling: true, with which diffusers draws noise at "
-            "every step: set it to false in scheduler_config.json"
-        )
-    if str(config.get("algorithm_type", "")).startswith("sde") or "LCM" in name:
-        raise UserError(
-            f"the scheduler {name} draws noise at every step: load the pipeline with "
-            "FlowMatchEulerDiscreteScheduler"
-        )
+    sde = str(config.get("algorithm_type", "")).startswith("sde") or "LCM" in name
     flow = "Flow" in name or config.get("prediction_type") == "flow_prediction"
-    if not flow:
-        raise UserError(f"the scheduler {name} does not sample a flow")
+    if sde or config.get("stochastic_sampling") or not flow:
+        raise UserError(
+            f"the scheduler {name} samples no flow, or draws noise at every step: load the "
+            "pipeline with FlowMatchEulerDiscreteScheduler, and set stochastic_sampling to false "
+            "in its scheduler_config.json"
+        )
 
 
 def check_sigmas(sigmas: Any, inverted: bool, name: str) -> Tensor:
