@@ -64,12 +64,10 @@ def open_repository(name: str, *, private: bool = False) -> str:
 def push(folder: Path, repository: str) -> str:
     """Upload the public files of a run's folder to an existing repository; return the address.
 
-    Raises UserError when there is no LoRA, or the upload fails.
+    Raises UserError when the upload fails.
     """
     from huggingface_hub import HfApi
 
-    if not (folder / FILE).is_file():
-        raise UserError(f"{folder} holds no {FILE}: give the folder of a run")
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".upload.", suffix=".tmp") as scratch:
             stage(folder, Path(scratch), repository)
