@@ -363,10 +363,7 @@ class MemoryPlan:
         if e is None or (e.precision == "bf16" and self.mergeable == self.merged):
             return 0
         packed = self.packed_layers(e)
-        size = sum(packed.values()) + self.adapted_bytes(packed)
-        if e.precision == "auto" and self.mergeable != self.merged:
-            return max(size, self.adapted_bytes({}))  # a copy in bf16, without few bits
-        return size
+        return sum(packed.values()) + self.adapted_bytes(packed)
 
     def adapted_bytes(self, packed: Mapping[str, int]) -> int:
         """Return the bytes of the adapted layers' weights, merged, that are not packed."""
