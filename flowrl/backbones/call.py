@@ -83,7 +83,7 @@ def default_guidance(pipeline: Any) -> float:
 
 def native_side(pipeline: Any) -> int:
     """Return the pixels of a side that the networks were made for, 1024 where nothing says it."""
-    network = getattr(pipeline, "transformer", None) or getattr(pipeline, "unet", None)
+    network = getattr(pipeline, "transformer", None)
     factor = getattr(pipeline, "vae_scale_factor", 8)
     latent = getattr(getattr(network, "config", None), "sample_size", None)
     if isinstance(latent, int):

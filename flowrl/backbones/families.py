@@ -217,7 +217,6 @@ def layer_rules_of(network: nn.Module) -> LayerRules:
             return family.layer_rules
     lists = [name for name, m in network.named_modules() if isinstance(m, nn.ModuleList)]
     blocks = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
-    layers = [name for name, module in network.named_modules() if not list(module.children())]
     outside = [rf"^(?!(?:{'|'.join(map(re.escape, blocks))})\.)"] if blocks else []
     routers = [
         rf"^{re.escape(name)}$"
@@ -226,6 +225,4 @@ def layer_rules_of(network: nn.Module) -> LayerRules:
         and isinstance(module, nn.Linear)
         and module.in_features > 10 * module.out_features  # one output for each expert
     ]
-    patterns = (*outside, "norm|mod|embed|ada|router", *routers)
-    keep = tuple(p for p in patterns if any(re.search(p, name) for name in layers))
-    return LayerRules(keep=keep, min_dim=1000)
+    return LayerRules(keep=(*outside, "norm|mod|embed|ada|router", *routers), min_dim=1000)

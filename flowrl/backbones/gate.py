@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-NETWORKS = ("transformer", "unet")
 # What a scheduler notes of the schedule that it is in.
 STATE = ("timesteps", "sigmas", "num_inference_steps", "_step_index", "_begin_index")
 

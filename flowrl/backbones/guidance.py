@@ -11,7 +11,8 @@ and clean latent at one point, hence networks that predict either are served ali
 """
 
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,44 +26,35 @@ DENOISERS = ("transformer", "transformer_2", "unet")
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
-class RLG:
-    """`with RLG(pipe, strength=1.5): pipe(prompt)`, for a diffusers pipeline with a loaded LoRA.
+@contextmanager
+def RLG(pipeline: Any, strength: float = 1.5) -> Iterator[None]:
+    """Guide inside the block: `with RLG(pipe, strength=1.5): pipe(prompt)`.
 
-    All active adapters count as the LoRA. On exit the pipeline is as it was.
+    All active adapters of a diffusers pipeline count as the LoRA. On exit the pipeline is as it
+    was.
 
     Args:
         strength: 0 is the base and 1 the pipeline with its LoRA, both bit for bit and in one
             forward; any other number, also a negative one, takes two.
 
     Raises:
-        UserError: on entry, when there is no LoRA, or the base could not be computed exactly.
+        UserError: when there is no LoRA, or the base could not be computed exactly.
     """
-
-    def __init__(self, pipeline: Any, strength: float = 1.5):
-        if not math.isfinite(strength):
-            raise UserError(f"the strength of RLG is {strength}, expected a finite number")
-        self.pipeline = pipeline
-        self.strength = float(strength)
-        self._exits = ExitStack()
-
-    def __enter__(self) -> "RLG":
-        for network in denoisers(self.pipeline):
+    if not math.isfinite(strength):
+        raise UserError(f"the strength of RLG is {strength}, expected a finite number")
+    with ExitStack() as exits:
+        for network in denoisers(pipeline):
             layers = adapters(network)
-            if self.strength == 0:
-                self._exits.enter_context(switched_off(layers))
-            elif self.strength != 1:
-                hook = _Guidance(layers, self.strength)
-                handle = network.register_forward_hook(hook, with_kwargs=True)
-                self._exits.callback(handle.remove)
+            if strength == 0:
+                exits.enter_context(switched_off(layers))
+            elif strength != 1:
+                hook = _Guidance(layers, strength)
+                exits.callback(network.register_forward_hook(hook, with_kwargs=True).remove)
                 # A network that is compiled as a whole would not notice the hook.
-                self._exits.callback(
-                    setattr, network, "_compiled_call_impl", network._compiled_call_impl
-                )
+                compiled = network._compiled_call_impl
+                exits.callback(setattr, network, "_compiled_call_impl", compiled)
                 network._compiled_call_impl = None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._exits.close()
+        yield
 
 
 def denoisers(pipeline: Any) -> list[nn.Module]:

@@ -140,11 +140,12 @@ def outline(path: str, revision: str | None = None) -> tuple[type, torch.nn.Modu
         if (folder := Path(pipeline_path(path))).is_dir():
             check_folder(folder)
         index: Any = diffusers.DiffusionPipeline.load_config(pipeline_path(path), revision=revision)
-        part = next(name for name in ("transformer", "unet") if name in index)
         kind, network = (
-            getattr(diffusers, name) for name in (index["_class_name"], index[part][1])
+            getattr(diffusers, name) for name in (index["_class_name"], index["transformer"][1])
         )
-        config = network.load_config(pipeline_path(path), subfolder=part, revision=revision)
+        config = network.load_config(
+            pipeline_path(path), subfolder="transformer", revision=revision
+        )
         with torch.device("meta"):
             return kind, network.from_config(config)
     except Exception as error:  # of the Hub, of files, of classes
@@ -226,7 +227,6 @@ def set_attention(network: Any, name: str) -> None:
         UserError: diffusers does not know the name, its library is missing, or the network has no
             switch for it.
     """
-    name = name.lower()
     parts = (getattr(module, "processor", None) for module in network.modules())
     if not any(hasattr(part, "_attention_backend") for part in parts):
         if name == NATIVE:

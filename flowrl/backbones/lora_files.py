@@ -27,13 +27,9 @@ from flowrl.backbones.original_layers import (
     state_of,
     weight_change,
 )
+from flowrl.backbones.quantized_base import check_mergeable
 from flowrl.errors import UserError
 from flowrl.utils.files import write_bytes
-
-
-def network_of(pipeline: Any) -> nn.Module:
-    """Return the network that a pipeline denoises with."""
-    return pipeline.transformer if hasattr(pipeline, "transformer") else pipeline.unet
 
 
 def file_prefix(pipeline: type) -> str:
@@ -56,7 +52,7 @@ def save_lora(pipeline: Any, folder: Path, *, adapter: str) -> Path:
     """
     from peft import get_peft_model_state_dict
 
-    network: Any = network_of(pipeline)
+    network: Any = pipeline.transformer
     state = get_peft_model_state_dict(network, adapter_name=adapter)
     if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
         raise UserError(f"the LoRA has NaN or infinite numbers: {folder / FILE} was not written")
@@ -164,7 +160,7 @@ def load_lora(pipeline: Any, source: str | Path | LoRA) -> int:
     the pipeline is as it was.
     """
     lora = source if isinstance(source, LoRA) else open_lora(source)
-    network: Any = network_of(pipeline)
+    network: Any = pipeline.transformer
     if count_layers(network):
         raise UserError(
             f"{lora.path} cannot be loaded: the pipeline has another LoRA already, which "
@@ -189,7 +185,7 @@ def unload_lora(pipeline: Any) -> None:
     """Remove the LoRA from the pipeline's network; its own weights are as they were."""
     from diffusers.utils.peft_utils import recurse_remove_peft_layers
 
-    network: Any = network_of(pipeline)
+    network: Any = pipeline.transformer
     if hasattr(network, "unload_lora"):
         network.unload_lora()
     else:
@@ -213,16 +209,11 @@ def merge_lora(pipeline: Any, source: str | Path | LoRA) -> int:
     the file is missing or of another shape; then nothing is changed.
     """
     lora = source if isinstance(source, LoRA) else open_lora(source)
-    network = network_of(pipeline)
+    network = pipeline.transformer
     lora = fit_lora(lora, network, type(pipeline))
     weights = {name: network.get_submodule(name).weight for name in lora.scales}
-    for name, weight in weights.items():
-        packed = type(weight.data) is not Tensor or weight.dtype.itemsize < 2
-        if packed or getattr(network, "hf_quantizer", None) is not None:
-            raise UserError(
-                f"{name} of {type(network).__name__} is quantised, and a LoRA cannot be added to "
-                "such weights: merge into the pipeline in 16 or 32 bits"
-            )
+    for weight in weights.values():
+        check_mergeable(weight)
     for name, (down, up) in lora.layers.items():
         weight: Any = weights[name]
         change = weight_change(down, up, lora.scales[name]).to(weight.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from flowrl.backbones.base import Rows, in_fp32
 from flowrl.backbones.call import call_arguments, is_guided
 from flowrl.backbones.families import check_trainable, family_of, lora_targets
-from flowrl.backbones.gate import NETWORKS, RowTimes, Stop, Visit, call_through
+from flowrl.backbones.gate import RowTimes, Stop, Visit, call_through
 from flowrl.backbones.latent_map import inverse_of
 from flowrl.backbones.texts import (
     entries_of,
@@ -76,8 +76,7 @@ class PipelineBackbone:
         check_scheduler(pipeline.scheduler)
         self.pipeline = pipeline
         pipeline.vae.requires_grad_(False)  # gradients go through it, and none is for its weights
-        self.network_name = next(n for n in NETWORKS if getattr(pipeline, n, None) is not None)
-        self.transformer = getattr(pipeline, self.network_name)
+        self.transformer = pipeline.transformer
         self.device: torch.device = self.transformer.device
         self.family = family_of(type(pipeline).__name__)
         self.guidance = guidance
@@ -135,11 +134,11 @@ class PipelineBackbone:
         if not hasattr(self.pipeline, "prepare_latents"):
             call["latents"] = visit.latents
         parts = vars(self.pipeline)
-        before, parts[self.network_name] = parts[self.network_name], self.transformer
+        before, parts["transformer"] = parts["transformer"], self.transformer
         try:
             return call_through(self.pipeline, visit, self.device, call)
         finally:
-            parts[self.network_name] = before
+            parts["transformer"] = before
 
     def _example_record(self, count: int) -> Any:
         """Return the encoder's record of some text for `count` rows."""
@@ -443,7 +442,7 @@ def check_class(pipeline: Any) -> None:
     """Raise UserError for a pipeline whose call is not the one that a backbone needs."""
     name = type(pipeline).__name__
     check_trainable(name)
-    for part in ("scheduler", "vae"):
+    for part in ("scheduler", "vae", "transformer"):
         if getattr(pipeline, part, None) is None:
             raise UserError(f"{name} has no {part}, which training needs")
     if not hasattr(pipeline, "encode_prompt"):
@@ -463,19 +462,14 @@ def check_class(pipeline: Any) -> None:
 def check_scheduler(scheduler: Any) -> None:
     """Raise UserError for a scheduler that steps no flow, or draws noise of its own."""
     name, config = type(scheduler).__name__, scheduler.config
-    if config.get("stochastic_sampling"):
-        raise UserError(
-            "the scheduler has stochastic_sampling: true, with which diffusers draws noise at "
-            "every step: set it to false in scheduler_config.json"
-        )
-    if str(config.get("algorithm_type", "")).startswith("sde") or "LCM" in name:
-        raise UserError(
-            f"the scheduler {name} draws noise at every step: load the pipeline with "
-            "FlowMatchEulerDiscreteScheduler"
-        )
+    sde = str(config.get("algorithm_type", "")).startswith("sde") or "LCM" in name
     flow = "Flow" in name or config.get("prediction_type") == "flow_prediction"
-    if not flow:
-        raise UserError(f"the scheduler {name} does not sample a flow")
+    if sde or config.get("stochastic_sampling") or not flow:
+        raise UserError(
+            f"the scheduler {name} samples no flow, or draws noise at every step: load the "
+            "pipeline with FlowMatchEulerDiscreteScheduler, and set stochastic_sampling to false "
+            "in its scheduler_config.json"
+        )
 
 
 def check_sigmas(sigmas: Any, inverted: bool, name: str) -> Tensor:

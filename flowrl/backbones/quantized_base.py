@@ -55,7 +55,7 @@ def is_quantised(network: nn.Module) -> bool:
 def is_plain(weight: torch.Tensor) -> bool:
     """Whether a weight is not quantised: bitsandbytes keeps integers, torchao a tensor subclass."""
     library = type(weight.data).__module__.partition(".")[0]
-    return weight.is_floating_point() and library != "torchao"
+    return weight.is_floating_point() and weight.dtype.itemsize > 1 and library != "torchao"
 
 
 def check_mergeable(weight: torch.Tensor) -> None:
@@ -63,5 +63,5 @@ def check_mergeable(weight: torch.Tensor) -> None:
     if not is_plain(weight):
         raise UserError(
             "a LoRA cannot be folded into weights of 8 or 4 bits, which would round it away: set "
-            "rollout.merge_lora to auto or false, or load the pipeline without memory.base_bits"
+            "rollout.merge_lora to auto or false, or load the pipeline in 16 or 32 bits"
         )

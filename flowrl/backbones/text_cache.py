@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from flowrl.backbones.offload import (
     ENCODER,
@@ -49,12 +48,8 @@ class PromptCache:
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def has(self, prompt: str, negative: str) -> bool:
-        """Whether there is a file as long as its header says; its content is not read."""
-        try:
-            with safe_open(self.path(prompt, negative), "pt"):
-                return True
-        except (OSError, ValueError, SafetensorError):
-            return False
+        """Whether there is a file, which is written whole or not at all; it is not read."""
+        return self.path(prompt, negative).is_file()
 
     def load(self, prompt: str, negative: str) -> Conditioning | None:
         """Return one row on the CPU as it was saved; None without a file or for a damaged one."""
@@ -169,11 +164,10 @@ class TextCache:
                         self.disk.save(*key, self.encoded[key])
 
     def _unknown(self, key: Key) -> UserError:
-        path = None if self.disk is None else self.disk.path(*key)
-        if path is not None and path.exists():
+        if self.disk is not None and self.disk.has(*key):
             return UserError(
-                f"the encoded prompt {path} is damaged, and the text encoders that would make it "
-                "anew are not there: remove the file and start again"
+                f"the encoded prompt {self.disk.path(*key)} is damaged, and the text encoders that "
+                "would make it anew are not there: remove the file and start again"
             )
         return UserError(
             f"the prompt {key[0]!r} is not among the prompts that were encoded before the text "

@@ -72,18 +72,15 @@ def evaluate(
         with starting():
             from flowrl.evaluation.comparison import compare_loras
             from flowrl.evaluation.leaderboard import (
-                equal_ranks,
                 missing,
                 ranking,
-                summary,
                 write_leaderboard,
             )
 
         comparison = compare_loras(config, loras, output_dir, lora_alpha=lora_alpha)
         typer.echo(write_leaderboard(comparison, output_dir))
-        rows = ranking(comparison) if as_json else summary(comparison)
-        print_table(rows, as_json=as_json)
-        for line in filter(None, [equal_ranks(comparison), *missing(comparison)]):
+        print_table(ranking(comparison), as_json=as_json)
+        for line in missing(comparison):
             typer.echo(line, err=True)
         return
     with starting():

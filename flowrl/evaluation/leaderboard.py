@@ -15,7 +15,7 @@ from flowrl.evaluation.comparison import (
 from flowrl.functional.contrasts import fewest_prompts
 from flowrl.utils.files import write_text
 from flowrl.utils.images import data_url, to_pil
-from flowrl.utils.templates import render, signed
+from flowrl.utils.templates import render
 
 
 def write_leaderboard(comparison: Comparison, folder: Path) -> Path:
@@ -38,33 +38,25 @@ def write_leaderboard(comparison: Comparison, folder: Path) -> Path:
 
 
 def ranking(comparison: Comparison) -> list[Row]:
-    """Return a row for each entry, the best overall first: rank and the mean of each measure."""
+    """Return a row for each entry, the best overall first: rank, and the mean of each measure.
+
+    The first measure, which ranks, has its difference from the base beside it.
+    """
+    measure = next(iter(comparison.entries[0].measures))
+    from_base = {
+        pair.second: {
+            "change": pair.contrast.mean, "95% low": pair.contrast.low,
+            "95% high": pair.contrast.high, "p corrected": pair.corrected,
+        }
+        for pair in comparison.pairs
+        if (pair.measure, pair.first) == (measure, BASE)
+    }  # fmt: skip
     return [
         {"rank": rank(comparison, entry), "name": entry.name}
         | {_title(comparison, m): entry.mean(m) for m in entry.measures}
+        | from_base.get(entry.name, {})
         for entry in comparison.entries
     ]
-
-
-def summary(comparison: Comparison) -> list[Row]:
-    """Return the ranking by the first measure with differences from the base, for a terminal."""
-    measure = next(iter(comparison.entries[0].measures))
-    from_base = {
-        pair.second: pair
-        for pair in comparison.pairs
-        if (pair.measure, pair.first) == (measure, BASE)
-    }
-    rows = []
-    for entry in comparison.entries:
-        row: Row = {"rank": rank(comparison, entry), "name": entry.name}
-        row |= {measure: entry.mean(measure), "change": "", "95 % interval": "", "p": ""}
-        if pair := from_base.get(entry.name):
-            change = pair.contrast
-            row["change"] = signed(change.mean)
-            row["95 % interval"] = f"{signed(change.low)} to {signed(change.high)}"
-            row["p"] = f"{pair.corrected:.3g}"
-        rows.append(row)
-    return rows
 
 
 def rank(comparison: Comparison, entry: Entry) -> int:
@@ -76,18 +68,6 @@ def rank(comparison: Comparison, entry: Entry) -> int:
             ahead = pair.contrast.mean if entry.name == pair.first else -pair.contrast.mean
             better += ahead > 0
     return 1 + better
-
-
-def equal_ranks(comparison: Comparison) -> str:
-    """Return which entries of one rank do not differ; "" where there are none."""
-    measure = next(iter(comparison.entries[0].measures))
-    ranks = {entry.name: rank(comparison, entry) for entry in comparison.entries}
-    tied = [
-        f"{pair.first} and {pair.second}"
-        for pair in comparison.pairs
-        if pair.measure == measure and not pair.differs and ranks[pair.first] == ranks[pair.second]
-    ]
-    return f"No significant difference by {measure}: {', '.join(tied)}." if tied else ""
 
 
 def pair_rows(comparison: Comparison) -> list[Row]:
@@ -132,7 +112,7 @@ def _page_values(comparison: Comparison) -> dict[str, Any]:
     return {
         "title": f"{comparison.title}: base and {len(comparison.entries) - 1} LoRAs",
         "caption": caption(comparison),
-        "columns": list(table[0])[2:],
+        "columns": list(dict.fromkeys(name for row in table for name in row))[2:],
         "ranking": table,
         "pairs": pair_rows(comparison),
         "names": [entry.name for entry in comparison.entries],

@@ -10,7 +10,7 @@ from flowrl.assembly.learner import (
     check_unseen,
     evaluation_prompts,
 )
-from flowrl.backbones.lora_files import fit_lora, network_of
+from flowrl.backbones.lora_files import fit_lora
 from flowrl.backbones.lora_formats import LoRA
 from flowrl.config import Config
 from flowrl.errors import UserError
@@ -48,7 +48,7 @@ def load_evaluator(
     pipeline: Any
     with announced(f"loading {config.pipeline.path}", show=runtime.is_main):
         pipeline, texts = build_evaluated_pipeline(config, runtime, prompts)
-    fitted = [fit_lora(lora, network_of(pipeline), type(pipeline)) for lora in loras]
+    fitted = [fit_lora(lora, pipeline.transformer, type(pipeline)) for lora in loras]
     evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects(), texts, runtime)
     assert evaluator is not None  # there are prompts
     return evaluator, fitted

@@ -34,7 +34,6 @@ VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")  # where a secret is, which is none
 READER = re.compile(r"(json|csv|parquet|arrow|text|hf):(?=[/~.])", re.IGNORECASE)
 HOST = re.compile(r"(\w[\w.-]*[.a-z][\w.-]*|[\d.]{7,}|\[[\da-f:]+\]):\d{2,5}(/.*)?", re.IGNORECASE)
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of a repository
-HINT = "After an upload to the Hub, the name of the repository takes the folder's place.\n\n"
 LOG = logging.getLogger(__name__)
 TOKEN = "set HF_TOKEN to a token that may write, or log in with hf auth login"
 
@@ -65,12 +64,10 @@ def open_repository(name: str, *, private: bool = False) -> str:
 def push(folder: Path, repository: str) -> str:
     """Upload the public files of a run's folder to an existing repository; return the address.
 
-    Raises UserError when there is no LoRA, or the upload fails.
+    Raises UserError when the upload fails.
     """
     from huggingface_hub import HfApi
 
-    if not (folder / FILE).is_file():
-        raise UserError(f"{folder} holds no {FILE}: give the folder of a run")
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".upload.", suffix=".tmp") as scratch:
             stage(folder, Path(scratch), repository)
@@ -117,7 +114,7 @@ def public_card(text: str, repository: str) -> str:
     """Return the card with the repository in place of the LoRA's folder, and the base's name."""
     with suppress(SyntaxError, ValueError):  # a card that somebody edited stays as it is
         text = BASE.sub(lambda match: f"{match[1]}{public(literal_eval(match[2]))!r}", text)
-    return LOADING.sub(lambda match: f"{match[1]}{repository!r}", text).replace(HINT, "")
+    return LOADING.sub(lambda match: f"{match[1]}{repository!r}", text)
 
 
 def public_config(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from flowrl.backbones.loading import DTYPES
-from flowrl.backbones.lora_files import FILE, file_prefix, network_of
+from flowrl.backbones.lora_files import FILE, file_prefix
 from flowrl.export.gallery import GalleryRow, gallery_grid
 from flowrl.training.evaluate import EvaluationComparison
 from flowrl.utils.files import write_bytes, write_text
@@ -99,7 +99,7 @@ def loader_of(pipeline: Any) -> str:
     """Return what loads a LoRA of a pipeline: its class, its network's class, or flowrl."""
     if file_prefix(type(pipeline)):
         return "pipeline"
-    return "network" if hasattr(network_of(pipeline), "load_lora_adapter") else "flowrl"
+    return "network" if hasattr(pipeline.transformer, "load_lora_adapter") else "flowrl"
 
 
 def widgets(card: Card) -> list[GalleryRow]:

@@ -169,8 +169,6 @@ def append_shard(
         }
         for record, group in zip(records, groups, strict=True)
     ]  # fmt: skip
-    if not len(x0) == len(scores) == len(rows):
-        raise ValueError(f"got {len(x0)} latents and {len(scores)} scores of {len(rows)} images")
     scores = torch.where(scores.isfinite(), scores, torch.nan).float().cpu()
     tensors = {LATENTS: x0.detach().cpu().contiguous(), SCORES: scores.contiguous()}
     write_bytes(shard_file(folder, shard), seal(save(tensors, metadata={ROWS: json.dumps(rows)})))
@@ -212,11 +210,9 @@ def read_shard(path: Path, metadata: DatasetMetadata) -> tuple[list[Row], Tensor
     """Return the rows of a shard and their scores (n, K). Raises DamagedFile."""
     try:
         status = path.stat()
-        rows, scores, shape, dtype = _read_file(path, status.st_mtime_ns, status.st_size)
-        if [*shape[1:]] != metadata.latent_shape or dtype != DTYPES[metadata.dtype]:
-            raise ValueError(f"latents of shape {[*shape[1:]]} in {dtype}")
-        if not len(rows) == len(scores) == shape[0] or scores.shape[1] != len(metadata.names):
-            raise ValueError(f"{len(rows)} rows and scores of shape {[*scores.shape]}")
+        rows, scores, shape = _read_file(path, status.st_mtime_ns, status.st_size)
+        if [*shape[1:]] != metadata.latent_shape:
+            raise ValueError(f"latents of shape {[*shape[1:]]}")
     except (OSError, ValueError, TypeError, KeyError, SafetensorError, DamagedFile) as error:
         raise DamagedFile(
             f"{path} is damaged ({error}): delete it and collect again, which makes only missing "
@@ -226,16 +222,13 @@ def read_shard(path: Path, metadata: DatasetMetadata) -> tuple[list[Row], Tensor
 
 
 @functools.cache  # a process opens a data set several times
-def _read_file(
-    path: Path, mtime: int, size: int
-) -> tuple[list[Row], Tensor, torch.Size, torch.dtype]:
-    """Return rows, scores, and shape and dtype of the latents of a file, checked by its digest."""
+def _read_file(path: Path, mtime: int, size: int) -> tuple[list[Row], Tensor, torch.Size]:
+    """Return rows, scores, and the shape of the latents of a file, checked by its digest."""
     data = read_bytes(path, limit=None)
     if not check_seal(data, path):
         raise ValueError("it has no digest")
     tensors = load(data)
-    latents = tensors[LATENTS]
-    return json.loads(notes_of(data)[ROWS]), tensors[SCORES], latents.shape, latents.dtype
+    return json.loads(notes_of(data)[ROWS]), tensors[SCORES], tensors[LATENTS].shape
 
 
 def _groups(rows: Iterable[Row]) -> Iterator[StoredGroup]:

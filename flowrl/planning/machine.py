@@ -8,10 +8,8 @@ import torch
 
 from flowrl.backbones.loading import DTYPES
 from flowrl.config import Config
-from flowrl.config.rewards import HTTPOptions
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import ModelSpec, spec_for
-from flowrl.scoring.spec import load_reward
 
 REAL = 2 * 10**9  # bytes of weights from which a pipeline needs a GPU
 
@@ -43,7 +41,7 @@ def check_machine(config: Config, *, insist: bool = False) -> None:
 
 
 def check_packages(config: Config) -> None:
-    """Check packages of trackers and of rewards, and the C compiler."""
+    """Check packages of trackers, and the C compiler."""
     for name in config.run.trackers:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"run.trackers has {name}, which is not installed: pip install {name}")
@@ -53,9 +51,6 @@ def check_packages(config: Config) -> None:
             "pipeline.compile needs a C compiler, and there is none: install gcc, or set "
             "pipeline.compile=false"
         )
-    for entry in config.rewards:
-        if ":" not in entry.name and not isinstance(entry.executor, HTTPOptions):
-            load_reward(entry.name, entry.args)  # names the package; weights load when first used
 
 
 def check_memory(config: Config, spec: ModelSpec) -> None:

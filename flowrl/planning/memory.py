@@ -68,11 +68,6 @@ class Footprint:
     def total(self) -> int:
         return sum(self.parts.values())
 
-    @property
-    def allocated(self) -> int:
-        """Return the part of the total that torch.cuda.max_memory_allocated would show."""
-        return self.total - self.parts[OVERHEAD]
-
 
 def peak(footprints: list[Footprint]) -> Footprint:
     """Return the phase that needs most."""
@@ -171,7 +166,7 @@ class MemoryPlan:
         plan = self.kind.candidates
         if plan is not None:
             latents = max(latents, self.latents(plan, 1) * self.trees(plan) // plan.roots)
-        return {"latents": latents, "merged weights": self.adapted_bytes() if self.merged else 0}
+        return {"latents": latents, "merged weights": self.adapted_bytes({}) if self.merged else 0}
 
     def training(self) -> dict[str, int]:
         """Backward, or the step after it, when gradients of several GPUs are joined and summed."""
@@ -369,13 +364,10 @@ class MemoryPlan:
         if e is None or (e.precision == "bf16" and self.mergeable == self.merged):
             return 0
         packed = self.packed_layers(e.precision)
-        size = sum(packed.values()) + self._adapted_bytes(packed)
-        if e.precision == "auto" and self.mergeable != self.merged:
-            return max(size, self._adapted_bytes({}))  # a copy in bf16, without few bits
-        return size
+        return sum(packed.values()) + self.adapted_bytes(packed)
 
-    def _adapted_bytes(self, packed: Mapping[str, int]) -> int:
-        """Return the bytes of the adapted layers' weights that are not packed."""
+    def adapted_bytes(self, packed: Mapping[str, int]) -> int:
+        """Return the bytes of the adapted layers' weights, merged, that are not packed."""
         shapes = (
             matrix_shape(layer)
             for name, layer in matrices(self.network)
@@ -396,11 +388,6 @@ class MemoryPlan:
             for shape in {c.shape for c in chosen}
         }
         return {c.name: by_shape[c.shape] for c in chosen}
-
-    def adapted_bytes(self) -> int:
-        """Return the adapted layers' weights once more: merged ones lie beside the frozen ones."""
-        layers = [layer for n, layer in matrices(self.network) if is_adapted(n, self.targets)]
-        return sum(layer.weight.numel() for layer in layers) * self.dtype.itemsize
 
     # --- the machine's memory -------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowrl.backbones.families import family_of
 from flowrl.backbones.loading import TINY, pipeline_path
 from flowrl.backbones.text_cache import index_file
 from flowrl.errors import UserError
@@ -44,11 +43,6 @@ class ModelSpec:
     text_encoders: tuple[int, ...]  # parameters of each, of the part that the pipeline loads
     text_tokens: int = 512  # that the transformer attends to, at most
     pixels: int = 1024  # side of an image where a recipe names none
-
-    @property
-    def family(self) -> str:
-        """Return the short name of the pipeline class."""
-        return family_of(self.pipeline).name
 
     @property
     def parameters(self) -> int:

@@ -42,9 +42,11 @@ class RolloutLinear(nn.Module):
         self.out_features, self.in_features = weight.shape[:2]
         state = self._pack(weight)
         for name, value in state.items():
-            self._hold(PACKED + name, value.clone())  # a plain weight is only cast
+            # A plain weight is only cast.
+            self.register_buffer(PACKED + name, value.clone(), persistent=False)
         self.names = tuple(state)
-        self._hold("bias", None if bias is None else bias.detach())
+        bias = None if bias is None else bias.detach()
+        self.register_buffer("bias", bias, persistent=False)
 
     @torch.no_grad()
     def load(self, weight: Tensor) -> None:
@@ -78,9 +80,6 @@ class RolloutLinear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     bias: Tensor | None
-
-    def _hold(self, name: str, value: Tensor | None) -> None:
-        self.register_buffer(name, value, persistent=False)
 
     def state(self) -> State:
         """Return the packed weight, as the backend knows it."""

@@ -16,11 +16,12 @@ import torch
 
 from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
 from flowrl.assembly.work_split import split_work
+from flowrl.backbones.families import family_of
 from flowrl.backbones.loading import DTYPES
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.functional.batches import ALONE
-from flowrl.planning.memory import MemoryPlan
+from flowrl.planning.memory import OVERHEAD, MemoryPlan
 from flowrl.planning.model_specs import ModelSpec
 from flowrl.planning.work import count_work, doubles
 from flowrl.quantization.backends import resolve
@@ -82,7 +83,7 @@ PIXELS = {"sd3": 512, "flux": 512, "sana": 1024}
 
 def work_of(name: str, changes: Mapping[str, int]) -> MeasuredWork:
     """Return a model's default work with changes. Raises UserError for an unknown name."""
-    return replace(WORK[model_spec(name).family], **changes)
+    return replace(WORK[family_of(model_spec(name).pipeline).name], **changes)
 
 
 def bench_iteration(
@@ -120,7 +121,8 @@ def bench_iteration(
             f"{name} at its full depth would take a CPU hours: use a GPU, or give --layers 2 and "
             "--pixels 64 to see that everything runs, which says nothing of speed"
         )
-    work, pixels = work or WORK[spec.family], pixels or PIXELS[spec.family]
+    family = family_of(spec.pipeline).name
+    work, pixels = work or WORK[family], pixels or PIXELS[family]
     options = {"dtype": dtype, "precision": precision, "compile": compile}
     with tempfile.TemporaryDirectory() as folder:
         pipeline = _pipeline(spec, work, pixels, device, **options)
@@ -176,8 +178,8 @@ def bench_compile(
     spec = model_spec(name)
     spec = replace(spec, text_tokens=text_tokens or spec.text_tokens)
     work = replace(
-        WORK[spec.family], prompts=1, group_size=rows, steps=2, batch=rows, micro_batch=rows,
-        guidance=1.0, kl_coef=0.0,
+        WORK[family_of(spec.pipeline).name], prompts=1, group_size=rows, steps=2, batch=rows,
+        micro_batch=rows, guidance=1.0, kl_coef=0.0,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         pipeline = _pipeline(spec, work, pixels, device, dtype=dtype, compile=compile)
@@ -342,7 +344,8 @@ def plan(memory: MemoryPlan) -> dict[str, int]:
 
     They lack the driver's memory, and what lies idle between tensors.
     """
-    return {footprint.phase: footprint.allocated for footprint in memory.footprints()}
+    # What torch.cuda.max_memory_allocated would show.
+    return {f.phase: f.total - f.parts[OVERHEAD] for f in memory.footprints()}
 
 
 def _rate(iterations: Sequence[Phases], memory: MemoryPlan, velocities: int) -> float:

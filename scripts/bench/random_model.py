@@ -96,12 +96,12 @@ def noise_texts(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Ca
         negatives = [""] * len(prompts)
         width = next(spec.config[name] for name in TEXT_WIDTHS if name in spec.config)
         embeds, negative = (noise(texts, spec.text_tokens, width) for texts in (prompts, negatives))
-        if spec.family == "sana":
+        if spec.pipeline == "SanaPipeline":
             mask = torch.ones(embeds.shape[:2], device=device, dtype=torch.long)
             return embeds, mask, negative, mask
         pooled_width = spec.config.get("pooled_projection_dim", 1)
         pooled = noise(prompts, pooled_width)
-        if spec.family == "flux":  # text ids have no batch
+        if spec.pipeline == "FluxPipeline":  # text ids have no batch
             return embeds, pooled, torch.zeros(spec.text_tokens, 3, device=device, dtype=dtype)
         return embeds, negative, pooled, noise(negatives, pooled_width)
 

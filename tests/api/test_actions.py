@@ -56,8 +56,7 @@ def test_what_a_run_uploads_is_public_and_names_no_path_of_this_machine(
         for private in (str(run_dir.parent), tiny_pipeline_path, str(Path.cwd())):
             assert private not in text
     card = (uploaded / "README.md").read_text()
-    assert "pipe.load_lora_weights('me/small', " in card and "After an upload" not in card
-    assert "After an upload" in (run_dir / "README.md").read_text()
+    assert "pipe.load_lora_weights('me/small', " in card
 
 
 @pytest.fixture

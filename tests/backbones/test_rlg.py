@@ -121,8 +121,11 @@ def adapted_text(pipeline: Any) -> None:
 
 def test_where_the_base_cannot_be_had_it_says_so(load_tiny):
     for strength in (float("nan"), float("inf")):
-        with pytest.raises(UserError, match="expected a finite number"):
-            RLG(SimpleNamespace(), strength)
+        with (
+            pytest.raises(UserError, match="expected a finite number"),
+            RLG(SimpleNamespace(), strength),
+        ):
+            pass
     for spoil, says in (
         (lambda pipeline: pipeline.unload_lora_weights(), "has no active LoRA"),
         (lambda pipeline: pipeline.transformer.disable_adapters(), "has no active LoRA"),

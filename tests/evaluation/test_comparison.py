@@ -20,7 +20,6 @@ from flowrl.evaluation.comparison import (
     compare_loras,
 )
 from flowrl.evaluation.leaderboard import (
-    equal_ranks,
     pair_rows,
     rank,
     ranking,
@@ -85,7 +84,6 @@ def test_all_have_the_same_prompts_and_noise_and_copies_do_not_differ(compared):
     assert set(by_name) == {BASE, "one", "copy"} and len(comparison.prompts) == 12
     pictures = {name: entry.evaluation.images for name, entry in by_name.items()}
     assert torch.equal(pictures["one"], pictures["copy"])
-    assert OVERALL in equal_ranks(comparison)
     assert not torch.equal(pictures["one"], pictures[BASE])
     copies = [p for p in comparison.pairs if {p.first, p.second} == {"one", "copy"}]
     assert {p.measure for p in copies} == {OVERALL, "brightness", "tiny_colors"}

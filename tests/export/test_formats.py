@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 
-from flowrl.backbones.lora_files import load_lora, network_of, save_lora
+from flowrl.backbones.lora_files import load_lora, save_lora
 from flowrl.backbones.lora_formats import FILE, open_lora
 from flowrl.backbones.original_layers import layers_of, weight_change
 from flowrl.backbones.small import small_folder
@@ -35,7 +35,7 @@ def run(request, tiny_config, tmp_path):
     """A class, a folder with a pipeline of it, and a run's folder: its LoRA and recipe."""
     base = small_folder(getattr(diffusers, request.param), tmp_path / "base")
     pipeline = diffusers.DiffusionPipeline.from_pretrained(base)
-    network = network_of(pipeline)
+    network = pipeline.transformer
     ends = ("to_q", "to_v", "proj_mlp")
     layers = [n for n, _ in network.named_modules() if n.endswith(ends)]
     if request.param == "FluxPipeline":  # whose converter takes single blocks' width for granted
@@ -87,7 +87,7 @@ def test_every_form_of_a_run_holds_its_lora(run, tmp_path):
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
     assert str(tmp_path) not in (merged / "model_index.json").read_text()
     before, after = (
-        network_of(diffusers.DiffusionPipeline.from_pretrained(p)) for p in (base, merged)
+        diffusers.DiffusionPipeline.from_pretrained(p).transformer for p in (base, merged)
     )
     weights = after.state_dict()
     assert weights.keys() == before.state_dict().keys()
