@@ -1,4 +1,4 @@
-from flowrl.cli.info import examine, healthy
+from flowrl.cli.info import examine
 
 
 def test_only_needed_packages_that_are_missing_or_old_are_problems(monkeypatch):
@@ -13,4 +13,3 @@ def test_only_needed_packages_that_are_missing_or_old_are_problems(monkeypatch):
     assert missing.remedy == 'pip install "flowrl-none>=2"'
     assert optional.state == "missing" and "expected >=99: a tracker" in optional.detail
     assert found["packages"].detail == "typer 0.15"
-    assert healthy([optional]) and not healthy([optional, old]) and not healthy([*found.values()])
