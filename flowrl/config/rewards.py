@@ -15,8 +15,6 @@ from flowrl.utils.fields import (
 )
 
 if TYPE_CHECKING:
-    from flowrl.scoring.executors.base import Executor, Reward
-    from flowrl.scoring.executors.http import HTTPExecutor
     from flowrl.scoring.spec import RewardSpec
 
 Address = Annotated[str, Field(pattern="^https?://")]
@@ -34,11 +32,6 @@ class InlineOptions(Options):
         False,
         "Compute in a thread while images are sampled; for rewards that wait for a network.",
     )
-
-    def build(self, reward: "Reward", name: str, gpu: int | None) -> "Executor":
-        from flowrl.scoring.executors.base import InlineExecutor
-
-        return InlineExecutor(reward, name, self, gpu=gpu)
 
 
 class HTTPOptions(Options):
@@ -63,12 +56,6 @@ class HTTPOptions(Options):
                 "not take longer than all tries together: raise deadline, or lower timeout"
             )
         return self
-
-    def build(self, name: str) -> "HTTPExecutor":
-        """Return the executor, which is the reward too. Raises UserError for a missing token."""
-        from flowrl.scoring.executors.http import HTTPExecutor
-
-        return HTTPExecutor(name, self)
 
 
 class GateOptions(Options):
@@ -142,15 +129,17 @@ class RewardOptions(Options):
 
         gpu: number of this process's GPU, for threads of the executor.
         """
+        from flowrl.scoring.executors.base import InlineExecutor
+        from flowrl.scoring.executors.http import HTTPExecutor
         from flowrl.scoring.spec import RewardSpec, load_reward
 
         if isinstance(self.executor, HTTPOptions):
-            reward = executor = self.executor.build(self.name)
+            reward = executor = HTTPExecutor(self.name, self.executor)
         else:
             reward, inline = load_reward(self.name, self.args), self.executor
             if getattr(reward, "scope", "sample") == "group":
                 inline = inline.model_copy(update={"micro_batch": None})
-            executor = inline.build(reward, self.label or getattr(reward, "name", self.name), gpu)
+            executor = InlineExecutor(reward, self.full_name(reward), inline, gpu)
         return RewardSpec(
             name=self.full_name(reward),
             reward=reward,
