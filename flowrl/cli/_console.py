@@ -16,12 +16,8 @@ from rich.text import Text
 from flowrl.errors import CheckResult, UserError
 from flowrl.utils.progress import SafeConsole, announced, open_console
 
-MARKS = {
-    "ok": ("ok", "green"),
-    "warning": ("??", "yellow"),
-    "missing": ("--", "yellow"),
-    "problem": ("!!", "bold red"),
-}
+MARKS = {"ok": "ok", "warning": "??", "missing": "--", "problem": "!!"}
+STYLES = {"^(error:|!!)": "bold red", r"^(\?\?|--) ": "yellow", "^ok ": "green"}  # of beginnings
 
 MAX_WORD = 20  # characters of a table's cell that no narrow screen breaks
 
@@ -127,21 +123,11 @@ def _cell(value: object) -> str:
 
 def print_checks(results: Iterable[CheckResult], width: int) -> None:
     """Print a mark, topic (padded to `width`) and detail for each result, and its remedy below."""
-    console = SafeConsole()
     for result in results:
-        mark, style = MARKS[result.state]
-        if not console.is_terminal:  # a file gets lines whole
-            console.print(f"{mark}  {result.topic:<{width}}  {result.detail}", markup=False)
-            if result.remedy:
-                console.print(f"{'':<{width + 5}}{result.remedy}", markup=False)
-            continue
-        grid = Table.grid(padding=(0, 2))
-        for least in (2, width, 0):
-            grid.add_column(min_width=least, overflow="fold")
-        grid.add_row(Text(mark, style=style), result.topic, result.detail)
+        mark, space = MARKS[result.state], width + 6
+        say(f"{mark}  {result.topic:<{width}}  {result.detail}", indent=space)
         if result.remedy:
-            grid.add_row("", "", Text(result.remedy, style="dim"))
-        console.print(grid)
+            say(f"{'':<{space}}{result.remedy}", indent=space, style="dim")
 
 
 def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[dict | None]:
@@ -149,21 +135,26 @@ def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[di
 
     Raises UserError unless --args is given once for each reward, as a YAML mapping, or not at all.
     """
-    from flowrl.config.yaml12 import load_yaml
-
     if texts and len(texts) != len(rewards):
         raise UserError(f"--args was given {len(texts)} times for {len(rewards)} rewards.")
-    arguments = [load_yaml(text, "--args") for text in texts or ()]
-    for text, value in zip(texts or (), arguments, strict=True):
-        if not isinstance(value, dict | None):
-            raise UserError(
-                f"--args is {text!r}, expected names and values as in '{{mode: strict}}'."
-            )
-    return arguments or [None] * len(rewards)
+    return [mapping_of(text, "--args") for text in texts or ()] or [None] * len(rewards)
 
 
-def say(text: str = "", *, err: bool = False, style: str = "") -> None:
-    """Print sentences on stdout, or stderr; a terminal breaks them between words, and no path."""
+def mapping_of(text: str | None, option: str) -> dict | None:
+    """Return the YAML mapping of an option, None without text. Raises UserError for another."""
+    from flowrl.config.yaml12 import load_yaml
+
+    value = load_yaml(text, option) if text else None
+    if not isinstance(value, dict | None):
+        raise UserError(f"{option} is {text!r}, expected names and values as in '{{name: value}}'.")
+    return value
+
+
+def say(text: str = "", *, err: bool = False, style: str = "", indent: int = 0) -> None:
+    """Print sentences on stdout, or stderr; a terminal breaks them between words, and no path.
+
+    indent: columns before the further lines of a line that is broken, where they are not its own.
+    """
     console = open_console(stderr=err)
     if console.is_terminal:
         whole = textwrap.TextWrapper(
@@ -171,11 +162,12 @@ def say(text: str = "", *, err: bool = False, style: str = "") -> None:
         )
         lines = []
         for line in text.split("\n"):
-            whole.subsequent_indent = line[: len(line) - len(line.lstrip())]
+            whole.subsequent_indent = " " * (indent or len(line) - len(line.lstrip()))
             lines.append(whole.fill(line))
         text = "\n".join(lines)
     printed = Text(text, style)
-    printed.highlight_regex("^error:", "bold red")
+    for start, color in STYLES.items():
+        printed.highlight_regex(start, color)
     console.print(printed, soft_wrap=True)
 
 

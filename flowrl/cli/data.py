@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowrl.cli._console import Lora, print_table, say, starting
+from flowrl.cli._console import Lora, mapping_of, print_table, say, starting
 from flowrl.cli.train import Words
 from flowrl.errors import UserError
 
@@ -77,11 +77,7 @@ def collect(
     if pairs is None:
         rows, left_out = collect_groups(config, output_dir, groups=groups or 1, lora=lora), []
     else:
-        from flowrl.config.yaml12 import load_yaml
-
-        names = load_yaml(columns, "--columns") if columns else None
-        if not isinstance(names, dict | None):
-            raise UserError(f"--columns is {columns!r}, expected names such as '{{prompt: text}}'.")
+        names = mapping_of(columns, "--columns")
         rows, left_out = collect_pairs(config, pairs, output_dir, columns=names)
     more = len(left_out) - SHOWN
     for reason in [*left_out[:SHOWN], *([f"{more} more pairs"] if more > 0 else [])]:

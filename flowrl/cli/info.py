@@ -37,7 +37,7 @@ def doctor() -> None:
     """
     results = examine()
     print_checks(results, max(len(result.topic) for result in results))
-    if not healthy(results):
+    if any(result.state == "problem" for result in results):
         raise UserError("A run needs something that is missing; lines marked !! say what to do.")
 
 
@@ -58,11 +58,6 @@ def examine() -> list[CheckResult]:
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     basics = [_check("flowrl", flowrl.__version__), _check("python", python)]
     return [*basics, *_packages(), *_device(), *_data()]
-
-
-def healthy(results: list[CheckResult]) -> bool:
-    """Return whether nothing that a run needs is missing or wrong."""
-    return all(result.state != "problem" for result in results)
 
 
 def _check(

@@ -7,6 +7,7 @@ import typer
 from flowrl.cli._console import (
     AsJson,
     arguments_of,
+    mapping_of,
     print_checks,
     print_table,
     say,
@@ -62,7 +63,6 @@ def reward_check(
     """
     chosen = _chosen(names or [], everything=everything, single=bool(args))
     with starting():
-        from flowrl.config.yaml12 import load_yaml
         from flowrl.evaluation.agreement import measure_agreement
         from flowrl.offline.pairs import read_pairs
         from flowrl.prompts.records import load_prompts
@@ -71,9 +71,9 @@ def reward_check(
 
     arguments = arguments_of(chosen, [args] if args is not None else None)
     records = load_prompts(prompts) if prompts else []
-    mapping = load_yaml(columns, "--columns") if columns else None
-    if not isinstance(mapping, dict | None) or (columns and not pairs):
-        raise UserError(f"--columns is {columns!r}, expected '{{prompt: text, ...}}' of --pairs.")
+    mapping = mapping_of(columns, "--columns")
+    if columns and not pairs:
+        raise UserError("--columns are of --pairs: give both, or leave --columns out.")
     judged, left_out = read_pairs(pairs, mapping) if pairs else ([], [])
     if left_out:
         say(f"{len(left_out)} rows left out, the first: {left_out[0]}", err=True)

@@ -99,18 +99,10 @@ def sample(  # noqa: PLR0913  # an argument for each option
         raise UserError(
             'Nothing to generate: give a prompt, as in flowrl sample tiny-sd3 "a red star".'
         )
-    if rlg is not None and lora is None:
-        raise UserError(f"--rlg {rlg:g} is given without --lora: add --lora runs/quickstart.")
-    if transfer is not None and lora is None:
-        raise UserError(
-            f"--transfer {transfer} is given without --lora, which is its LoRA: add --lora RUN."
-        )
-    if (best_of is None) != (reward is None):
+    if lora is None and (rlg is not None or transfer or refine):
+        raise UserError("--rlg, --transfer and --refine are about a LoRA: add --lora, as a run.")
+    if (best_of is None) != (reward is None) or (args is not None and reward is None):
         raise UserError("--best-of and --reward belong together, as in --best-of 4 --reward ocr.")
-    if args is not None and reward is None:
-        raise UserError("--args are given without --reward: add --reward and --best-of.")
-    if refine and lora is None:
-        raise UserError("--refine is given without --lora: add the folder of a run with a refiner.")
     with starting():
         from flowrl.api import named_rewards
         from flowrl.api import refine as refine_prompts

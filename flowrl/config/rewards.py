@@ -15,8 +15,6 @@ from flowrl.utils.fields import (
 )
 
 if TYPE_CHECKING:
-    from flowrl.scoring.executors.base import Executor, Reward
-    from flowrl.scoring.executors.http import HTTPExecutor
     from flowrl.scoring.spec import RewardSpec
 
 Address = Annotated[str, Field(pattern="^https?://")]
@@ -35,11 +33,6 @@ class InlineOptions(Options):
         "Compute in a thread while images are sampled; for rewards that wait for a network.",
     )
 
-    def build(self, reward: "Reward", name: str, gpu: int | None) -> "Executor":
-        from flowrl.scoring.executors.base import InlineExecutor
-
-        return InlineExecutor(reward, name, self, gpu=gpu)
-
 
 class HTTPOptions(Options):
     kind: Literal["http"] = option("http", "On HTTP servers that serve a reward of this name.")
@@ -55,12 +48,6 @@ class HTTPOptions(Options):
     token_env: Text | None = option(
         None, "Name of the environment variable that holds the servers' token; null sends none."
     )
-
-    def build(self, name: str) -> "HTTPExecutor":
-        """Return the executor, which is the reward too. Raises UserError for a missing token."""
-        from flowrl.scoring.executors.http import HTTPExecutor
-
-        return HTTPExecutor(name, self)
 
 
 class GateOptions(Options):
@@ -134,15 +121,17 @@ class RewardOptions(Options):
 
         gpu: number of this process's GPU, for threads of the executor.
         """
+        from flowrl.scoring.executors.base import InlineExecutor
+        from flowrl.scoring.executors.http import HTTPExecutor
         from flowrl.scoring.spec import RewardSpec, load_reward
 
         if isinstance(self.executor, HTTPOptions):
-            reward = executor = self.executor.build(self.name)
+            reward = executor = HTTPExecutor(self.name, self.executor)
         else:
             reward, inline = load_reward(self.name, self.args), self.executor
             if getattr(reward, "scope", "sample") == "group":
                 inline = inline.model_copy(update={"micro_batch": None})
-            executor = inline.build(reward, self.label or getattr(reward, "name", self.name), gpu)
+            executor = InlineExecutor(reward, self.full_name(reward), inline, gpu)
         return RewardSpec(
             name=self.full_name(reward),
             reward=reward,

@@ -116,7 +116,7 @@ class RewardInfo(BaseModel):
     version: str = ""
     scope: Literal["sample", "group"] = "sample"
     bounds: tuple[float | None, float | None] = (None, None)
-    required_metadata: list[str] = []
+    required_metadata: tuple[str, ...] = ()
     deterministic: bool = True
 
 

@@ -281,14 +281,9 @@ def decode_images(request: ScoreRequest, max_pixels: int) -> Tensor:
 
 
 def _describe(name: str, reward: Reward) -> RewardInfo:
-    return RewardInfo(
-        name=name,
-        version=_version(reward),
-        scope=getattr(reward, "scope", "sample"),
-        bounds=getattr(reward, "bounds", None) or (None, None),
-        required_metadata=list(getattr(reward, "required_metadata", ())),
-        deterministic=bool(getattr(reward, "deterministic", True)),
-    )
+    said = {field: getattr(reward, field, None) for field in RewardInfo.model_fields}
+    said = {field: value for field, value in said.items() if value is not None}
+    return RewardInfo.model_validate(said | {"name": name, "version": _version(reward)})
 
 
 def _version(reward: Reward) -> str:

@@ -37,7 +37,7 @@ Whole = Annotated[int, Field(ge=0, strict=True), AfterValidator(_refuse_huge)]
 Count = Annotated[int, Field(ge=1, strict=True), AfterValidator(_refuse_huge)]
 Several = Annotated[Count, Field(le=1_000_000)]  # of what is listed one by one
 Flag = StrictBool
-Text = Annotated[str, AfterValidator(_check_name)]
+Text = Annotated[str, Field(max_length=4000), AfterValidator(_check_name)]
 
 
 class Options(BaseModel):

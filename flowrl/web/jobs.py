@@ -132,9 +132,7 @@ class Jobs:
             raise UserError(f"{run.name} {state.detail or 'is running'}")
         if not run.checkpoints():
             raise UserError(f"{run.name} has no checkpoint to resume from")
-        with self._lock:
-            busy = [j for j in self._jobs.values() if j.kind == "resume" and j.title == run.name]
-        if any(job.process.poll() is None for job in busy):
+        if self._runs("resume", run.name):
             raise UserError(f"{run.name} is being resumed")
         words = ("train", "--resume", str(run.path))
         if run.last("stop").get("reason") == "time":
@@ -143,11 +141,16 @@ class Jobs:
 
     def train_on_votes(self, words: Sequence[str]) -> PageJob:
         """Run `flowrl` with these words. Raises UserError while another such job runs."""
-        with self._lock:
-            busy = [j for j in self._jobs.values() if j.kind == "train on votes"]
-        if any(job.process.poll() is None for job in busy):
+        if self._runs("train on votes", self.root.name):
             raise UserError("a LoRA is being trained on the votes")
         return self._begin("train on votes", self.root.name, tuple(words))
+
+    def _runs(self, kind: Kind, title: str) -> bool:
+        with self._lock:
+            return any(
+                job.process.poll() is None
+                for job in self._jobs.values() if (job.kind, job.title) == (kind, title)
+            )  # fmt: skip
 
     def _begin(
         self, kind: Kind, title: str, words: tuple[str, ...], folder: Path | None = None
@@ -156,12 +159,9 @@ class Jobs:
         logs.mkdir(parents=True, exist_ok=True)
         name = uuid.uuid4().hex[:12]
         path = logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind.replace(' ', '-')}-{name}.log"
-        launcher = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        variables = {name: value for name, value in os.environ.items() if name not in launcher}
-        variables["PYTHONUNBUFFERED"] = "1"
+        variables = os.environ | {"PYTHONUNBUFFERED": "1"}
         with open(path, "wb") as log, self._lock:
-            # A session of its own, so that Ctrl-C of the server does not reach it; and one process,
-            # whatever launched the server.
+            # A session of its own, so that Ctrl-C of the server does not reach it.
             process = subprocess.Popen(
                 [sys.executable, "-m", "flowrl", *words], stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, env=variables, start_new_session=True,

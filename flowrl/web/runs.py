@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from flowrl.config.load import differences
-from flowrl.config.yaml12 import load_yaml
-from flowrl.errors import UserError
 from flowrl.training.ledger import FILE as LEDGER
 from flowrl.training.ledger import Event, Ledger
 from flowrl.training.owner import owner_of
@@ -110,8 +108,7 @@ class RunFiles:
             host = _text(owner.host, 80)
             return RunState(name="elsewhere", detail=f"trains on {host}, or was killed there")
         if not last:
-            done = (self.path / "README.md").exists()
-            return RunState(name="finished" if done else "unknown", detail="it has no ledger")
+            return RunState(name="unknown", detail="it has no ledger")
         return RunState(name="killed", detail="the process was killed; it can be resumed")
 
     def _stopped(self, event: Event) -> RunState:
@@ -130,13 +127,8 @@ class RunFiles:
         return RunState(name="failed", detail=detail)
 
     def recipe(self) -> dict[str, Any]:
-        """Return every option in force, nested; empty where none can be read."""
+        """Return every option in force, nested, by the ledger; empty without one."""
         recipe = self.last("start", "resume").get("recipe")
-        if recipe is None:
-            try:
-                recipe = load_yaml(self.recipe_text(), CONFIG)
-            except (UserError, RecursionError):
-                recipe = None
         return recipe if isinstance(recipe, dict) else {}
 
     def recipe_text(self) -> str:

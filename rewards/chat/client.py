@@ -7,7 +7,6 @@ for so long.
 
 import asyncio
 import hashlib
-import ipaddress
 import json
 import os
 import random
@@ -16,7 +15,6 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -36,6 +34,7 @@ from .messages import (
 CONNECT_S = 5.0
 PAUSE_S = 0.5  # before the first retry, doubled for each further one
 LONGEST_PAUSE_S = 8.0
+HERE = ("all://127.0.0.1", "all://localhost", "all://[::1]")  # servers that no proxy is asked for
 TRIES = 3  # of what may never mend, such as no connection
 T = TypeVar("T")
 now = time.monotonic
@@ -156,7 +155,6 @@ class _Batch:
 
     def __init__(self, chat: Chat, questions: Mapping[str, Question]):
         self.chat, self.questions, self.secret = chat, questions, chat.api_key()
-        self.ends = now() + chat.deadline
         self.trouble: dict[str, str] = {}  # the last of each question
         self.stopped = ""  # why no further question is sent
 
@@ -170,7 +168,7 @@ class _Batch:
             except TimeoutError:
                 return self._late(key)
 
-        async with connect(chat.url, self.secret) as client:
+        async with connect(self.secret) as client:
             replies = await asyncio.gather(*(answer(client, key) for key in self.questions))
         if self.stopped:
             raise BudgetSpent(self.stopped)
@@ -181,16 +179,14 @@ class _Batch:
         chat, few_left, pause = self.chat, TRIES, PAUSE_S
         while few_left and not self.stopped:
             while (rest := chat.rests_until - now()) > 0:
-                if now() + rest > self.ends:
-                    return self._late(key)
                 await asyncio.sleep(rest + random.uniform(0.001, 0.01))
             if not self._pay():
                 break
             try:
                 return await self._try(client, key)
             except Failure as failure:
-                self._note(failure)
                 self.trouble[key] = f"{chat.url} {redacted(str(failure), self.secret)}"
+                self._note(failure, self.trouble[key])
                 if failure.retry == "never":
                     break
                 few_left -= failure.retry == "few"
@@ -216,16 +212,15 @@ class _Batch:
             chat.account.store(key, reply)
         return reply
 
-    def _note(self, failure: Failure) -> None:
-        """Record what a failure says about the server."""
+    def _note(self, failure: Failure, trouble: str) -> None:
+        """Record what a failure, in words `trouble`, says about the server."""
         chat = self.chat
         if failure.limited:
             chat.account.add_requests(-1)  # nobody charges for these
         if failure.retry_after is not None:
             chat.rests_until = max(chat.rests_until, now() + failure.retry_after)
         if failure.no_quota and not self.stopped:
-            said = redacted(str(failure), self.secret)
-            self.stopped = f"the judge {chat.model} at {chat.url} {said}"
+            self.stopped = f"the judge {chat.model} at {trouble}"
 
     # --- rests and budgets
 
@@ -258,15 +253,14 @@ class _Batch:
 # --- connections ----------------------------------------------------------------------------------
 
 
-def connect(url: str, key: str) -> httpx.AsyncClient:
-    """Return a client for one server; `_Batch` has the time limits."""
+def connect(key: str) -> httpx.AsyncClient:
+    """Return a client; `_Batch` has the time limits."""
     return httpx.AsyncClient(
         headers={"Authorization": f"Bearer {key or 'none'}", "Accept-Encoding": "identity"},
         timeout=httpx.Timeout(None, connect=CONNECT_S),
         limits=httpx.Limits(max_connections=None),  # `_Batch` has the limit
         follow_redirects=True,
-        # Proxies from the environment answer for servers next door, and wrongly.
-        trust_env=not is_loopback(url),
+        mounts=dict.fromkeys(HERE),  # proxies of the environment would answer for them, wrongly
     )
 
 
@@ -289,15 +283,6 @@ async def post(client: httpx.AsyncClient, url: str, content: Mapping[str, Any]) 
     if isinstance(answer, str):
         raise no_completion(answer)
     return answer
-
-
-def is_loopback(url: str) -> bool:
-    """Return whether a server runs on this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flowrl.cli.info import examine, healthy
+from flowrl.cli.info import examine
 from flowrl.cli.recipes import METHODS
 from flowrl.config import load_config, parse_config
 from flowrl.config.load import merge, parse_overrides, preset_names
@@ -31,7 +31,6 @@ def test_only_needed_packages_that_are_missing_or_old_are_problems(monkeypatch):
     assert missing.remedy == 'pip install "flowrl-none>=2"'
     assert optional.state == "missing" and "expected >=99: a tracker" in optional.detail
     assert found["packages"].detail == "typer 0.15"
-    assert healthy([optional]) and not healthy([optional, old]) and not healthy([*found.values()])
 
 
 NAMES = [name for name in preset_names() if not name.startswith(METHODS)]

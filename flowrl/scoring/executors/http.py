@@ -145,7 +145,7 @@ class HTTPExecutor:
     version = property(lambda self: self._info.version)
     bounds = property(lambda self: self._info.bounds)
     scope = property(lambda self: self._info.scope)
-    required_metadata = property(lambda self: tuple(self._info.required_metadata))
+    required_metadata = property(lambda self: self._info.required_metadata)
     deterministic = property(lambda self: self._info.deterministic)
 
     def __init__(self, name: str, options: HTTPOptions):

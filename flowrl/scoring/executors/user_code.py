@@ -1,7 +1,6 @@
 """Run a user's code: contain what it changes in the process, and say where it failed."""
 
 import gc
-import linecache
 import os
 import signal
 import sysconfig
@@ -146,16 +145,7 @@ def describe_error(error: BaseException) -> str:
     flowrl; without one the text ends after the exception's.
     """
     text = f"{type(error).__name__}: {error}"
-    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
-        file = frame.f_code.co_filename
-        if not file.startswith((*LIBRARIES, "<")):
-            line = linecache.getline(file, number).strip()
-            return f"{text} ({_short(file)}:{number}: {line})"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*LIBRARIES, "<")):
+            return f"{text} ({frame.filename}:{frame.lineno}: {frame.line})"
     return text
-
-
-def _short(file: str) -> str:
-    """Return a path below the working directory without it."""
-    with suppress(ValueError, OSError):
-        return str(Path(file).relative_to(Path.cwd()))
-    return file
