@@ -142,8 +142,3 @@ def test_the_seed_decides_the_weights_and_the_generator_of_the_process_is_left_a
     ]
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-
-
-def test_what_is_no_pipeline_is_refused_by_name():
-    with pytest.raises(UserError, match="Linear"):
-        small_pipeline(torch.nn.Linear)
