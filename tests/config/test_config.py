@@ -76,14 +76,10 @@ def test_a_wrong_option_is_named_in_one_sentence(overrides, named):
 
 
 def test_several_mistakes_are_shown_at_once_but_not_thousands():
-    with pytest.raises(UserError) as caught:
-        parse("optim.lrr=1", "lora.rank=-1")
-    assert len(str(caught.value).splitlines()) == 2
-    with pytest.raises(UserError, match="prompts(.|\n)*rewards"):
-        parse_config({})
-    with pytest.raises(UserError) as caught:
-        parse_config(SMALLEST | {f"x{i}": 1 for i in range(3000)})
-    assert len(str(caught.value).splitlines()) == 9  # the last says how many more there are
+    for count, lines in ((2, 2), (3000, 9)):  # the last says how many more there are
+        with pytest.raises(UserError) as caught:
+            parse_config(SMALLEST | {f"x{i}": 1 for i in range(count)})
+        assert len(str(caught.value).splitlines()) == lines
 
 
 def test_every_option_is_read_by_some_module():

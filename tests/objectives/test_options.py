@@ -11,7 +11,6 @@ import flowrl
 from flowrl.config import objectives as options
 from flowrl.config.validate import check_spo
 from flowrl.errors import UserError
-from flowrl.objectives.base import check_objective
 from flowrl.trees.plan import Fan, Step, TreePlan
 from flowrl.utils.fields import Options
 
@@ -32,11 +31,6 @@ def test_options_that_cannot_work_are_refused():
             check_spo(plan)
     check_spo(TreePlan(1, (TWICE, NOISY, ODE)))
     check_spo(TreePlan(2, (ODE,) * 3, fans=(Fan(step=1, width=2),)))
-
-
-def test_what_is_no_objective_is_refused_by_its_name():
-    with pytest.raises(UserError, match="mine:Old"):
-        check_objective(object(), "mine:Old")
 
 
 def test_no_option_of_an_objective_has_a_second_default():

@@ -126,17 +126,6 @@ def test_a_recipe_fits_the_gpus_it_is_for_and_none_of_them_waits(names):
 
 
 @pytest.mark.slow
-def test_flux_at_512_pixels_trains_in_28_gb_and_in_12_with_4_bits():
-    exact = load("flux.1-dev-nft-12gb", ["memory.base_bits=null", "lora.rank=4"])
-    rounded = load("flux.1-dev-nft-12gb", ["lora.rank=16"])
-    for config, most in ((exact, 28e9), (rounded, 12e9)):
-        assert config.memory.gradient_checkpointing and config.optim.micro_batch == 1
-        assert config.pipeline.height == config.pipeline.width == 512
-        plan = make_plan(config, memory=int(most))
-        assert plan.fits and plan.phases[0].phase == "encode"
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_a_recipe_runs_on_the_tiny_pipeline_of_its_family(tmp_path):
     for name in preset_names():

@@ -25,7 +25,6 @@ from scripts.arena.report import (
     REMARKS,
     Scores,
     crossed,
-    improvement,
     p_value,
     render,
     resampled,
@@ -130,12 +129,6 @@ def test_runs_that_are_not_here_keep_their_data(tmp_path):
     assert read_rows(tmp_path / RUNS) == [kept]
 
 
-def test_a_world_counts_once_however_many_images_it_has():
-    few = np.ones((2, 3)), np.ones((2, 3))
-    many = np.zeros((2, 3)), np.full((2, 3), 50.0)
-    assert crossed([few, many]).mean == 0.5
-
-
 def test_an_interval_is_as_wide_as_the_level_that_varies():
     """Resampled together; what is equal everywhere adds nothing."""
     counts = np.ones((4, 400))
@@ -159,11 +152,6 @@ def test_p_is_small_where_an_interval_is_far_from_zero():
         return p_value(resampled([(rng.normal(shift, 1, (3, 60)), counts) for _ in range(3)]))
 
     assert p(0.5) == pytest.approx(2 / 4001) and p(0.0) > 0.1
-
-
-def test_the_probability_of_improvement_counts_ties_half():
-    assert improvement([np.array([1.0, 2.0])], [np.array([1.0])]) == 0.75
-    assert improvement([np.array([1.0])] * 2, [np.array([0.0]), np.array([2.0])]) == 0.5
 
 
 @pytest.mark.slow

@@ -41,12 +41,6 @@ def test_images_of_one_request_count_as_one_draw():
     assert intervals.over_requests(change, request.tolist()) == whole  # the same again
 
 
-def test_the_interquartile_mean_leaves_the_outer_quarters_out():
-    found = intervals.interquartile_mean([0.0, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 9.0])
-    assert found.mean == pytest.approx((0.5 + 0.6 + 0.7 + 0.8) / 4)
-    assert found.low < found.mean < found.high < 9
-
-
 # --- data and pages ------------------------------------------------------------------------------
 
 GALLERY = Path(__file__).parents[2] / "gallery"

@@ -3,14 +3,13 @@
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from scripts.arena import best_of, frontier, loopholes, one_student, radar, transfer, wording
 from scripts.arena.gamed import render_gamed
 from scripts.arena.runs import RUNS
-from scripts.compare.data import read_rows, write_rows
+from scripts.compare.data import read_rows
 from scripts.votes.report import render as render_votes
 
 GALLERY = Path(__file__).parents[2] / "gallery"
@@ -60,32 +59,6 @@ def test_a_loophole_scores_each_image_alone_and_reads_no_prompt(name):
 
 def test_the_area_counts_pairs_and_ties_by_half():
     assert radar.area([1.0, 2.0], [0.0, 1.0]) == (1 + 1 + 1 + 0.5) / 4
-    assert radar.area([2.0], [1.0]) == 1 and radar.area([1.0], [2.0]) == 0
-
-
-def test_gold_is_lost_at_the_first_evaluation_a_tenth_below_the_best_before():
-    def run(*gold: float) -> list[dict[str, str]]:
-        return [{"gold": str(g), "score": str(i / 10)} for i, g in enumerate(gold)]
-
-    assert radar.lost_at(run(0.5, 0.46, 0.44, 0.6)) == 2
-    assert radar.lost_at(run(0.5, 0.6, 0.55)) is None
-    assert radar.lost_at(run(0.5, 0.7, 0.6)) == 2
-    assert radar.worst(run(0.5, 0.4, 0.3), 1) == 0.1 and radar.worst(run(0.5, 0.4, 0.3)) == 0.2
-
-
-def test_the_best_of_n_is_that_of_each_block(tmp_path, monkeypatch):
-    monkeypatch.setattr(best_of, "IMAGES", 4)
-    rows = [
-        {"request": request, best_of.GOLD: gold, "tiny_proxy": score}
-        for request, golds, scores in ((0, "1000", "2154"), (1, "0101", "1111"))
-        for gold, score in zip(golds, scores, strict=True)
-    ]
-    write_rows(tmp_path / "world-2.csv", rows)
-    gold = best_of.gold_of_best(tmp_path / "world-2.csv", "tiny_proxy", 2)
-    np.testing.assert_array_equal(gold, [[1, 0], [0, 0]])  # of equal scores the first
-    np.testing.assert_array_equal(
-        best_of.gold_of_best(tmp_path / "world-2.csv", "tiny_proxy", 4), [[0, 0]]
-    )
 
 
 def test_a_shuffled_lora_keeps_the_norm_of_each_layer():
@@ -105,30 +78,3 @@ def test_the_difference_of_images_is_the_mean_over_pairs():
     cells = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
     assert frontier._difference(cells) == f"{(0.5 + 0.5 + 1.0) / 3:.4f}"
     assert frontier._difference(cells[:1]) == ""
-
-
-def table(value: float) -> tuple[np.ndarray, np.ndarray]:
-    return np.full((1, 3), value), np.ones((1, 3))
-
-
-def test_an_arm_is_compared_with_the_controls_line_at_its_own_diversity():
-    arms = (frontier.NONE, "image by image 1", "sgrpo 1")
-
-    def tables(*values: float) -> frontier.Tables:
-        return {arm: {2: table(value)} for arm, value in zip(arms, values, strict=True)}
-
-    gold = tables(0.6, 0.4, 0.7)
-    found = frontier.above(gold, tables(1.0, 3.0, 2.0), "sgrpo 1")
-    assert found.mean == pytest.approx(0.7 - 0.5) == found.low
-    beyond = frontier.above(gold, tables(1.0, 3.0, 4.0), "sgrpo 1")
-    assert beyond.mean == pytest.approx(0.7 - 0.4)
-
-
-def test_arms_are_compared_on_the_worlds_that_have_both():
-    gold = {"a": {2: table(0.5), 3: table(0.9)}, "b": {2: table(0.3)}}
-    assert frontier.less(gold, "a", "b").mean == pytest.approx(0.2)
-
-
-def test_a_students_share_is_its_gain_over_that_of_its_teachers():
-    found = one_student.share([[table(0.1)], [table(0.2)]], [[table(0.2)], [table(0.2)]])
-    assert found.mean == pytest.approx(0.75) == found.low

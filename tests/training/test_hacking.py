@@ -356,12 +356,6 @@ def test_a_resumed_run_looks_at_the_evaluations_before_it(watched):
     assert run.evaluator.calls == [4] and run.rollbacks == [(2, 4)]
 
 
-def test_a_raised_penalty_begins_anew_from_weights_that_did_not_look_hacked(watched):
-    _, learner, run = watched(rule=by_radar("raise_kl"), **CHAINS)
-    trained(learner, run)
-    assert run.rollbacks[0] == (2, 4) and run.kl_coef == 0.1
-
-
 @pytest.mark.slow
 def test_a_run_that_games_brightness_is_seen_and_returns_to_the_weights_before(
     tiny_config, tmp_path

