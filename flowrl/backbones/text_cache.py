@@ -164,14 +164,11 @@ class TextCache:
                         self.disk.save(*key, self.encoded[key])
 
     def _unknown(self, key: Key) -> UserError:
-        if self.disk is not None and self.disk.has(*key):
-            return UserError(
-                f"the encoded prompt {self.disk.path(*key)} is damaged, and the text encoders that "
-                "would make it anew are not there: remove the file and start again"
-            )
+        damaged = self.disk is not None and self.disk.has(*key)
+        remedy = f"remove {self.disk.path(*key)}, which is damaged, or " if damaged else ""
         return UserError(
             f"the prompt {key[0]!r} is not among the prompts that were encoded before the text "
-            "encoders were freed: set memory.text_encoders to offload or keep"
+            f"encoders were freed: {remedy}set memory.text_encoders to offload or keep"
         )
 
     def _forget(self) -> None:
