@@ -164,8 +164,9 @@ class TextCache:
                         self.disk.save(*key, self.encoded[key])
 
     def _unknown(self, key: Key) -> UserError:
-        damaged = self.disk is not None and self.disk.has(*key)
-        remedy = f"remove {self.disk.path(*key)}, which is damaged, or " if damaged else ""
+        remedy = ""
+        if self.disk is not None and self.disk.has(*key):
+            remedy = f"remove {self.disk.path(*key)}, which is damaged, or "
         return UserError(
             f"the prompt {key[0]!r} is not among the prompts that were encoded before the text "
             f"encoders were freed: {remedy}set memory.text_encoders to offload or keep"

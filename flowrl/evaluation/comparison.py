@@ -111,7 +111,7 @@ def compare_loras(
     pairs = compare_pairs(entries, prompt_numbers(prompts))
     first = next(iter(entries[0].measures))
     return Comparison(
-        entries=sorted(entries, key=lambda entry: -_sortable(entry.mean(first))),
+        entries=sorted(entries, key=lambda e: (math.isnan(e.mean(first)), -e.mean(first))),
         pairs=pairs,
         prompts=prompts,
         held_out=frozenset(spec.name for spec in specs if not spec.trained),
@@ -214,7 +214,3 @@ def _overall(
         names=tuple(spec.name for spec in specs),
     )  # fmt: skip
     return combine(specs, result)[0]
-
-
-def _sortable(value: float) -> float:
-    return value if math.isfinite(value) else -math.inf
