@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flowrl.backbones.lora_formats import (
     FILE,
@@ -119,16 +119,6 @@ def _shape(module: Any) -> tuple[int, int]:
     weight = module.weight
     rows, columns = weight.shape[:2] if weight.ndim > 1 else (0, 0)
     return getattr(module, "out_features", rows), getattr(module, "in_features", columns)
-
-
-def converted_layers(state: Mapping[str, Tensor], pipeline: type) -> dict[str, Factors]:
-    """Return the layers that diffusers reads in a file for a pipeline class; {} if it cannot."""
-    try:
-        read = pipeline.lora_state_dict(dict(state))  # type: ignore[attr-defined]
-        tensors = read[0] if isinstance(read, tuple) else read
-        return layers_of({plain_name(name): tensor for name, tensor in tensors.items()})
-    except Exception:  # each converter has its own, also AssertionError without a text
-        return {}
 
 
 # --- load and merge -------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from safetensors.torch import save
 
 from flowrl.backbones.loading import load_pipeline, outline
-from flowrl.backbones.lora_files import converted_layers, fit_lora, merge_lora
+from flowrl.backbones.lora_files import fit_lora, merge_lora
 from flowrl.backbones.lora_formats import FILE, lora_bytes, lora_file, open_lora
-from flowrl.backbones.original_layers import comfyui_state, key_map_of, kohya_state
+from flowrl.backbones.original_layers import comfyui_state, kohya_state
 from flowrl.config import Config, load_config
 from flowrl.errors import UserError
 from flowrl.export.hub import open_repository, push
@@ -68,25 +68,17 @@ def export_original(
     """Write the LoRA for the original checkpoint to a file, or a folder under the run's name.
 
     Args:
-        keys: whose names of the layers; kohya's are written where diffusers reads them back.
+        keys: whose names of the layers; ComfyUI reads both, diffusers kohya's for some classes.
     """
     lora = open_lora(source, alpha=alpha)
     kind, network = outline(*_check_base(base, revision, source))
-    name = type(network).__name__
-    key_map_of(name)  # before anything is computed
     lora = fit_lora(lora, network, kind)
     file = lora.path.resolve()
     stem = file.parent.name if file.name == FILE else file.stem
     path = to if to.suffix == SUFFIX else to / f"{stem}{SUFFIX}"
     _check_free(path)
-    tensors = comfyui_state(lora.state, lora.scales, name)
-    if keys == "kohya":
-        tensors = kohya_state(tensors)
-        if not lora.scales.keys() <= converted_layers(tensors, kind).keys():
-            raise UserError(
-                f"diffusers does not read kohya's keys for {kind.__name__} with these layers: "
-                "export with --to comfyui"
-            )
+    tensors = comfyui_state(lora.state, lora.scales, type(network).__name__)
+    tensors = kohya_state(tensors) if keys == "kohya" else tensors
     header = {"format": "pt", "flowrl": f"a LoRA for {kind.__name__} with {keys} keys"}
     write_bytes(path, seal(save(tensors, metadata=header)))
     return path
