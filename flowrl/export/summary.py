@@ -15,7 +15,7 @@ from flowrl.config import Config, config_yaml
 from flowrl.config.methods import method_name
 from flowrl.errors import phase
 from flowrl.export.gallery import GalleryRow, write_gallery
-from flowrl.export.hub import is_hub_name, licence_of, public, public_config
+from flowrl.export.hub import NAME, licence_of, public, public_config
 from flowrl.export.model_card import Card, loader_of, write_card
 from flowrl.tiny.world import planted
 from flowrl.training.evaluate import Evaluation, EvaluationComparison, compare
@@ -138,7 +138,7 @@ def card(
     """Return what the model card of a run says."""
     p, e = config.pipeline, config.evaluation
     built_in = p.path in TINY
-    on_hub = not built_in and is_hub_name(p.path)
+    on_hub = not built_in and bool(NAME.fullmatch(p.path)) and not Path(p.path).exists()
     options = f", revision={p.revision!r}" if on_hub and p.revision else ""
     family = family_of(type(learner.policy.backbone.pipeline).__name__)
     options += "".join(f", {name}=None" for name in family.without)

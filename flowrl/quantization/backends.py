@@ -61,9 +61,11 @@ def _lack(format: Precision, device: torch.device) -> str:
     """Return why a device cannot multiply a format, as the end of a sentence; "" if it can."""
     (major, minor), compute = FIRST[format], _compute(device)
     if compute is None or compute < (major, minor):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        capability = "" if compute is None else f" of {compute[0]}.{compute[1]}"
         return (
             f"needs an NVIDIA GPU of compute capability {major}.{minor} or higher, "
-            f"this is {_named(device)}"
+            f"this is {name}{capability}"
         )
     if not hasattr(F, "scaled_mm"):
         return "needs torch.nn.functional.scaled_mm, which only newer versions of torch have"
@@ -76,14 +78,6 @@ def _compute(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.hip:
         return None
     return torch.cuda.get_device_capability(device)
-
-
-def _named(device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    if (compute := _compute(device)) is None:
-        return name
-    major, minor = compute
-    return f"{name} of compute capability {major}.{minor}"
 
 
 # --- backends -----------------------------------------------------------------------------------
