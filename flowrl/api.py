@@ -614,15 +614,13 @@ def export(
     if format == "hub":
         return formats.export_hub(source, repository=repo_id, private=private)
     assert to is not None
-    if format in ("comfyui", "kohya"):
-        return formats.export_original(
-            source, to, keys=format, base=base, revision=revision, alpha=lora_alpha
-        )
     if format == "merged":
         return formats.export_merged(
             source, to, base=base, revision=revision, dtype=dtype, alpha=lora_alpha
         )
-    return formats.export_diffusers(source, to, base=base, revision=revision, alpha=lora_alpha)
+    return formats.export_lora(
+        source, to, keys=format, base=base, revision=revision, alpha=lora_alpha
+    )
 
 
 # --- what several of them need -----------------------------------------------------------------

@@ -59,7 +59,7 @@ def build_stored(
             stacklevel=2,
         )
     return StoredGroups(
-        groups,
+        sampler=groups,
         backbone=backbone,
         text_cache=text_cache,
         specs=parts.specs,

@@ -13,7 +13,7 @@ and clean latent at one point, hence networks that predict either are served ali
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ def RLG(pipeline: Any, strength: float = 1.5) -> Iterator[None]:
             if strength == 0:
                 exits.enter_context(switched_off(layers))
             elif strength != 1:
-                hook = _Guidance(layers, strength)
+                hook = partial(_guide, layers, strength)
                 exits.callback(network.register_forward_hook(hook, with_kwargs=True).remove)
                 # A network that is compiled as a whole would not notice the hook.
                 compiled = network._compiled_call_impl
@@ -78,7 +78,7 @@ def denoisers(pipeline: Any) -> list[nn.Module]:
 
 
 def _check(name: str, network: nn.Module) -> None:
-    if any(isinstance(hook, _Guidance) for hook in network._forward_hooks.values()):
+    if any(getattr(hook, "func", None) is _guide for hook in network._forward_hooks.values()):
         raise UserError(f"RLG is already at work on {name}: leave its block before another")
     if any(layer.merged for layer in adapters(network)):
         raise UserError(
@@ -92,22 +92,16 @@ def _check(name: str, network: nn.Module) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Guidance:
-    """A forward hook that calls the network again without LoRA, and combines both results.
+def _guide(
+    layers: list[Any], strength: float, network: nn.Module, args: Any, kwargs: Any, aligned: Any
+) -> Any:
+    """Call the network again without LoRA in a hook of its forward, and combine both results.
 
     Whatever replaces `forward`, as offloading does between images, stays below it.
     """
-
-    layers: list[Any]
-    strength: float
-
-    def __call__(
-        self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], aligned: Any
-    ) -> Any:
-        with switched_off(self.layers):
-            base = network.forward(*args, **kwargs)
-        return _combine(base, aligned, self.strength)
+    with switched_off(layers):
+        base = network.forward(*args, **kwargs)
+    return _combine(base, aligned, strength)
 
 
 def _combine(base: Any, aligned: Any, strength: float) -> Any:

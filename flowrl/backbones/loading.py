@@ -25,12 +25,7 @@ NETWORK = {
 
 def pipeline_path(path: str) -> str:
     """Return the folder of a built-in pipeline; other paths and Hub names stay as they are."""
-    if path not in TINY:
-        return path
-    folder = resources.files("flowrl") / "assets" / path
-    if not folder.is_dir():
-        raise UserError(f"{path} is not installed with flowrl: make it with scripts/pretrain_tiny")
-    return str(folder)
+    return str(resources.files("flowrl") / "assets" / path) if path in TINY else path
 
 
 def load_pipeline(

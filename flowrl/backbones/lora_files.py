@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flowrl.backbones.lora_formats import (
     FILE,
@@ -18,11 +18,9 @@ from flowrl.backbones.lora_formats import (
     open_lora,
     plain_name,
 )
-from flowrl.backbones.original_layers import PREFIX as PREFIX_OF_ORIGINAL
 from flowrl.backbones.original_layers import (
     Factors,
     from_original,
-    kohya_state,
     layers_of,
     state_of,
     weight_change,
@@ -74,7 +72,7 @@ def fit_lora(lora: LoRA, network: nn.Module, pipeline: type) -> LoRA:
     """Return the LoRA with the names of a network's layers.
 
     Names are compared without wrappers' prefixes and with underscores for dots, then looked up in
-    the map of the original checkpoint, then given to diffusers' converter of the pipeline class.
+    the map of the original checkpoint.
 
     Raises:
         UserError: a layer of the LoRA is missing in the network, or has another shape.
@@ -98,13 +96,11 @@ def fit_lora(lora: LoRA, network: nn.Module, pipeline: type) -> LoRA:
             layers |= parts
             scales |= dict.fromkeys(parts, lora.scales[name])
     if unknown:
-        layers = _converted(lora, pipeline)
-        scales = dict.fromkeys(layers, 1.0)
-        if not layers or not layers.keys() <= modules.keys():
-            raise UserError(
-                f"{lora.path} adapts {len(lora.scales)} layers, of which {kind} lacks "
-                f"{len(unknown)}, {few(unknown)}: it was trained for another pipeline"
-            )
+        raise UserError(
+            f"{lora.path} adapts {len(lora.scales)} layers, of which {kind} lacks "
+            f"{len(unknown)}, {few(unknown)}: it was trained for another pipeline, or has names "
+            "that diffusers alone knows, whose pipe.transformer.save_lora_adapter writes it anew"
+        )
     if not layers:
         raise UserError(f"{lora.path} has zeros alone in its upper factors: it changes nothing")
     for name, (down, up) in layers.items():
@@ -123,31 +119,6 @@ def _shape(module: Any) -> tuple[int, int]:
     weight = module.weight
     rows, columns = weight.shape[:2] if weight.ndim > 1 else (0, 0)
     return getattr(module, "out_features", rows), getattr(module, "in_features", columns)
-
-
-def _converted(lora: LoRA, pipeline: type) -> dict[str, Factors]:
-    """Return the layers as the converter of the pipeline class reads them.
-
-    {} where it fails or leaves outputs out, as some converters do with layers unknown to them.
-    """
-    # The scale goes into a factor, as converters round it.
-    layers = {name: (a.clone(), b * lora.scales[name]) for name, (a, b) in lora.layers.items()}
-    state = {f"{PREFIX_OF_ORIGINAL}{name}": tensor for name, tensor in state_of(layers).items()}
-    if not any("." in name for name in layers):
-        state = kohya_state(state)
-    read = converted_layers(state, pipeline)
-    outputs = [sum(len(up) for _, up in one.values()) for one in (layers, read)]
-    return read if outputs[0] == outputs[1] else {}
-
-
-def converted_layers(state: Mapping[str, Tensor], pipeline: type) -> dict[str, Factors]:
-    """Return the layers that diffusers reads in a file for a pipeline class; {} if it cannot."""
-    try:
-        read = pipeline.lora_state_dict(dict(state))  # type: ignore[attr-defined]
-        tensors = read[0] if isinstance(read, tuple) else read
-        return layers_of({plain_name(name): tensor for name, tensor in tensors.items()})
-    except Exception:  # each converter has its own, also AssertionError without a text
-        return {}
 
 
 # --- load and merge -------------------------------------------------------------------------------

@@ -287,12 +287,11 @@ def _factors(
 def _check_factors(state: Mapping[str, Tensor], path: Path) -> None:
     """Raise UserError unless all tensors are pairs of matrices, or of convolutions, of a rank."""
     for name, (down, up) in layers_of(state).items():  # raises unless all are pairs
-        if not down.numel() or not up.numel():
-            raise UserError(f"{path} has a tensor of rank 0, {name}: such a LoRA changes nothing")
-        if (down.ndim, up.ndim) not in ((2, 2), (4, 4)) or len(down) != up.shape[1]:
+        plain = (down.ndim, up.ndim) in ((2, 2), (4, 4)) and len(down) == up.shape[1]
+        if not plain or not down.numel() or not up.numel():
             raise UserError(
                 f"{path} has factors of {tuple(down.shape)} and {tuple(up.shape)} for {name}, "
-                f"expected (rank, inputs) and (outputs, rank): {REMEDY}"
+                f"expected (rank, inputs) and (outputs, rank), none of them 0: {REMEDY}"
             )
 
 

@@ -96,14 +96,6 @@ def moved_to(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]
 MARGIN = 2 * 2**30  # bytes, for what encoders make of their texts
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that new tensors can have on a GPU, None on other devices."""
-    if device.type != "cuda":
-        return None
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached
-
-
 @contextmanager
 def encoders_on_device(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Move text encoders to `device` inside the block; if memory is short, each to its forwards.
@@ -111,8 +103,11 @@ def encoders_on_device(parts: Sequence[nn.Module], device: torch.device) -> Iter
     They are there together where they fit, which saves copies.
     """
     size = sum(tensor.nbytes for part in parts for tensor in part.parameters())
-    free = free_bytes(device)
-    if free is None or size + MARGIN <= free:
+    free = size + MARGIN  # without a GPU there is always enough
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + cached
+    if size + MARGIN <= free:
         with moved_to(parts, device):
             yield
         return

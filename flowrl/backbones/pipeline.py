@@ -442,11 +442,9 @@ def check_class(pipeline: Any) -> None:
     """Raise UserError for a pipeline whose call is not the one that a backbone needs."""
     name = type(pipeline).__name__
     check_trainable(name)
-    for part in ("scheduler", "vae", "transformer"):
+    for part in ("scheduler", "vae", "transformer", "encode_prompt"):
         if getattr(pipeline, part, None) is None:
             raise UserError(f"{name} has no {part}, which training needs")
-    if not hasattr(pipeline, "encode_prompt"):
-        raise UserError(f"{name} has no encode_prompt, so that texts cannot be kept apart from it")
     parameters = inspect.signature(type(pipeline).__call__).parameters
     needs_image = "image" in parameters and parameters["image"].default is inspect.Parameter.empty
     edits = needs_image and list(parameters)[1] == "image"
@@ -495,11 +493,7 @@ def images_of(result: Any) -> Tensor:
 
     Of a film it is the first frame; what is transparent shows white.
     """
-    for name in ("images", "image", "frames"):
-        if (images := getattr(result, name, None)) is not None:
-            break
-    else:
-        images = result[0]
+    images = result[0]  # whatever name its class gives the first part
     images = torch.stack(list(images)) if isinstance(images, list) else images
     images = images[:, 0] if images.ndim == 5 else images
     if images.shape[1] == RGBA:

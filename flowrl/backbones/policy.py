@@ -265,14 +265,10 @@ class Policy:
         """Raise UserError for the state of a policy with other adapters."""
         shapes = {n: [t.shape for t in ts] for n, ts in state["adapters"].items()}
         here = {n: [p.shape for p in ps] for n, ps in self._by_name.items()}
-        if shapes.keys() != here.keys():
-            raise UserError(
-                f"the checkpoint has the adapters {', '.join(shapes)}, and this recipe makes "
-                f"{', '.join(here)}: give objective.kind, ema.decay and reference as it was trained"
-            )
         if shapes != here:
             raise UserError(
-                "the checkpoint's adapters are not those of this run: give pipeline.path, "
+                f"the checkpoint's adapters, {', '.join(shapes)}, are not those of this recipe, "
+                f"{', '.join(here)}: give objective.kind, ema.decay, reference, pipeline.path, "
                 "lora.rank and lora.targets as it was trained"
             )
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowrl.errors import UserError
 from flowrl.utils.distributed import Runtime
 
 NETWORK = "transformer"  # diffusers' name of the component
@@ -47,11 +46,6 @@ def _mesh(runtime: Runtime, over: Literal["node", "all"]) -> Any:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if over == "all" or local == size:
         return init_device_mesh(kind, (size,))
-    if size % local:
-        raise UserError(
-            f"runtime.shard is node, but {size} processes are no equal number on each machine, "
-            f"and this one has {local}: start as many everywhere, or set it to all"
-        )
     # What is frozen has no gradient to share with the other machines: each is a mesh of its own.
     # PEFT takes a layer in parts for one of tensor parallelism unless the mesh has this name.
     machines = init_device_mesh(kind, (size // local, local), mesh_dim_names=("machine", "fsdp"))

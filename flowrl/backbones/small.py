@@ -16,7 +16,7 @@ from flowrl.errors import UserError
 TEXT_WIDTH = 32
 CLIP_WIDTH = 16
 SPECIAL_TOKENS = (
-    "<pad>", "</s>", "<unk>", "<s>", "<|im_start|>", "<|im_end|>",
+    "<|im_start|>", "<|im_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 VOCABULARY = 320
@@ -240,21 +240,11 @@ def small_tokenizer(max_length: int = 512) -> Any:
     Args:
         max_length: Tokens that a prompt is cut to.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+    from transformers import ByT5Tokenizer
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *letters))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
-    tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore
-        single="$A </s>", pair="$A $B </s>", special_tokens=[("</s>", 1)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=max_length, pad_token="<pad>",
-        eos_token="</s>", unk_token="<unk>", bos_token="<s>",
-        extra_special_tokens=list(SPECIAL_TOKENS[4:]), chat_template=(
+    return ByT5Tokenizer(
+        extra_ids=0, model_max_length=max_length, bos_token="<s>",
+        additional_special_tokens=list(SPECIAL_TOKENS), chat_template=(
             "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
             "{{ m['content'] }}{% else %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}"
             "{% endif %}<|im_end|>\n{% endfor %}"

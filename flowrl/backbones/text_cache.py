@@ -164,14 +164,12 @@ class TextCache:
                         self.disk.save(*key, self.encoded[key])
 
     def _unknown(self, key: Key) -> UserError:
+        remedy = ""
         if self.disk is not None and self.disk.has(*key):
-            return UserError(
-                f"the encoded prompt {self.disk.path(*key)} is damaged, and the text encoders that "
-                "would make it anew are not there: remove the file and start again"
-            )
+            remedy = f"remove {self.disk.path(*key)}, which is damaged, or "
         return UserError(
             f"the prompt {key[0]!r} is not among the prompts that were encoded before the text "
-            "encoders were freed: set memory.text_encoders to offload or keep"
+            f"encoders were freed: {remedy}set memory.text_encoders to offload or keep"
         )
 
     def _forget(self) -> None:

@@ -89,9 +89,7 @@ def train(
     ] = None,
     yes: Annotated[
         bool,
-        typer.Option(
-            "--yes", help="Train without a GPU, or with little memory, where that takes long."
-        ),
+        typer.Option("--yes", help="Train without a GPU, where that takes long."),
     ] = False,
 ) -> None:
     """Align a pipeline to a reward.

@@ -35,7 +35,6 @@ BASE, OVERALL = "base", "overall"
 EVALUATIONS = "evaluations"
 SHOWN = 12  # images of each entry that a page shows
 SIGNIFICANT = 0.05
-COMMON = ("lora", "checkpoints", "checkpoint-", "step-", "pytorch_lora_weights", "adapter_model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +111,7 @@ def compare_loras(
     pairs = compare_pairs(entries, prompt_numbers(prompts))
     first = next(iter(entries[0].measures))
     return Comparison(
-        entries=sorted(entries, key=lambda entry: -_sortable(entry.mean(first))),
+        entries=sorted(entries, key=lambda e: (math.isnan(e.mean(first)), -e.mean(first))),
         pairs=pairs,
         prompts=prompts,
         held_out=frozenset(spec.name for spec in specs if not spec.trained),
@@ -144,23 +143,14 @@ def compare_pairs(entries: Sequence[Entry], prompt: Tensor) -> list[PairContrast
     ]
 
 
-def short_name(source: str) -> str:
-    """Return a LoRA's name on a page: its last folders, from one with a name of its own on."""
-    parts = Path(source.removesuffix(".safetensors")).parts or (source,)
-    count = 1
-    while count < len(parts) and parts[-count].startswith(COMMON):
-        count += 1
-    return "/".join(parts[-count:])
-
-
 # --- names and keys -------------------------------------------------------------------------------
 
 
 def _named(loras: Sequence[LoRA]) -> list[tuple[str, LoRA | None]]:
-    """Return the base and every LoRA with different names."""
+    """Return the base and every LoRA as it was asked for, with different names."""
     named: dict[str, LoRA | None] = {BASE: None}
     for lora in loras:
-        name = short_name(lora.name)
+        name = lora.name
         while name in named:
             name += "'"
         named[name] = lora
@@ -224,7 +214,3 @@ def _overall(
         names=tuple(spec.name for spec in specs),
     )  # fmt: skip
     return combine(specs, result)[0]
-
-
-def _sortable(value: float) -> float:
-    return value if math.isfinite(value) else -math.inf

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from safetensors.torch import save
 
 from flowrl.backbones.loading import load_pipeline, outline
-from flowrl.backbones.lora_files import converted_layers, fit_lora, merge_lora
+from flowrl.backbones.lora_files import fit_lora, merge_lora
 from flowrl.backbones.lora_formats import FILE, lora_bytes, lora_file, open_lora
-from flowrl.backbones.original_layers import comfyui_state, key_map_of, kohya_state
+from flowrl.backbones.original_layers import comfyui_state, kohya_state
 from flowrl.config import Config, load_config
 from flowrl.errors import UserError
 from flowrl.export.hub import open_repository, push
@@ -42,53 +42,35 @@ def _check_base(base: str | None, revision: str | None, source: str) -> tuple[st
     return recipe.pipeline.path, revision or recipe.pipeline.revision
 
 
-def export_diffusers(
-    source: str, to: Path, *, base: str | None = None, revision: str | None = None,
-    alpha: float | None = None,
-) -> Path:  # fmt: skip
-    """Write the LoRA for diffusers to a folder or a file; return the file.
-
-    Args:
-        base: the pipeline; needed where neither the keys nor a run name the layers.
-    """
-    path = to if to.suffix == SUFFIX else to / FILE
-    _check_free(path)
-    lora = open_lora(source, alpha=alpha)
-    if base or lora.make in ("kohya", "ComfyUI"):
-        kind, network = outline(*_check_base(base, revision, source))
-        lora = fit_lora(lora, network, kind)
-    write_bytes(path, lora_bytes(lora))
-    return path
-
-
-def export_original(
-    source: str, to: Path, *, keys: Literal["comfyui", "kohya"] = "comfyui",
+def export_lora(
+    source: str, to: Path, *, keys: Literal["diffusers", "comfyui", "kohya"] = "diffusers",
     base: str | None = None, revision: str | None = None, alpha: float | None = None,
 ) -> Path:  # fmt: skip
-    """Write the LoRA for the original checkpoint to a file, or a folder under the run's name.
+    """Write the LoRA to a file, or to a folder under its usual name; return the file.
 
     Args:
-        keys: whose names of the layers; kohya's are written where diffusers reads them back.
+        keys: whose names of the layers. ComfyUI reads its own and kohya's, for the original
+            checkpoint; diffusers reads kohya's for some classes.
+        base: the pipeline; needed where neither the keys nor a run name the layers.
     """
     lora = open_lora(source, alpha=alpha)
-    kind, network = outline(*_check_base(base, revision, source))
-    name = type(network).__name__
-    key_map_of(name)  # before anything is computed
-    lora = fit_lora(lora, network, kind)
     file = lora.path.resolve()
     stem = file.parent.name if file.name == FILE else file.stem
-    path = to if to.suffix == SUFFIX else to / f"{stem}{SUFFIX}"
+    name = FILE if keys == "diffusers" else f"{stem}{SUFFIX}"
+    path = to if to.suffix == SUFFIX else to / name
     _check_free(path)
-    tensors = comfyui_state(lora.state, lora.scales, name)
-    if keys == "kohya":
-        tensors = kohya_state(tensors)
-        if not lora.scales.keys() <= converted_layers(tensors, kind).keys():
-            raise UserError(
-                f"diffusers does not read kohya's keys for {kind.__name__} with these layers: "
-                "export with --to comfyui"
-            )
-    header = {"format": "pt", "flowrl": f"a LoRA for {kind.__name__} with {keys} keys"}
-    write_bytes(path, seal(save(tensors, metadata=header)))
+    if keys == "diffusers" and base is None and lora.make not in ("kohya", "ComfyUI"):
+        write_bytes(path, lora_bytes(lora))
+        return path
+    kind, network = outline(*_check_base(base, revision, source))
+    lora = fit_lora(lora, network, kind)
+    data = lora_bytes(lora)
+    if keys != "diffusers":
+        tensors = comfyui_state(lora.state, lora.scales, type(network).__name__)
+        tensors = kohya_state(tensors) if keys == "kohya" else tensors
+        header = {"format": "pt", "flowrl": f"a LoRA for {kind.__name__} with {keys} keys"}
+        data = seal(save(tensors, metadata=header))
+    write_bytes(path, data)
     return path
 
 

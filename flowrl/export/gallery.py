@@ -51,10 +51,7 @@ def write_gallery(
         "rows": [_entry(row, rewards) for row in rows],
     }
     write_text(html, render("gallery.html.j2", values))
-    shown = rows[:GRID_ROWS]
-    part = f"{len(shown)} of {len(rows)} pairs." if len(shown) < len(rows) else ""
-    heading = [title, *(summary_line(row) for row in summary), caption, part]
-    image = gallery_grid(shown, heading=[text for text in heading if text])
+    image = gallery_grid(rows[:GRID_ROWS], heading=[title, caption] if caption else [title])
     write_bytes(grid, png(image))
     return html, grid
 
@@ -75,15 +72,6 @@ def gallery_grid(
         for row in rows
     ]
     return image_grid(stacks, heading=heading, rows=PAIR, across=across)
-
-
-def summary_line(row: EvaluationComparison) -> str:
-    """Return one reward's result in words, for places without tables."""
-    low, high = signed(row.change.low), signed(row.change.high)
-    return (
-        f"{row.name}: {number(row.before)} → {number(row.after)}, "
-        f"change {signed(row.change.mean)} (95 % interval {low} to {high})"
-    )
 
 
 def change_of(scores: tuple[Score, Score]) -> Score:

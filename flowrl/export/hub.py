@@ -86,11 +86,6 @@ def push(folder: Path, repository: str) -> str:
     return f"https://huggingface.co/{repository}"
 
 
-def is_hub_name(path: str) -> bool:
-    """Return whether a pipeline's name is OWNER/NAME and no local folder."""
-    return bool(NAME.fullmatch(path)) and not Path(path).exists()
-
-
 def push_later(folder: Path, repository: str) -> str:
     """Return the command that uploads the run, as part of a sentence."""
     words = ["flowrl", "export", str(folder), "--to", "hub", "--repo-id", repository]

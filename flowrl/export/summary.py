@@ -13,9 +13,9 @@ from flowrl.backbones.lora_files import FILE as LORA
 from flowrl.backbones.policy import EMA
 from flowrl.config import Config, config_yaml
 from flowrl.config.methods import method_name
-from flowrl.errors import DamagedFile, phase
+from flowrl.errors import phase
 from flowrl.export.gallery import GalleryRow, write_gallery
-from flowrl.export.hub import is_hub_name, licence_of, public, public_config
+from flowrl.export.hub import NAME, licence_of, public, public_config
 from flowrl.export.model_card import Card, loader_of, write_card
 from flowrl.tiny.world import planted
 from flowrl.training.evaluate import Evaluation, EvaluationComparison, compare
@@ -61,16 +61,12 @@ def _optional(path: Path) -> Path | None:
 def saved_comparisons(folder: Path) -> list[EvaluationComparison]:
     """Return the comparison with the base of a run that has ended, from its files.
 
-    Empty where nothing was evaluated, or a file is damaged.
+    Empty where nothing was evaluated. Raises DamagedFile.
     """
     paths = sorted((folder / "evaluations").glob("step-*.safetensors"))
     if len(paths) < 2:
         return []
-    try:
-        before, after = Evaluation.load(paths[0]), Evaluation.load(paths[-1])
-    except DamagedFile as error:
-        LOG.warning("%s: base and LoRA are not compared", error)
-        return []
+    before, after = Evaluation.load(paths[0]), Evaluation.load(paths[-1])
     return compare(before, after) if before.key == after.key else []
 
 
@@ -142,7 +138,7 @@ def card(
     """Return what the model card of a run says."""
     p, e = config.pipeline, config.evaluation
     built_in = p.path in TINY
-    on_hub = not built_in and is_hub_name(p.path)
+    on_hub = not built_in and bool(NAME.fullmatch(p.path)) and not Path(p.path).exists()
     options = f", revision={p.revision!r}" if on_hub and p.revision else ""
     family = family_of(type(learner.policy.backbone.pipeline).__name__)
     options += "".join(f", {name}=None" for name in family.without)

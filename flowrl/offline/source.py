@@ -19,33 +19,30 @@ from flowrl.trajectory import Rollout, Tree
 from flowrl.utils.distributed import Runtime
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroups:
     """A source of rollouts that reads `group_size` images of each group of an iteration.
 
     Groups come in seeded shuffles, one an epoch; a group with fewer images gives all it has. The
     images depend on seed, iteration and data set, not on the number of processes.
+
+    Raises UserError when there are more processes than groups in an iteration.
     """
 
-    def __init__(
-        self,
-        sampler: "GroupSampler",
-        *,
-        backbone: PipelineBackbone,
-        text_cache: TextCache,
-        specs: Sequence[RewardSpec],
-        runtime: Runtime,
-        group_size: int,
-        seed: int,
-    ):
-        """Raises UserError when there are more processes than groups in an iteration."""
-        self.sampler, self.backbone, self.text_cache = sampler, backbone, text_cache
-        self.specs, self.runtime = specs, runtime
-        self.group_size, self.seed = group_size, seed
-        prompts = sampler.order.per_iteration
-        if prompts < runtime.world_size:
+    sampler: "GroupSampler"
+    backbone: PipelineBackbone
+    text_cache: TextCache
+    specs: Sequence[RewardSpec]
+    runtime: Runtime
+    group_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        prompts, processes = self.sampler.order.per_iteration, self.runtime.world_size
+        if prompts < processes:
             raise UserError(
-                f"rollout.prompts_per_iteration is {prompts}, too few for {runtime.world_size} "
-                "processes, each of which takes whole groups: raise it, or start fewer processes"
+                f"rollout.prompts_per_iteration is {prompts}, too few for {processes} processes, "
+                "each of which takes whole groups: raise it, or start fewer processes"
             )
 
     def collect(self, iteration: int, timer: Timer) -> Rollout:

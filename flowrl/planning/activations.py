@@ -23,7 +23,11 @@ from torch.utils.flop_counter import flop_registry
 
 from flowrl.backbones.call import call_arguments
 from flowrl.backbones.gate import Stop
-from flowrl.backbones.loading import enable_gradient_checkpointing, enable_vae_tiling
+from flowrl.backbones.loading import (
+    diffusers_class,
+    enable_gradient_checkpointing,
+    enable_vae_tiling,
+)
 from flowrl.backbones.small import small_pipeline
 from flowrl.errors import UserError, first_line
 from flowrl.planning.model_specs import ModelSpec, build_network, spatial_factor
@@ -225,12 +229,7 @@ def network_inputs(f: Forward) -> dict[str, Any]:
     and channels become those of the real configuration. Whole numbers keep their values, which
     decide the shapes of some networks' texts.
     """
-    import diffusers
-
-    kind = getattr(diffusers, f.spec.pipeline, None)
-    if kind is None:
-        raise Uncountable(f"this diffusers has no {f.spec.pipeline}: install a newer one")
-    small = small_pipeline(kind)
+    small = small_pipeline(diffusers_class(f.spec.pipeline))
     names = list(inspect.signature(type(small.transformer).forward).parameters)[1:]
     positional, keywords = _captured_call(small, f)
     arguments = dict(zip(names, positional, strict=False)) | keywords

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from flowrl.backbones.loading import TINY, pipeline_path
-from flowrl.backbones.text_cache import index_file
+from flowrl.backbones.text_cache import INDEX, index_file
 from flowrl.errors import UserError
 from flowrl.utils.progress import announced
 from flowrl.utils.untrusted import read_json
@@ -38,8 +38,8 @@ class ModelSpec:
     autoencoder: str
     autoencoder_config: Mapping[str, Any]
     autoencoder_params: int  # parameters, the encoder's included
-    scheduler: str
-    scheduler_config: Mapping[str, Any]
+    scheduler: str = ""  # of a published checkpoint, as is its configuration
+    scheduler_config: Mapping[str, Any] = field(default_factory=dict)
     text_encoders: tuple[int, ...]  # parameters of each, of the part that the pipeline loads
     text_tokens: int = 512  # that the transformer attends to, at most
     pixels: int = 1024  # side of an image where a recipe names none
@@ -130,14 +130,14 @@ def spec_for(path: str, revision: str | None = None) -> ModelSpec:
     """
     if (name := spec_name(path)) is not None:
         return MODEL_SPECS[name]
-    folder = local_folder(path, revision)
-    if folder is None:
+    file = index_file(pipeline_path(path), revision)
+    if file is None:
         names = ", ".join([*(spec.checkpoint for spec in MODEL_SPECS.values()), *TINY])
         raise UserError(
             f"the configuration of {path} is not on this machine: download it first, or give its "
             f"folder as pipeline.path; these need no download: {names}"
         )
-    index = read_index(folder)
+    folder, index = file.parent, _read(file)
     if "transformer" not in index or "vae" not in index:
         raise UserError(f"{folder} is a {index['_class_name']} without a transformer and a vae")
     config, vae_config = (_read(folder / part / "config.json") for part in ("transformer", "vae"))
@@ -151,16 +151,8 @@ def spec_for(path: str, revision: str | None = None) -> ModelSpec:
         autoencoder=index["vae"][1],
         autoencoder_config=vae_config,
         autoencoder_params=sum(p.numel() for p in vae.parameters()),
-        scheduler=index["scheduler"][1],
-        scheduler_config=_read(folder / "scheduler" / "scheduler_config.json"),
         text_encoders=tuple(_text_encoders(folder, index)),
     )
-
-
-def local_folder(path: str, revision: str | None = None) -> Path | None:
-    """Return the folder of a pipeline on this machine; None if it must be downloaded first."""
-    index = index_file(pipeline_path(path), revision)
-    return index and index.parent
 
 
 def pipeline_class(path: str, revision: str | None = None) -> str:
@@ -172,28 +164,19 @@ def pipeline_class(path: str, revision: str | None = None) -> str:
     """
     if (name := spec_name(path)) is not None:
         return MODEL_SPECS[name].pipeline
-    if (folder := local_folder(path, revision)) is not None:
-        return read_index(folder)["_class_name"]
+    if (file := index_file(pipeline_path(path), revision)) is not None:
+        return _read(file)["_class_name"]
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         with announced(f"looking for {path} on the Hub"):
-            index = hf_hub_download(path, "model_index.json", revision=revision)
+            return _read(Path(hf_hub_download(path, INDEX, revision=revision)))["_class_name"]
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise UserError(
             f"{path} is no folder with a model_index.json, and the Hub does not give one "
             f"({type(error).__name__}): check the name, log in where it is gated, or download it"
         ) from error
-    return read_index(Path(index).parent)["_class_name"]
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """Return the model_index.json of a pipeline's folder. Raises UserError for a broken one."""
-    index = _read(folder / "model_index.json")
-    if not isinstance(index.get("_class_name"), str):
-        raise UserError(f"{folder / 'model_index.json'} names no pipeline class (_class_name)")
-    return index
 
 
 def _text_encoders(folder: Path, index: dict[str, Any]) -> Iterator[int]:

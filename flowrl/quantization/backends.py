@@ -61,9 +61,11 @@ def _lack(format: Precision, device: torch.device) -> str:
     """Return why a device cannot multiply a format, as the end of a sentence; "" if it can."""
     (major, minor), compute = FIRST[format], _compute(device)
     if compute is None or compute < (major, minor):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        capability = "" if compute is None else f" of {compute[0]}.{compute[1]}"
         return (
             f"needs an NVIDIA GPU of compute capability {major}.{minor} or higher, "
-            f"this is {_named(device)}"
+            f"this is {name}{capability}"
         )
     if not hasattr(F, "scaled_mm"):
         return "needs torch.nn.functional.scaled_mm, which only newer versions of torch have"
@@ -76,14 +78,6 @@ def _compute(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.hip:
         return None
     return torch.cuda.get_device_capability(device)
-
-
-def _named(device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    if (compute := _compute(device)) is None:
-        return name
-    major, minor = compute
-    return f"{name} of compute capability {major}.{minor}"
 
 
 # --- backends -----------------------------------------------------------------------------------
@@ -136,17 +130,16 @@ class NVFP4Emulated(Backend):
 class NVFP4Native(Backend):
     """NVFP4 on compute capability 10 and above, by torch's scaled_mm.
 
-    Raises ValueError where in is no multiple of 32 or out none of 16, as the kernel needs.
+    The kernel needs multiples of 32 in and 16 out, as `LayerRules` choose.
     """
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        out_features, in_features = weight.shape
-        if in_features % 32 or out_features % 16:
-            raise ValueError(
-                f"a weight of {out_features} x {in_features} cannot be multiplied in NVFP4: out "
-                "is to be a multiple of 16 and in of 32; keep this layer exact"
-            )
-        return self._quantise(weight)
+        quantised = nvfp4.quantise(weight)
+        return {
+            "codes": e2m1.pack(quantised.codes),
+            "scale": nvfp4.swizzle(quantised.scale),
+            "global_scale": quantised.global_scale,
+        }
 
     def unpack(self, state: State) -> Tensor:
         codes = e2m1.unpack(state["codes"])
@@ -158,18 +151,10 @@ class NVFP4Native(Backend):
     def round(self, x: Tensor) -> Tensor:
         return NVFP4Emulated().round(x)  # of any number of rows
 
-    def _quantise(self, x: Tensor) -> dict[str, Tensor]:
-        quantised = nvfp4.quantise(x)
-        return {
-            "codes": e2m1.pack(quantised.codes),
-            "scale": nvfp4.swizzle(quantised.scale),
-            "global_scale": quantised.global_scale,
-        }
-
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         left, right = (
             (part["codes"].view(torch.float4_e2m1fn_x2), [part["scale"], part["global_scale"]])
-            for part in (self._quantise(x), state)
+            for part in (self.pack(x), state)
         )
         recipe = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
         layout = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]

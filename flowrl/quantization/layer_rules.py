@@ -1,7 +1,4 @@
-"""Which layers of a network are quantised, and why the others are not.
-
-The names and sizes are those of Sol-RL's released code (2604.06916), put into diffusers' names.
-"""
+"""Which layers of a network are quantised; `backbones.families` has the published rules."""
 
 import re
 from collections.abc import Iterator, Sequence

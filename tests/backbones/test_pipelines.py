@@ -1,7 +1,6 @@
 """The contract of `scripts/pipelines.py`: every class of diffusers behind the one backbone."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -88,7 +87,7 @@ def test_transparent_images_are_seen_over_white():
     levels = (pixels[0].permute(1, 2, 0) * 255).round().byte().numpy()
     white = Image.new("RGBA", (8, 8), "white")
     white.alpha_composite(Image.fromarray(levels, "RGBA"))
-    seen = images_of(SimpleNamespace(images=pixels))
+    seen = images_of((pixels,))
     torch.testing.assert_close(seen, to_tensor([white]), rtol=0, atol=1.5 / 255)
 
 

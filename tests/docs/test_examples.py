@@ -122,14 +122,14 @@ def url(tmp_path):
 
 
 def test_the_server_scores_a_run_tells_what_is_missing_and_lives_on(url):
-    remote = HTTPExecutor("imagereward", HTTPOptions(urls=[url], micro_batch=4, timeout=5))
+    remote = HTTPExecutor("imagereward", HTTPOptions(urls=[url], micro_batch=4, deadline=20))
     images = torch.rand(10, 3, 6, 7, generator=torch.Generator().manual_seed(0))
     images = images.mul(255).round() / 255
     scores, reasons = remote(images, ["p"] * 10, [{"a": [1]}] * 10)
     torch.testing.assert_close(scores, images.mean((1, 2, 3)))
     assert not reasons and remote.version == "ImageReward-v1.0/35 tokens"
     remote.close()
-    remote = HTTPExecutor("imagereward", HTTPOptions(urls=[url], micro_batch=1, timeout=5))
+    remote = HTTPExecutor("imagereward", HTTPOptions(urls=[url], micro_batch=1, deadline=20))
     scores, reasons = remote(torch.ones(3, 3, 4, 4), ["bad", "none", "p"], [{}] * 3)
     remote.close()
     assert scores.isnan().tolist() == [True, True, False] and scores[2] == 1.0

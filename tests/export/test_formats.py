@@ -14,7 +14,7 @@ from flowrl.backbones.original_layers import layers_of, weight_change
 from flowrl.backbones.small import small_folder
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
-from flowrl.export.formats import export_diffusers, export_merged, export_original
+from flowrl.export.formats import export_lora, export_merged
 
 COMFYUI = (
     "StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline", "QwenImagePipeline",
@@ -52,14 +52,17 @@ def run(request, tiny_config, tmp_path):
     return request.param, base, folder
 
 
-def test_diffusers_own_converter_reads_kohyas_keys_back(run, tmp_path):
+def test_kohyas_keys_are_read_back_and_those_of_flux_by_diffusers_own_converter(run, tmp_path):
     name, base, folder = run
     kind, lora, out = getattr(diffusers, name), open_lora(folder), tmp_path / "kohya.safetensors"
-    try:
-        tensors = load_file(export_original(str(folder), out, keys="kohya"))
-    except UserError as error:
-        assert "Flux" not in name and not out.exists()
-        assert name in str(error) or "knows ComfyUI's names" in str(error)
+    if name not in COMFYUI:
+        with pytest.raises(UserError, match="knows ComfyUI's names"):
+            export_lora(str(folder), out, keys="kohya")
+        return
+    tensors = load_file(export_lora(str(folder), out, keys="kohya"))
+    again = open_lora(export_lora(str(out), tmp_path / "kohya", base=str(base)))
+    assert all(torch.equal(tensor, lora.state[n]) for n, tensor in again.state.items())
+    if "Flux" not in name:
         return
     assert all(key.startswith("lora_unet_") and key.count(".") <= 2 for key in tensors)
     read = layers_of({
@@ -77,10 +80,10 @@ def test_diffusers_own_converter_reads_kohyas_keys_back(run, tmp_path):
 def test_every_form_of_a_run_holds_its_lora(run, tmp_path):
     name, base, folder = run
     lora = open_lora(folder)
-    path = export_diffusers(str(folder), tmp_path / "copy")
+    path = export_lora(str(folder), tmp_path / "copy")
     assert path.read_bytes() == (folder / FILE).read_bytes() and path.name == FILE
     with pytest.raises(UserError, match="exists already"):
-        export_diffusers(str(folder), tmp_path / "copy")
+        export_lora(str(folder), tmp_path / "copy")
     # Merged: the whole pipeline, whose weights are the sum.
     merged = export_merged(str(folder), tmp_path / "merged", base=None, revision=None, dtype=None)
     assert stat.S_IMODE(merged.stat().st_mode) == 0o755
@@ -96,16 +99,16 @@ def test_every_form_of_a_run_holds_its_lora(run, tmp_path):
     # ComfyUI: its keys, and back with the pipeline.
     if name not in COMFYUI:
         with pytest.raises(UserError, match=type(before).__name__):
-            export_original(str(folder), tmp_path / "a.safetensors")
+            export_lora(str(folder), tmp_path / "a.safetensors", keys="comfyui")
         return
-    comfyui = export_original(str(folder), tmp_path / "out")
+    comfyui = export_lora(str(folder), tmp_path / "out", keys="comfyui")
     assert comfyui == tmp_path / "out" / "run.safetensors"
     assert all(key.startswith("diffusion_model.") for key in load_file(comfyui))
-    again = open_lora(export_diffusers(str(comfyui), tmp_path / "again", base=str(base)))
+    again = open_lora(export_lora(str(comfyui), tmp_path / "again", base=str(base)))
     assert again.scales == lora.scales
     assert all(torch.equal(tensor, lora.state[name]) for name, tensor in again.state.items())
     with pytest.raises(UserError, match="add --base"):
-        export_diffusers(str(comfyui), tmp_path / "third")
+        export_lora(str(comfyui), tmp_path / "third")
 
 
 def test_the_alpha_that_is_given_to_a_command_is_in_the_file_that_it_writes(

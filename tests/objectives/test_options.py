@@ -10,7 +10,6 @@ from pydantic import ValidationError
 import flowrl
 from flowrl.config import objectives as options
 from flowrl.config.validate import check_spo
-from flowrl.errors import UserError
 from flowrl.trees.plan import Fan, Step, TreePlan
 from flowrl.utils.fields import Options
 

@@ -100,7 +100,7 @@ def source(
     backbone, specs = Backbone(), specs or [spec()]
     groups = filter_groups(store, specs, prompts, seed, balance=balance, weights=weights)
     return StoredGroups(
-        groups,
+        sampler=groups,
         backbone=backbone,
         text_cache=TextCache(backbone),
         specs=specs,

@@ -1,8 +1,5 @@
 """What a machine lacks is named before anything is downloaded or loaded."""
 
-from types import SimpleNamespace
-
-import psutil
 import pytest
 import torch
 
@@ -15,12 +12,11 @@ REAL, BRIGHT = "flux.2-klein-4b-nft-24gb", ["rewards=[{name: brightness}]"]
 
 
 @pytest.fixture(autouse=True)
-def cpu_with_memory(monkeypatch):
+def cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=10**12))
 
 
-def test_a_missing_package_and_too_little_memory_are_named_even_if_one_insists(monkeypatch):
+def test_a_missing_package_is_named_even_if_one_insists(monkeypatch):
     check_machine(load_config(REAL, BRIGHT), insist=True)
     check_machine(load_config("quickstart"))
     find = machine.importlib.util.find_spec
@@ -29,9 +25,6 @@ def test_a_missing_package_and_too_little_memory_are_named_even_if_one_insists(m
     )
     with pytest.raises(UserError, match="pip install wandb"):
         check_machine(load_config(REAL, [*BRIGHT, "run.trackers=[wandb]"]), insist=True)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=4 * 10**9))
-    with pytest.raises(UserError, match="8 GB in bf16.* 4 GB"):
-        check_machine(load_config(REAL, BRIGHT))
 
 
 def test_train_without_a_gpu_names_the_way_to_insist_before_it_loads(flowrl, tmp_path):

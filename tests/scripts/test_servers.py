@@ -96,7 +96,7 @@ def test_the_mmdet_server_speaks_the_protocol_and_gives_reasons():
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()
         url = f"http://127.0.0.1:{serving.server_port}"
-        executor = HTTPExecutor("geneval_mmdet", HTTPOptions(urls=[url], timeout=5))
+        executor = HTTPExecutor("geneval_mmdet", HTTPOptions(urls=[url], deadline=20))
         try:
             other = {"tag": "ocr", "include": []}
             answer = executor.submit(images, ["a cat", "x"], [cat, other]).result()
