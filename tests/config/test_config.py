@@ -55,7 +55,6 @@ def parse(*overrides):
         ("rewards.0.executor={kind: inline, urls: [x]}", "executor.urls http"),
         ("rewards.0.executor={kind: http, urls: []}", "rewards.0.executor urls"),
         ("rewards.0.executor={kind: http, urls: ['localhost:8000']}", "'localhost:8000' urls"),
-        ("rewards.0.executor={kind: http, urls: ['http://host'], timeout: 200}", "deadline"),
         ("rewards.0.applies_to={tag: []}", "applies_to at least 1"),
         ("rewards.0={args: {a: 1}, executor: {kind: http, urls: ['http://host']}}", "args server"),
         # Trees too large to list.
@@ -91,10 +90,8 @@ def test_every_option_is_read_by_some_module():
     assert not names - read
 
 
-def test_a_reward_stands_once_and_one_of_them_is_trained_on():
+def test_one_reward_is_trained_on():
     check_rewards([RewardOptions(name="ocr"), RewardOptions(name="ocr", args={"mode": "strict"})])
-    with pytest.raises(ValueError, match="rewards.1 is 'ocr' with the same args"):
-        check_rewards([RewardOptions(name="ocr"), RewardOptions(name="ocr", weight=2.0)])
     with pytest.raises(ValueError, match="nothing to train on"):
         check_rewards([RewardOptions(name="ocr", held_out=True)])
 
