@@ -1,6 +1,5 @@
 """A vision-language model scores images by a rubric of `rubrics.RUBRICS`."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,10 +100,3 @@ def _check_rubric(rubric: Rubric) -> None:
             f"the rubric's highest score is {rubric.highest:g}, expected one above 0 and lowest "
             f"({rubric.lowest:g})"
         )
-    for name, pattern in rubric.patterns.items():
-        try:
-            groups = re.compile(pattern).groups
-        except re.error as error:
-            raise ValueError(f"pattern {name!r} is no regular expression: {error}") from error
-        if groups != 1:
-            raise ValueError(f"pattern {name!r} has {groups} groups, expected one: the score")

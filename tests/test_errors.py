@@ -56,9 +56,10 @@ def test_a_closed_pipe_is_an_error_of_progress_and_no_silent_end():
 import sys
 from flowrl.cli import report_errors
 from flowrl.errors import phase
-from flowrl.utils.progress import Steps
+from flowrl.utils import progress
+progress.EVERY = 0.0
 def program():
-    steps = Steps("training", 100_000, every=0.0)
+    steps = progress.Steps("training", 100_000)
     with phase("save"):
         for _ in range(100_000):
             steps.advance({"reward": 1.0})

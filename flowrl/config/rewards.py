@@ -152,15 +152,7 @@ class RewardOptions(Options):
 
 
 def check_rewards(rewards: list[RewardOptions]) -> None:
-    """Check that no reward occurs twice, and that one without a gate is trained on."""
-    for i, reward in enumerate(rewards):
-        key = reward.name, reward.args, reward.label
-        earlier = [(o.name, o.args, o.label) for o in rewards[:i]]
-        if key in earlier:
-            raise ValueError(
-                f"rewards.{i} is {reward.name!r} with the same args as one before it, expected "
-                "every reward once, or with a label of its own"
-            )
+    """Check that a reward without a gate is trained on."""
     if not any(reward.trained and reward.gate is None for reward in rewards):
         raise ValueError(
             "rewards has nothing to train on, expected at least one reward with a weight other "

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import UserError
-from flowrl.utils.fields import check_unicode
 from flowrl.utils.untrusted import check_regular, parse_json, read_text
 
 TINY, HUB = "tiny:", "hf:"
@@ -172,11 +171,6 @@ def check_row(row: object, where: str) -> dict:
         raise UserError(f'{where}: expected an object with a text under "prompt"')
     if not isinstance(row.get("negative"), str | None):
         raise UserError(f'{where}: "negative" must be a text')
-    for sentence in (text, row.get("negative") or ""):
-        try:
-            check_unicode(sentence)
-        except ValueError as error:
-            raise UserError(f"{where}: {error}") from error
     return row
 
 
@@ -193,13 +187,8 @@ def _usual(row: dict, where: str) -> dict:
         if not isinstance(inner, dict):
             raise UserError(f'{where}: "metadata" must hold an object, got {inner!r:.40}')
         row = inner | row
-    if "negative_prompt" in row:
-        negative = row.pop("negative_prompt")
-        if negative is not None and row.get("negative", negative) not in (None, negative):
-            raise UserError(f'{where}: "negative" and "negative_prompt" differ: keep one')
-        if negative is not None or "negative" not in row:
-            row["negative"] = negative
-    return row
+    negative = row.pop("negative_prompt", None)
+    return row if negative is None else row | {"negative": row.get("negative") or negative}
 
 
 # --- data sets ------------------------------------------------------------------------------------

@@ -33,11 +33,6 @@ GENERIC = (
             "ocr_text": "HELLO",
         },
     ),
-    PromptRecord(
-        uid="check-1",
-        text="a photo of a dog",
-        metadata={"tag": "single_object", "include": [{"class": "dog", "count": 1}]},
-    ),
 )
 # Allowed differences between two scores of an image: as a share of the spread between images
 # (rounding in bf16 stays below), and of the score itself (float32 sums in another order).

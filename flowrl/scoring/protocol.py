@@ -1,12 +1,10 @@
 """Protocol of reward servers (docs/reward-servers.md): JSON, with images in base64."""
 
-import base64
-import binascii
 import io
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
 
 from flowrl.utils.templates import finite_or_none
 
@@ -62,14 +60,7 @@ class Item(_StrictModel):
     id: str
     prompt: str
     metadata: dict[str, Any] = {}
-    image: str  # a PNG file in base64
-
-    def image_bytes(self) -> bytes:
-        """Return the encoded image. Raises ValueError for text that is no base64."""
-        try:
-            return base64.b64decode(self.image, validate=True)
-        except binascii.Error as error:
-            raise ValueError(f"is no base64: {error}") from None
+    image: Base64Bytes  # a PNG file
 
 
 class ScoreRequest(_StrictModel):
@@ -79,13 +70,6 @@ class ScoreRequest(_StrictModel):
     reward: str
     key: Annotated[str, Field(min_length=1, max_length=200)]  # the same for every try
     items: Annotated[list[Item], Field(min_length=1)]
-
-    @field_validator("items")
-    @classmethod
-    def _distinct(cls, items: list[Item]) -> list[Item]:
-        if len({item.id for item in items}) < len(items):
-            raise ValueError("two of them have the same id")
-        return items
 
 
 Score = Annotated[float | None, Field(strict=True), AfterValidator(finite_or_none)]

@@ -68,8 +68,6 @@ class Scoring:
         Raises SamplerFailure for images that are not finite.
         """
         rows = len(images)
-        if not len(prompts) == len(metadata) == rows:
-            raise ValueError(f"got {rows} images, {len(prompts)} prompts, {len(metadata)} metadata")
         start = len(self._prompts)
         images = quantise(images, prompts)
         self._prompts += prompts

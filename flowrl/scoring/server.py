@@ -269,7 +269,7 @@ def decode_images(request: ScoreRequest, max_pixels: int) -> Tensor:
     images: list[np.ndarray] = []
     for item in request.items:
         try:
-            image = decode(item.image_bytes(), max_pixels=max_pixels)
+            image = decode(item.image, max_pixels=max_pixels)
         except ValueError as error:
             raise ValueError(f"the image of item {item.id!r} {error}") from error
         if images and image.shape != images[0].shape:

@@ -84,11 +84,7 @@ class RewardSpec:
                 return present
             return bool(test(prompt, metadata))
         except Exception as error:
-            expected = isinstance(error, UserError)
-            message = str(error) if expected else (
-                f"reward {self.name!r} cannot tell whether it applies to the prompt {prompt!r}: "
-                f"{type(error).__name__}: {error}"
-            )  # fmt: skip
+            message = f"reward {self.name!r}, prompt {prompt!r}: {_one_line(error)}"
             if self.trained:
                 raise UserError(message) from error
             warnings.warn(message, stacklevel=2)  # each text once
@@ -254,9 +250,9 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the class and text of an exception; of `load_callable`'s LookupError the text."""
+    """Return the class and text of an exception; of one that is a sentence already the text."""
     text = " ".join(str(error).split())
-    plain = type(error) is LookupError and text
+    plain = text and (type(error) is LookupError or isinstance(error, UserError))
     return text if plain else ": ".join(filter(None, (type(error).__name__, text)))
 
 

@@ -15,13 +15,8 @@ from flowrl.functional.batches import Batches
 from flowrl.utils.peers import Peers, meet
 
 TIMEOUT = 1800.0  # seconds that one process may keep the others waiting
-# What launchers ask for by the environment, and accelerate would wrap the network in.
-WRAPPERS = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism configuration",
-}
+# What launchers ask for by ACCELERATE_USE_..., and accelerate would wrap the network in.
+WRAPPERS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
 
 
 class Runtime:
@@ -308,10 +303,10 @@ def _check_launcher() -> None:
             "the launcher sets gradient accumulation: set it to 1 there and use "
             "optim.micro_batch, which flowrl accumulates itself"
         )
-    for name, wrapper in WRAPPERS.items():
-        if _is_on(name):
+    for name in WRAPPERS:
+        if _is_on(f"ACCELERATE_USE_{name}"):
             raise UserError(
-                f"the launcher asks for {wrapper} ({name}), which flowrl does not use: only the "
+                f"the launcher asks for {name}, which flowrl does not use: only the "
                 "adapter is trained, and each process holds the frozen weights. Launch with "
                 "--multi_gpu, and see docs/memory.md for what needs less memory"
             )

@@ -17,17 +17,6 @@ def _check_name(value: str) -> str:
     return value
 
 
-def check_unicode(value: str) -> str:
-    """Return a text that files and tokenizers take. Raises ValueError for half a character."""
-    surrogate = next((c for c in value if "\ud800" <= c <= "\udfff"), None)
-    if surrogate is not None:
-        raise ValueError(
-            f"the text holds {surrogate!a}, half of a surrogate pair, which is no character: "
-            "write the character itself"
-        )
-    return value
-
-
 LARGEST = 2**63  # 64 bits hold every number below
 # Strict: Python counts True as 1, and 8.0 is more likely meant for another option than a count.
 Number = Annotated[float, Field(strict=True)]

@@ -12,6 +12,8 @@ from flowrl.utils.templates import number
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+EVERY = 10.0  # seconds between printed lines where there is no terminal, or another bar is live
+
 
 class SafeConsole(Console):
     """A console for plain text. A terminal breaks lines between words, a file gets them whole.
@@ -29,26 +31,14 @@ class SafeConsole(Console):
 
 
 class Steps:
-    """Shows the steps of a job while it is entered; `start` of them are done already.
-
-    Args:
-        every: seconds between printed lines where there is no terminal, or another bar is live.
-    """
+    """Shows the steps of a job while it is entered; `start` of them are done already."""
 
     live: ClassVar[Console | None] = None  # of the bar on the terminal: one at most
 
-    def __init__(
-        self,
-        what: str,
-        total: int,
-        *,
-        start: int = 0,
-        console: Console | None = None,
-        every: float = 10.0,
-    ):
+    def __init__(self, what: str, total: int, *, start: int = 0, console: Console | None = None):
         self.console = console or SafeConsole()
         self._what, self._total, self._done, self._start = what, total, start, start
-        self._every, self._began, self._printed = every, time.monotonic(), float("-inf")
+        self._began, self._printed = time.monotonic(), float("-inf")
         self._first = 0.0  # when the first step was done, which is slower than the others
         if Steps.live is not None:
             self.console, self._bar = Steps.live, None
@@ -68,7 +58,7 @@ class Steps:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done, left=left, notes=notes)
             return
-        if now - self._printed >= self._every or self._done == self._total:
+        if now - self._printed >= EVERY or self._done == self._total:
             self._printed = now
             done = f"{self._what} {self._done}/{self._total} {clock(now - self._began)}"
             line = " ".join(part for part in (done, left, notes) if part)

@@ -108,12 +108,8 @@ def choices() -> dict[str, Any]:
 
 
 def checked_recipe(recipe: str) -> str:
-    """Return a preset's name, or the path of a YAML file. Raises UserError for anything else."""
-    if recipe in preset_names():
-        return recipe
-    if recipe.startswith("-") or not recipe.endswith((".yaml", ".yml")):
-        raise UserError(f"{recipe[:100]!r} is no preset and no YAML file")
-    return str(find_recipe(recipe))
+    """Return a preset's name, or the path of a file. Raises UserError for anything else."""
+    return recipe if recipe in preset_names() else str(find_recipe(recipe).resolve())
 
 
 def checked_changes(changes: Sequence[str]) -> tuple[str, ...]:

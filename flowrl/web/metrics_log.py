@@ -8,12 +8,21 @@ from statistics import fmean
 from typing import Any
 
 from flowrl.utils.journal import open_line
-from flowrl.utils.untrusted import RefusedFile, open_regular
+from flowrl.utils.untrusted import RefusedFile, read_bytes
 
 MOST_BYTES = 64 * 2**20  # of some 40,000 iterations; a longer file has no curves
 MAX_STEP = 2**53
 
 Values = dict[str, float | None]  # metrics of one iteration by name; None is a missing value
+
+
+def stamp_of(path: Path) -> tuple[int, int, int]:
+    """Return what changes with a file: time, size and number; zeros for none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return (0, 0, 0)
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 class MetricsLog:
@@ -22,23 +31,21 @@ class MetricsLog:
     def __init__(self, path: Path):
         self.path = path
         self._lock = threading.Lock()
-        self._file: tuple[int, ...] | None = None  # what changes with the file
+        self._file = (0, 0, 0)  # its stamp
         self._parse(b"")
 
     def read(self) -> None:
         """Read the file where it has changed since the last call."""
         with self._lock:
+            stamp = stamp_of(self.path)  # before: what is added meanwhile is read the next time
+            if stamp == self._file:
+                return
             try:
-                with open_regular(self.path, inside=self.path.parent) as file:
-                    status = os.fstat(file.fileno())
-                    stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-                    whole = status.st_size <= MOST_BYTES and stamp != self._file
-                    data = file.read(status.st_size) if whole else b""
+                data = read_bytes(self.path, inside=self.path.parent, limit=MOST_BYTES)
             except (OSError, RefusedFile):
-                stamp, data = None, b""
-            if stamp != self._file:
-                self._file = stamp
-                self._parse(data[: data.rfind(b"\n") + 1])  # whole lines
+                data = b""
+            self._file = stamp
+            self._parse(data[: data.rfind(b"\n") + 1])  # whole lines
 
     def _parse(self, data: bytes) -> None:
         self._rows: dict[int, Values] = {}

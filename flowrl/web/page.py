@@ -6,6 +6,7 @@ the fragment of its address, which browsers do not send either. `flowrl.utils.se
 Host, Origin and token, and the page may load from this server alone.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,13 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 MAX_BODY = 2**20  # bytes
+ERRORS: Mapping[type[Exception], tuple[int, str]] = {  # 0 and "" are the error's own
+    UserError: (409, ""),
+    KeyError: (404, "no such run"),
+    FileNotFoundError: (404, "the file is missing or cannot be read"),
+    HTTPException: (0, ""),
+    Exception: (500, "an error in the server: its output has more"),
+}
 
 
 def make_page(
@@ -51,12 +59,15 @@ def make_page(
         host: address that the server listens at.
     """
     from fastapi import FastAPI
+    from fastapi.exceptions import RequestValidationError
 
     app = FastAPI(title=server, openapi_url=None, docs_url=None, redoc_url=None)
+    errors = {**ERRORS, RequestValidationError: (422, "not a request of the page")}
+    for kind, words in errors.items():
+        app.add_exception_handler(kind, functools.partial(_refusal, *words))
     routes(app)
     files = StaticFiles(packages=[(package, "static") for package in packages], html=True)
     app.mount("/", files)  # after the routes: it takes all paths
-    _add_errors(app)
     access = Access(
         server=server, hosts=local_names(host), token=token, private="/api", max_body=MAX_BODY,
         headers=HEADERS,
@@ -75,29 +86,8 @@ def json_answer(content: Any, status: int = 200, request: Request | None = None)
     return Response(body, status, headers, media_type="application/json")
 
 
-def _add_errors(app: "FastAPI") -> None:
-    """Answer every error with one sentence in JSON."""
-    from fastapi.exceptions import RequestValidationError
-
-    kinds: Mapping[type[Exception], tuple[int, Callable[[Any], str]]] = {
-        UserError: (409, str),
-        KeyError: (404, lambda _: "no such run"),
-        FileNotFoundError: (404, lambda _: "the file is missing or cannot be read"),
-        RequestValidationError: (422, lambda _: "not a request of the page"),
-        Exception: (500, lambda error: f"{type(error).__name__} in the server"),
-    }
-    for kind, (status, sentence) in kinds.items():
-
-        async def answer(
-            _: Request, error: Any, status: int = status, sentence: Any = sentence
-        ) -> Response:
-            field = getattr(error, "field", None)  # of a form
-            content = {"error": sentence(error)} | ({"field": field} if field else {})
-            return json_answer(content, status)
-
-        app.add_exception_handler(kind, answer)
-
-    async def refusal(_: Request, error: Any) -> Response:
-        return json_answer({"error": str(error.detail)}, error.status_code)
-
-    app.add_exception_handler(HTTPException, refusal)
+async def _refusal(status: int, sentence: str, _: Request, error: Any) -> Response:
+    """Answer an error with one sentence in JSON, and the field of a form that it is about."""
+    sentence = sentence or str(getattr(error, "detail", error))
+    field = {"field": error.field} if hasattr(error, "field") else {}
+    return json_answer({"error": sentence} | field, status or error.status_code)

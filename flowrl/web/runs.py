@@ -30,7 +30,7 @@ from flowrl.utils.untrusted import (
     parse_json,
     read_bytes,
 )
-from flowrl.web.metrics_log import MetricsLog, held_out_first
+from flowrl.web.metrics_log import MetricsLog, held_out_first, stamp_of
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 RUN_PARTS = {  # folders of a run, in which no other run is looked for
@@ -50,7 +50,6 @@ RESULTS = {  # what a run leaves, by what people call it
 MOST_IMAGE = MOST_LEDGER = 64 * 2**20  # bytes
 SCAN_S = 1.0  # for which a list of folders holds
 STEP = re.compile(r"step-(\d{6,12})")
-PNG = b"\x89PNG\r\n\x1a\n"
 
 StateName = Literal["running", "finished", "stopped", "failed", "killed", "elsewhere", "unknown"]
 
@@ -82,7 +81,7 @@ class RunFiles:
     def events(self) -> list[Event]:
         """Return the ledger, oldest first; empty for a run without."""
         path = self.path / LEDGER
-        stamp = _stamp(path)
+        stamp = stamp_of(path)
         if self._ledger[0] != stamp:
             events: list[Event] = []
             if stamp[1] <= MOST_LEDGER and is_readable(path, inside=self.path):
@@ -179,7 +178,7 @@ class RunFiles:
     def result_size(self, name: str) -> int:
         """Return the bytes of a result, 0 where there is none to open."""
         path = self.path / RESULTS[name]
-        return _stamp(path)[1] if is_readable(path, inside=self.path) else 0
+        return stamp_of(path)[1] if is_readable(path, inside=self.path) else 0
 
     def result(self, name: str) -> BinaryIO:
         """Open one of RESULTS. Raises FileNotFoundError where there is none to open."""
@@ -192,7 +191,7 @@ class RunFiles:
         """Return half of the 95 % interval over prompts of held-out means, by step and metric."""
         margins = {}
         for step in self.evaluations()[-MOST_ROWS:]:
-            key = step, _stamp(self.path / f"evaluations/step-{step:06d}.safetensors")
+            key = step, stamp_of(self.path / f"evaluations/step-{step:06d}.safetensors")
             if key not in self._margins:
                 self._margins[key] = self._margin(step)
             margins[step] = self._margins[key]
@@ -240,12 +239,9 @@ class RunFiles:
         """Return the PNG of a grid. Raises FileNotFoundError where there is none to show."""
         try:
             path = self.path / f"samples/step-{step:06d}.png"
-            data = read_bytes(path, inside=self.path, limit=MOST_IMAGE)
+            return read_bytes(path, inside=self.path, limit=MOST_IMAGE)
         except (OSError, RefusedFile) as error:
             raise FileNotFoundError from error
-        if not data.startswith(PNG):
-            raise FileNotFoundError
-        return data
 
     def held_out(self, step: int) -> dict[str, Any]:
         """Return prompts and scores of an evaluation's images.
@@ -375,16 +371,8 @@ def _steps(folder: Path, ending: str) -> list[int]:
 # --- values of strangers -------------------------------------------------------------------------
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return (0, 0, 0)
-    return status.st_mtime_ns, status.st_size, status.st_ino
-
-
 def _time(path: Path) -> float | None:
-    return _stamp(path)[0] / 1e9 or None
+    return stamp_of(path)[0] / 1e9 or None
 
 
 def _at(data: Any, *keys: str) -> Any:

@@ -6,6 +6,7 @@ for so long.
 """
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
@@ -94,14 +95,11 @@ class Chat:
         said = f"/{digest(self.parameters)}" if self.parameters else ""
         self.version = f"{model}/thinking-{thinking}{said}"
         self.rests_until = 0.0  # of `now`
-        self._account: Account | None = None
 
-    @property
+    @functools.cached_property
     def account(self) -> Account:
         """Return the replies and budgets, opened at first use."""
-        if self._account is None:
-            self._account = Account(self.cache)
-        return self._account
+        return Account(self.cache)
 
     def ask(self, questions: Sequence[Question]) -> list[Reply]:
         """Return a reply to each question, in order.

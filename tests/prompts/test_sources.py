@@ -87,13 +87,12 @@ def test_a_row_is_text_negative_prompt_and_metadata(row, text, negative, metadat
         ('{"prompt": ', "JSON"), ("[" * 100_000, "JSON"), ("[1]", "object"),
         ('{"prompt": "a", "n": ' + "1" * 5000 + "}", "JSON"), ('{"title": "a"}', "title"),
         ('{"prompt": " "}', '"prompt"'), ('{"prompt": "a", "negative": 3}', '"negative"'),
-        ('{"prompt": "a", "negative": "b", "negative_prompt": "c"}', '"negative_prompt"'),
         ('{"prompt": "a", "metadata": "{tag"}', '"metadata"'),
         ('{"prompt": "a", "metadata": "[1]"}', '"metadata"'),
         ('{"prompt": "a \\ud800 cat"}', "hex escape"),
         ('{"prompt": "a", "negative": "\\udfff"}', "surrogate"),
     ],
-    ids=range(12),
+    ids=range(11),
 )  # fmt: skip
 def test_a_malformed_row_is_refused_with_its_line(row, message, tmp_path):
     path = tmp_path / "prompts.jsonl"
@@ -111,7 +110,7 @@ def test_sources_that_cannot_be_read_are_refused(tmp_path):
         with pytest.raises(UserError, match="cannot read prompts"):
             load_prompts(source)
     with pytest.raises(UserError, match="prompt 1"):
-        build_prompts("", ["a cat", "a \ud800 cat"])
+        build_prompts("", ["a cat", " "])
 
 
 # --- data sets -----------------------------------------------------------------------------------

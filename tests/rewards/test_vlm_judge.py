@@ -82,8 +82,6 @@ def test_a_text_that_was_cut_is_missing_but_one_token_counts():
         ({"rubric": {"base": "expectation", "tokens": {"a": 1.0, "A": 2.0}}}, "tokens"),
         ({"rubric": {"base": "expectation", "tokens": {"a": 0.0, "b": -1.0}}}, "highest"),
         ({"rubric": {"base": "expectation", "tokens": {str(n): n for n in range(1, 11)}}}, "'10'"),
-        ({"rubric": {"base": "text", "patterns": {"score": "("}}}, "score"),
-        ({"rubric": {"base": "text", "patterns": {"score": r"\d+"}}}, "score"),
         ({"server": None}, "server"),
         ({"server": {"base_url": "http://127.0.0.1/v1"}}, "model"),
     ],

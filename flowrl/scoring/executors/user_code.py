@@ -104,12 +104,9 @@ def contained_settings(name: str) -> Iterator[None]:
         for setting in changed:
             if (name, setting) not in _reported:
                 _reported.add((name, setting))
-                beside = "" if in_main else (
-                    "; training ran beside it and may have used it: take executor.kind http"
-                )  # fmt: skip
                 warnings.warn(
                     f"reward {name!r} changed a setting of the whole process, which was "
-                    f"restored: {setting}{beside}",
+                    f"restored: {setting}",
                     stacklevel=2,
                 )
 
