@@ -9,8 +9,9 @@ from PIL import Image
 
 from flowrl.training.evaluate import EvaluationComparison
 from flowrl.utils.files import write_bytes, write_text
-from flowrl.utils.images import GREEN, GREY, RED, SMALL, Color, Stack, data_url, image_grid, png
-from flowrl.utils.templates import finite_or_none, number, render, signed
+from flowrl.utils.images import SMALL, data_url
+from flowrl.utils.plots import GREEN, RED, SOFT, Column, draw_grid
+from flowrl.utils.templates import finite_or_none, number, render
 
 Score = float | None
 PAIR = ("base", "aligned")
@@ -51,8 +52,8 @@ def write_gallery(
         "rows": [_entry(row, rewards) for row in rows],
     }
     write_text(html, render("gallery.html.j2", values))
-    image = gallery_grid(rows[:GRID_ROWS], heading=[title, caption] if caption else [title])
-    write_bytes(grid, png(image))
+    heading = [title, caption] if caption else [title]
+    write_bytes(grid, gallery_grid(rows[:GRID_ROWS], heading=heading))
     return html, grid
 
 
@@ -61,17 +62,17 @@ def gallery_grid(
     *,
     heading: Sequence[str] = (),
     across: int = 8,
-) -> Image.Image:
-    """Return one image: the base above the aligned one, the rows side by side, scores below."""
-    stacks = [
-        Stack(
+) -> bytes:
+    """Draw one PNG: the base above the aligned one, the rows side by side, scores below."""
+    columns = [
+        Column(
             caption=f"{row.prompt} ({row.note})" if row.note else row.prompt,
             images=row.images,
             notes=[_note(name, scores) for name, scores in row.scores.items() if _any(scores)],
         )
         for row in rows
     ]
-    return image_grid(stacks, heading=heading, rows=PAIR, across=across)
+    return draw_grid(columns, heading=heading, rows=PAIR, across=across)
 
 
 def change_of(scores: tuple[Score, Score]) -> Score:
@@ -85,10 +86,10 @@ def _any(scores: Sequence[Score]) -> bool:
     return any(finite_or_none(score) is not None for score in scores)
 
 
-def _note(name: str, scores: tuple[Score, Score]) -> tuple[str, Color]:
+def _note(name: str, scores: tuple[Score, Score]) -> tuple[str, str]:
     moved = change_of(scores)
-    color = GREY if not moved else GREEN if moved > 0 else RED
-    return f"{name} {number(scores[0])} → {number(scores[1])} ({signed(moved)})", color
+    color = SOFT if not moved else GREEN if moved > 0 else RED
+    return f"{name} {number(scores[0])} → {number(scores[1])}", color
 
 
 def _entry(row: GalleryRow, rewards: Sequence[str]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def write_card(folder: Path | str, card: Card) -> Path:
     images = {}
     if card.rows:
         shown = GRID * len({row.note for row in card.rows})
-        images["before-after.png"] = png(gallery_grid(card.rows[:shown], across=4))
+        images["before-after.png"] = gallery_grid(card.rows[:shown], across=4)
     if card.curves:
         images["curve.png"] = draw_curves(card.curves)
     for i, row in enumerate(widgets(card), 1):

@@ -5,6 +5,7 @@ that each iteration is in them once, whatever happened to the process before.
 """
 
 import importlib
+import io
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.utils.files import write_bytes
-from flowrl.utils.images import Stack, image_grid, png, to_pil
+from flowrl.utils.images import to_pil
 from flowrl.utils.journal import read_lines, seal_line
+from flowrl.utils.plots import Column, draw_grid
 from flowrl.utils.templates import finite_or_none
 
 FILE = "metrics.jsonl"
@@ -133,14 +135,14 @@ class Report:
     def log_images(self, step: int, images: Tensor, captions: Sequence[str]) -> Path:
         """Write images (B, 3, H, W) in [0, 1] with captions to `samples/step-<step>.png`."""
         columns = [
-            Stack(caption=caption, images=[image])
+            Column(caption=caption, images=[image])
             for image, caption in zip(to_pil(images), captions, strict=True)
         ]
-        grid = image_grid(columns)
+        grid = draw_grid(columns)
         path = self.folder / "samples" / f"step-{step:06d}.png"
-        write_bytes(path, png(grid))
+        write_bytes(path, grid)
         for tracker in self._trackers:
-            tracker.image(step, grid)
+            tracker.image(step, Image.open(io.BytesIO(grid)).convert("RGB"))
         return path
 
     def close(self) -> None:

@@ -1,17 +1,21 @@
-"""Draw charts with matplotlib, as the bytes of a PNG file.
+"""Draw charts and grids of images with matplotlib, as the bytes of a PNG file.
 
 Only its `Figure` is used: pyplot would keep figures and a backend for the whole process.
 """
 
 import io
 import math
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from PIL import Image
 
 Points = Sequence[tuple[float, float]]  # (x, y), x ascending, all finite
 
@@ -26,6 +30,9 @@ LINES = (
     "#0952b2", "#cf222e", "#1a7f37", "#bf8700", "#8250df", "#1f2328", "#14a0aa", "#c850a0",
     "#8a5a2b", "#78be3c",
 )  # fmt: skip
+RED, GREEN = LINES[1:3]
+CELL, GAP, TEXT_LINE = 1.6, 0.1, 0.15  # inches, of an image, between images, and of a line of text
+LETTERS, CAPTION_LINES = 27, 3  # of a line below or above an image; of its caption
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -101,3 +108,62 @@ def style_axes(axes: "Axes", *, title: str, x_label: str, y_label: str) -> None:
     axes.set_axisbelow(True)
     axes.tick_params(colors=SOFT, length=0, labelsize=9)
     axes.spines[:].set_visible(False)
+
+
+# --- grids of images -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of a grid: a caption, images below each other, then short notes."""
+
+    caption: str
+    images: "Sequence[Image.Image]"
+    notes: Sequence[tuple[str, str]] = ()  # text and colour, a line each
+
+
+def draw_grid(
+    columns: Sequence[Column],
+    *,
+    heading: Sequence[str] = (),
+    rows: Sequence[str] = (),
+    across: int = 8,
+) -> bytes:
+    """Draw columns side by side, `across` in a band, with a heading above.
+
+    rows: names of the rows of images, in the left margin.
+    """
+    across, left = min(across, len(columns)), 0.7 if rows else GAP
+    deep, noted = (max(len(part) for part in parts) for parts in (
+        [c.images for c in columns], [c.notes for c in columns],
+    ))  # fmt: skip
+    width, above = left + across * (CELL + GAP), CAPTION_LINES * TEXT_LINE + GAP
+    letters = round(width / CELL * LETTERS)
+    head = [line for text in heading for line in wrap(text, letters, max_lines=6)]
+    band = above + deep * (CELL + GAP) + noted * TEXT_LINE + GAP
+    top = (len(head) + bool(head)) * TEXT_LINE
+    height = top + math.ceil(len(columns) / across) * band
+    figure = new_figure(width, height)
+
+    def write(x: float, y: float, text: str, color: str = INK, **style: Any) -> None:
+        # Formulas are text: a prompt may have two dollars.
+        figure.text(x / width, 1 - y / height, text, color=color, fontsize=8, parse_math=False,
+                    **({"va": "top"} | style))  # fmt: skip
+
+    write(GAP, GAP / 2, "\n".join(head))
+    for number, column in enumerate(columns):
+        x, y = left + number % across * (CELL + GAP), top + number // across * band + above
+        caption = wrap(column.caption, LETTERS, max_lines=CAPTION_LINES, placeholder="…")
+        write(x, y - GAP / 2, "\n".join(caption), va="bottom")
+        for row, image in enumerate(column.images):
+            low = y + row * (CELL + GAP) + CELL
+            axes = figure.add_axes((x / width, 1 - low / height, CELL / width, CELL / height))
+            axes.imshow(image)
+            axes.set_axis_off()
+            if rows and not number % across:
+                write(left - GAP, low - CELL / 2, rows[row], SOFT, ha="right", va="center")
+        for line, (text, color) in enumerate(column.notes):
+            write(x, y + deep * (CELL + GAP) + line * TEXT_LINE, text[:LETTERS], color)
+    figure.set_layout_engine("none")
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # letters of no typeface
+        return png_bytes(figure)
