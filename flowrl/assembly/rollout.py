@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from flowrl.assembly.backbone import network_dtype
 from flowrl.backbones.base import VelocityField
@@ -161,7 +160,6 @@ def build_explorer(parts: RolloutParts, exact: RolloutGenerator) -> Explorer | N
         rollout=rollout,
         explore=e,
         seed=seed,
-        folder=Path(parts.config.run.output_dir),
     )
     plan = functools.partial(rollout.candidates, seed=seed)
     return Explorer(preview=auditor, plan=plan, select=e.select)

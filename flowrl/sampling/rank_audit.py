@@ -1,15 +1,13 @@
 """Compare the scores of cheap candidates with those of exact images of the same noise.
 
-`RankAuditor` does so every few iterations of a two-stage rollout, writes a line to `audits.jsonl`
-of the run folder, and warns or stops the run where candidates rank too badly.
+`RankAuditor` does so every few iterations of a two-stage rollout, and warns where candidates rank
+too badly. Its numbers are metrics of the iteration, `explore/audit/...`.
 """
 
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,16 +20,12 @@ from flowrl.sampling.two_stage import (
     select_candidates,
 )
 from flowrl.trees.plan import TreePlan
-from flowrl.utils.files import write_bytes
-from flowrl.utils.journal import read_lines, seal_line
-from flowrl.utils.templates import finite_or_none
 
 LOG = logging.getLogger(__name__)
 
 # Mean of Spearman's rho within prompts that is enough; Sol-RL publishes 0.9 to 0.94, pooled.
 MIN_RHO = 0.8
 AUDITED_PROMPTS = 2  # of an iteration, whose candidates are also all sampled exactly
-FILE = "audits.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +102,6 @@ class RankAuditor:
     rollout: SamplingOptions
     explore: ExploreOptions
     seed: int
-    folder: Path  # of the run
 
     def __call__(
         self, iteration: int, candidates: RolloutRequest
@@ -123,18 +116,10 @@ class RankAuditor:
         audit = audit_ranks(
             *self._score(generator, plans, candidates), plan.roots, self.explore.select
         )
-        action = "keep" if audit.rho >= MIN_RHO else "warn"
         steps = self.explore.forwards(self.rollout.num_inference_steps)
-        text = self._text(audit.rho, iteration, steps, plans)
         if self.exact.runtime.is_main:
-            entry = {"iteration": iteration, "precision": self.precision, "action": action}
-            entry |= {"steps": steps, "text": text}
-            entry |= {k: finite_or_none(v) for k, v in asdict(audit).items()}
-            # Those of this iteration and later ones are of before a resume.
-            earlier = (e for e in read_audits(self.folder) if e["iteration"] < iteration)
-            lines = [seal_line(each) + b"\n" for each in (*earlier, entry)]
-            write_bytes(self.folder / FILE, b"".join(lines))
-            LOG.log(logging.INFO if action == "keep" else logging.WARNING, "%s", text)
+            level = logging.INFO if audit.rho >= MIN_RHO else logging.WARNING
+            LOG.log(level, "%s", self._text(audit.rho, iteration, steps, plans))
         return generator, {"rho": audit.rho, "contrast": audit.contrast}
 
     def _score(
@@ -178,10 +163,3 @@ class RankAuditor:
             remedy = "rollout.tree has noise that candidates lack: set "
             remedy += f"rollout.explore.{option} to null"
         return f"{result}, below {MIN_RHO}: {remedy}"
-
-
-def read_audits(folder: Path) -> list[dict[str, Any]]:
-    """Return the audits of a run, in order; damaged lines are logged and left out."""
-    lines = read_lines(folder / FILE)
-    lines.warn(folder / FILE)
-    return lines.entries

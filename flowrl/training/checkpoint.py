@@ -128,7 +128,7 @@ def check_finite(state: Any, path: Path) -> None:
 def set_aside(run_dir: Path, step: int) -> Path | None:
     """Move what a run did after `step` below `set-aside/`, where it has later checkpoints.
 
-    Checkpoints and evaluations are moved, metrics and audits copied: the run cuts its own.
+    Checkpoints and evaluations are moved, metrics copied: the run cuts its own.
     Returns the new folder, None where there was nothing to move.
     """
     later = [p for p in (run_dir / "checkpoints").glob("step-*") if (step_of(p) or 0) > step]
@@ -137,9 +137,8 @@ def set_aside(run_dir: Path, step: int) -> Path | None:
         return None
     number = 1 + len(list((run_dir / ASIDE).glob("*")))
     aside = run_dir / ASIDE / f"{number:03d}-after-step-{step:06d}"
-    for name in ("metrics.jsonl", "audits.jsonl"):
-        if (run_dir / name).exists():
-            write_bytes(aside / name, (run_dir / name).read_bytes())
+    if (metrics := run_dir / "metrics.jsonl").exists():
+        write_bytes(aside / metrics.name, metrics.read_bytes())
     # The newest first: whatever interrupts this, those that are left are a run without a gap.
     moved = sorted(later, key=lambda p: step_of(p) or 0, reverse=True)
     paths = sorted((run_dir / "evaluations").glob("step-*.safetensors"))

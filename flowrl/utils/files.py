@@ -30,7 +30,7 @@ FolderKind = Literal["run", "images", "leaderboard", "votes", "dataset"]
 WRITTEN: dict[FolderKind, tuple[str, ...]] = {
     "run": (
         ".lock", ".owner.json", "metrics.jsonl", "tensorboard", "wandb", "config.yaml",
-        "ledger.jsonl", "audits.jsonl", "reference.safetensors",
+        "ledger.jsonl", "reference.safetensors",
         "pytorch_lora_weights.safetensors", "README.md", "checkpoints", "evaluations",
         "samples", "gallery", "card", "comparison", "set-aside",
     ),

@@ -109,10 +109,8 @@ def ending(folder: Path) -> dict:
             state = load_state(path)
             numbers = digest_of([state[part] for part in ("policy", "optimizer", "refiner")])
             found[name] = json.dumps([state["iteration"], state["best"], state["book"], numbers])
-        elif (
-            name == "audits.jsonl"
-            or path.suffix in (".tmp", ".safetensors", ".json")
-            or (name.startswith(("stores/", "data/")) and not path.name.startswith(".lock"))
+        elif path.suffix in (".tmp", ".safetensors", ".json") or (
+            name.startswith(("stores/", "data/")) and not path.name.startswith(".lock")
         ):
             found[name] = path.read_bytes()
         elif name == "README.md":
