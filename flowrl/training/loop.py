@@ -44,9 +44,7 @@ def train(learner: "Learner", run: Run, *, iterations: int) -> None:
 
     Stops early, after a whole iteration, at the time limit, by the stop rule or on a signal.
     """
-    first = run.begin(
-        learner.policy, learner.optimizer, learner.book, learner.rewording, learner.replay
-    )
+    first = run.begin(learner.policy, learner.optimizer, learner.memories)
     for iteration in range(first, first if run.interrupted else iterations):
         learner.runtime.seed(run.options.seed, iteration)  # a resumed run draws the same
         rollout, metrics = learner.with_kl(run.kl_coef).iterate(iteration)
@@ -79,6 +77,12 @@ class Learner:
     rewording: Rewording | None = None  # of the source's prompts
     replay: Replay | None = None  # of earlier iterations' steps
     checks_ratio: bool = True  # rollouts are sampled by the very weights that learn from them
+
+    @property
+    def memories(self) -> dict[str, Any]:
+        """What changes with training beside the policy, by its name in checkpoints."""
+        parts = {"book": self.book, "refiner": self.rewording, "replay": self.replay}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def with_kl(self, kl_coef: float | None) -> "Learner":
         """Return a learner with another weight of the KL penalty; None: the recipe's."""

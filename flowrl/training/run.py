@@ -7,7 +7,7 @@ import os
 import shlex
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,9 +19,7 @@ from flowrl.backbones.lora_files import FILE, save_lora
 from flowrl.backbones.policy import Policy
 from flowrl.config.sections import RunOptions
 from flowrl.errors import DamagedFile, Interrupted, UserError, as_failure, in_phase, phase
-from flowrl.prompts.book import PromptBook
 from flowrl.quantization.linear import exact_weights
-from flowrl.sampling.rewording import Rewording
 from flowrl.training.checkpoint import (
     STATE,
     Checkpoints,
@@ -31,7 +29,6 @@ from flowrl.training.evaluate import Evaluation, Evaluator, evaluation_file
 from flowrl.training.hacking import HackingRule, Judged
 from flowrl.training.ledger import Ledger
 from flowrl.training.radar import HackingScore
-from flowrl.training.replay import Replay
 from flowrl.training.tracking import Report
 from flowrl.trajectory import Rollout
 from flowrl.utils.digests import sealed_digest
@@ -74,9 +71,7 @@ class Run:
     stopped: str = ""  # a sentence: why the run ended early, by the stop rule or the time limit
     _policy: Policy = field(init=False)
     _optimizer: torch.optim.Optimizer = field(init=False)
-    _book: PromptBook | None = field(init=False, default=None)
-    _rewording: Rewording | None = field(init=False, default=None)
-    _replay: Replay | None = field(init=False, default=None)
+    _memories: Mapping[str, Any] = field(init=False, default_factory=dict)  # see `begin`
     _began: float = field(init=False, default_factory=time.monotonic)
     _request: StopRequest = field(init=False, default_factory=StopRequest)
     # of the evaluations by iteration, on the main process
@@ -88,15 +83,18 @@ class Run:
     # --- before the loop --------------------------------------------------------------------
 
     def begin(
-        self, policy: Policy, optimizer: torch.optim.Optimizer, book: PromptBook | None = None,
-        rewording: Rewording | None = None, replay: Replay | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        memories: Mapping[str, Any] | None = None,
+    ) -> int:
         """Restore the checkpoint or evaluate the base; return the iteration to continue with.
 
         A run that its stop rule has ended returns the last one: it stays as it ended.
+
+        memories: what checkpoints hold besides, by name, see `Learner.memories`.
         """
-        self._policy, self._optimizer, self._book = policy, optimizer, book
-        self._rewording, self._replay = rewording, replay
+        self._policy, self._optimizer, self._memories = policy, optimizer, memories or {}
         policy.whole = True
         if self.resume is not None:
             self._restore(self.resume)
@@ -218,12 +216,9 @@ class Run:
 
     def _restore_memories(self, state: dict[str, Any]) -> None:
         """Take what a checkpoint remembers of prompts and steps, if it remembers any."""
-        if self._book is not None and state.get("book") is not None:
-            self._book.load_state_dict(state["book"])
-        if self._rewording is not None and state.get("refiner") is not None:
-            self._rewording.load_state_dict(state["refiner"])
-        if self._replay is not None and state.get("replay") is not None:
-            self._replay.load_state_dict(state["replay"])
+        for name, memory in self._memories.items():
+            if state.get(name) is not None:
+                memory.load_state_dict(state[name])
 
     @property
     def _best_by(self) -> str | None:
@@ -253,7 +248,7 @@ class Run:
                 self.report.log_images(self.done, images, [rollout.prompts[i] for i in rows])
         if self.steps is not None:
             shown = {"reward": metrics["reward/mean"]}
-            if metrics["groups/no_signal"] and self._book is None:
+            if metrics["groups/no_signal"] and "book" not in self._memories:
                 shown["groups without signal"] = metrics["groups/no_signal"]
             if "workers/joined" in metrics:
                 shown["workers"] = int(metrics["workers/joined"])
@@ -304,10 +299,11 @@ class Run:
 
     def _evaluate_refined(self, name: str) -> None:
         """Log the scores, against the prompts' own words, of images of a refiner's words."""
-        if self._rewording is None or self.evaluator is None:
+        rewording = self._memories.get("refiner")
+        if rewording is None or self.evaluator is None:
             return
         with phase("evaluate"), exact_weights(self._policy.network):
-            prompts = self._rewording.best(self.evaluator.prompts)
+            prompts = rewording.best(self.evaluator.prompts)
             evaluator = replace(self.evaluator, prompts=prompts, title="evaluating refined prompts")
             velocity = self._policy.stepwise(evaluator.backbone.velocity)
             evaluation = evaluator(velocity, self.runtime, whole=False)
@@ -420,13 +416,17 @@ class Run:
             return
         with phase("save"):
             self._check_finite()
-            replay = self._replay and self._replay.state_dict()  # of all processes
+            memories = self._remembered()
             if self.runtime.is_main:
-                self._write(replay)
+                self._write(memories)
             self.saved = self.done
             self.runtime.wait()
 
-    def _write(self, replay: dict[str, Any] | None) -> None:
+    def _remembered(self) -> dict[str, Any]:
+        """Return the states of all memories. All processes call it together."""
+        return {name: memory.state_dict() for name, memory in self._memories.items()}
+
+    def _write(self, memories: dict[str, Any]) -> None:
         """Write the files of a checkpoint.
 
         The state comes last: once it is there, a resumed run takes the rest for written.
@@ -436,9 +436,6 @@ class Run:
         state = {
             "policy": self._policy.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "book": None if self._book is None else self._book.state_dict(),
-            "refiner": None if self._rewording is None else self._rewording.state_dict(),
-            "replay": replay,
             "runtime": self.runtime.state_dict(),
             "iteration": self.done,
             "elapsed": self.seconds(),
@@ -446,7 +443,7 @@ class Run:
             "best_by": self._best_by,
             "rollbacks": [list(rollback) for rollback in self.rollbacks],
             "ended_by_rollback": self.ended_by_rollback,
-        }
+        } | memories
         pipeline, adapter = self._policy.backbone.pipeline, self._policy.export_adapter
         folder = self.checkpoints.path(self.done)
         for place in (folder, self.folder):
@@ -560,12 +557,12 @@ class Run:
             return self._go_on()
         if not policy.whole:
             return f"Iteration {self.done + 1} had begun to train and is not saved. {self._go_on()}"
-        if self._replay is not None and self.runtime.world_size > 1:
+        if "replay" in self._memories and self.runtime.world_size > 1:
             return f"The steps of other processes (optim.replay) cannot be saved. {self._go_on()}"
         try:
             with phase("save"):
                 self._check_finite()
-                self._write(self._replay and self._replay.state_dict())
+                self._write(self._remembered())
             self.saved = self.done
         except Exception as second:
             return f"Iteration {self.done} cannot be saved ({second}). {self._go_on()}"

@@ -107,8 +107,8 @@ def ending(folder: Path) -> dict:
         name = str(path.relative_to(folder))
         if path.name == STATE:
             state = load_state(path)
-            numbers = digest_of([state[part] for part in ("policy", "optimizer", "refiner")])
-            found[name] = json.dumps([state["iteration"], state["best"], state["book"], numbers])
+            numbers = digest_of([state.get(part) for part in ("policy", "optimizer", "refiner")])
+            found[name] = json.dumps([state["iteration"], state["best"], state.get("book"), numbers])
         elif path.suffix in (".tmp", ".safetensors", ".json") or (
             name.startswith(("stores/", "data/")) and not path.name.startswith(".lock")
         ):

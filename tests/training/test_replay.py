@@ -110,7 +110,7 @@ def test_after_an_error_one_process_saves_its_steps_and_one_of_several_saves_not
 ):
     _, learner, run = make_run(rollout=SMALL, objective={"kind": "grpo"}, optim={"replay": 2})
     with run.session():
-        run.begin(learner.policy, learner.optimizer, replay=learner.replay)
+        run.begin(learner.policy, learner.optimizer, learner.memories)
         run.log(0, *learner.iterate(0))
         with monkeypatch.context() as patch:  # whose others may be lost
             patch.setattr(Runtime, "world_size", 2)
