@@ -133,10 +133,8 @@ def digest_of(value) -> list:
 @pytest.fixture
 def drill(tiny_config, load_tiny, monkeypatch):
     """Makes the drill of a kind in a folder in memory, where that is, and its undisturbed end."""
-    monkeypatch.setattr("flowrl.export.model_card.gallery_grid", lambda *_, **__: None)
     monkeypatch.setattr("flowrl.export.model_card.png", lambda *_: PICTURE)
     monkeypatch.setattr("flowrl.export.gallery.draw_grid", lambda *_, **__: PICTURE)
-    monkeypatch.setattr("flowrl.export.gallery.gallery_grid", lambda *_, **__: None)
     same = Contrast(mean=0.0, low=0.0, high=0.0, p=1.0, images=1, prompts=1)
     monkeypatch.setattr("flowrl.training.evaluate.paired_contrast", lambda *_: same)
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
