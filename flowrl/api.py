@@ -389,7 +389,6 @@ def collect(
         config = config.changed("prompts", book=plain)
     config = config.changed("prompts", refiner=None)  # stored groups have their own words
     shards = -(-groups // config.rollout.prompts_per_iteration)  # one an iteration
-    # An audit is written into its output folder: here that of the data set.
     config = config.changed("run", output_dir=str(folder), iterations=shards)
     # A data set has no evaluations: rewards that are only measured score its images.
     measured = [entry.model_copy(update={"when": entry.when or "both"}) for entry in config.rewards]
