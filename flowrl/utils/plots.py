@@ -147,8 +147,8 @@ def draw_grid(
 
     def write(x: float, y: float, text: str, color: str = INK, **style: Any) -> None:
         # Formulas are text: a prompt may have two dollars.
-        figure.text(x / width, 1 - y / height, text, color=color, fontsize=8, parse_math=False,
-                    **({"va": "top"} | style))  # fmt: skip
+        style = {"va": "top", "color": color, "fontsize": 8, "parse_math": False} | style
+        figure.text(x / width, 1 - y / height, text, **style)
 
     write(GAP, GAP / 2, "\n".join(head))
     for number, column in enumerate(columns):

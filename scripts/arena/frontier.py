@@ -32,7 +32,7 @@ from scripts.compare.data import read_rows, write_rows
 
 SETS_ARM, CONTROL, NONE = "sgrpo", "image by image", "none 0"
 SETS = {SETS_ARM: 4, CONTROL: 1}  # of a prompt's images
-SHARES = (0.1,)
+SHARES = (0.1, 0.3, 1.0)
 VALUES = ("optim.lr=0.0032", "rollout.noise_level=0.7")  # of SGRPO, tuned on world 1
 ITERATIONS, IMAGES, GROUP, GROUPS = 24, 3, 16, 48  # IMAGES of each test prompt
 SPREADS = "spreads.csv"

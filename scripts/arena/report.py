@@ -362,7 +362,7 @@ def _contradictions(scores: Scores) -> list[str]:
         f"{relation['source']} says: {relation['claim']}; here the difference is "
         f"{interval_text(difference)}."
         for relation, difference, here in judged(scores)
-        if difference and here == "contradicted"
+        if difference and here == "contradicted" and relation["source"] != "control"
     ]
     return [" ".join(["**Contradictions with papers.**", *found]), ""] if found else []
 

@@ -108,7 +108,9 @@ def ending(folder: Path) -> dict:
         if path.name == STATE:
             state = load_state(path)
             numbers = digest_of([state.get(part) for part in ("policy", "optimizer", "refiner")])
-            found[name] = json.dumps([state["iteration"], state["best"], state.get("book"), numbers])
+            found[name] = json.dumps(
+                [state["iteration"], state["best"], state.get("book"), numbers]
+            )
         elif path.suffix in (".tmp", ".safetensors", ".json") or (
             name.startswith(("stores/", "data/")) and not path.name.startswith(".lock")
         ):
