@@ -136,7 +136,10 @@ class GenEval:
         arrays = to_uint8(images[rows])
         answers = self._detectors.recall("", arrays, lambda: find(arrays))
         for row, array, detections in zip(rows, arrays, answers, strict=True):
-            scores[row] = self.judge(detections, metadata[row], array)
+            try:
+                scores[row] = self.judge(detections, metadata[row], array)
+            except Exception as error:  # of what names colours; other images keep their scores
+                reasons[row] = f"{type(error).__name__}: {error}"
         return scores, reasons
 
     def judge(

@@ -181,7 +181,9 @@ def hub_error_message(error: BaseException, name: str, revision: str | None = No
     """
     kinds: set[str] = set()
     link: BaseException | None = error
-    while link is not None:
+    links: list[BaseException] = []
+    while link is not None and link not in links:  # a chain may end in a circle
+        links.append(link)
         kinds |= {kind.__name__ for kind in type(link).__mro__}
         if isinstance(link, OSError) and link.errno == errno.ENOSPC:
             kinds.add("no space")

@@ -63,5 +63,5 @@ def check_mergeable(weight: torch.Tensor) -> None:
     if not is_plain(weight):
         raise UserError(
             "a LoRA cannot be folded into weights of 8 or 4 bits, which would round it away: set "
-            "rollout.merge_lora to auto or false, or load the pipeline in 16 or 32 bits"
+            "rollout.merge_lora to auto or false in a recipe, or load the pipeline in 16 or 32 bits"
         )

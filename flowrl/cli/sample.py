@@ -102,7 +102,9 @@ def sample(  # noqa: PLR0913  # an argument for each option
     if lora is None and (rlg is not None or transfer or refine):
         raise UserError("--rlg, --transfer and --refine are about a LoRA: add --lora, as a run.")
     if (best_of is None) != (reward is None) or (args is not None and reward is None):
-        raise UserError("--best-of and --reward belong together, as in --best-of 4 --reward ocr.")
+        raise UserError(
+            "--best-of, --reward and its --args go together, as in --best-of 4 --reward ocr."
+        )
     with starting():
         from flowrl.api import named_rewards
         from flowrl.api import refine as refine_prompts

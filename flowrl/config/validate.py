@@ -233,6 +233,10 @@ def check_book(
             ("optim.updates_per_rollout", largest and optim.updates_per_rollout > 1, "1"),
             ("objective.advantage.scope", largest and inside_trees, "prompt or joint"),
         )
+        refuse(
+            "prompts.book.sizes are those of prompts.book.largest_group, which is null",
+            ("prompts.book.sizes", not largest and prompts.book.sizes != "success", "success"),
+        )
     if advantage is None:
         return
     reads = advantage.center == "tracker" or advantage.emphasis

@@ -10,7 +10,7 @@ from PIL import Image
 from flowrl.training.evaluate import EvaluationComparison
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.images import SMALL, data_url
-from flowrl.utils.plots import GREEN, RED, SOFT, Column, draw_grid
+from flowrl.utils.plots import GREEN, LETTERS, RED, SOFT, Column, draw_grid
 from flowrl.utils.templates import finite_or_none, number, render
 
 Score = float | None
@@ -89,7 +89,8 @@ def _any(scores: Sequence[Score]) -> bool:
 def _note(name: str, scores: tuple[Score, Score]) -> tuple[str, str]:
     moved = change_of(scores)
     color = SOFT if not moved else GREEN if moved > 0 else RED
-    return f"{name} {number(scores[0])} → {number(scores[1])}", color
+    values = f" {number(scores[0])} → {number(scores[1])}"
+    return name[: LETTERS - len(values)] + values, color
 
 
 def _entry(row: GalleryRow, rewards: Sequence[str]) -> dict[str, Any]:

@@ -229,7 +229,10 @@ def network_inputs(f: Forward) -> dict[str, Any]:
     and channels become those of the real configuration. Whole numbers keep their values, which
     decide the shapes of some networks' texts.
     """
-    small = small_pipeline(diffusers_class(f.spec.pipeline))
+    try:
+        small = small_pipeline(diffusers_class(f.spec.pipeline))
+    except UserError as error:  # a class that this diffusers lacks
+        raise Uncountable(str(error)) from error
     names = list(inspect.signature(type(small.transformer).forward).parameters)[1:]
     positional, keywords = _captured_call(small, f)
     arguments = dict(zip(names, positional, strict=False)) | keywords

@@ -139,11 +139,11 @@ def spec_for(path: str, revision: str | None = None) -> ModelSpec:
         )
     folder, index = file.parent, _read(file)
     if "transformer" not in index or "vae" not in index:
-        raise UserError(f"{folder} is a {index['_class_name']} without a transformer and a vae")
+        raise UserError(f"{folder} is a {_class_in(file)} without a transformer and a vae")
     config, vae_config = (_read(folder / part / "config.json") for part in ("transformer", "vae"))
     vae = build_network(index["vae"][1], vae_config, torch.float32)
     return ModelSpec(
-        pipeline=index["_class_name"],
+        pipeline=_class_in(file),
         checkpoint=str(folder),
         source=str(folder),
         transformer=index["transformer"][1],
@@ -153,6 +153,13 @@ def spec_for(path: str, revision: str | None = None) -> ModelSpec:
         autoencoder_params=sum(p.numel() for p in vae.parameters()),
         text_encoders=tuple(_text_encoders(folder, index)),
     )
+
+
+def _class_in(file: Path) -> str:
+    """Return the pipeline's class that a model_index.json names. Raises UserError without one."""
+    if not isinstance(name := _read(file).get("_class_name"), str):
+        raise UserError(f"{file} names no pipeline class, as a pipeline of diffusers does")
+    return name
 
 
 def pipeline_class(path: str, revision: str | None = None) -> str:
@@ -165,13 +172,13 @@ def pipeline_class(path: str, revision: str | None = None) -> str:
     if (name := spec_name(path)) is not None:
         return MODEL_SPECS[name].pipeline
     if (file := index_file(pipeline_path(path), revision)) is not None:
-        return _read(file)["_class_name"]
+        return _class_in(file)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         with announced(f"looking for {path} on the Hub"):
-            return _read(Path(hf_hub_download(path, INDEX, revision=revision)))["_class_name"]
+            return _class_in(Path(hf_hub_download(path, INDEX, revision=revision)))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise UserError(
             f"{path} is no folder with a model_index.json, and the Hub does not give one "

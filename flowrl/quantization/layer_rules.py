@@ -42,14 +42,14 @@ def choose_layers(
         rows, columns = shape = matrix_shape(layer)
         linear = isinstance(layer, nn.Linear) or (rules.pointwise and is_pointwise(layer))
         may = linear and not any(re.search(pattern, name) for pattern in rules.keep)
+        may = may and columns % rules.in_multiple == rows % rules.out_multiple == 0
         longest = max(longest, *shape) if may else longest
-        divisible = columns % rules.in_multiple == rows % rules.out_multiple == 0
-        quantised = may and max(shape) > least and divisible
+        quantised = may and max(shape) > least
         choices.append(LayerChoice(name=name, shape=shape, quantised=quantised))
     if not any(choice.quantised for choice in choices):
         raise UserError(
             f"no layer of {type(network).__name__} is left to be quantised: the longest side of "
-            f"those not kept by name is {longest}, and pipeline.min_dim is {least}: set that "
+            f"those that could be is {longest}, and pipeline.min_dim is {least}: set that "
             "lower, or use bf16"
         )
     return tuple(choices)

@@ -119,7 +119,7 @@ class Column:
 
     caption: str
     images: "Sequence[Image.Image]"
-    notes: Sequence[tuple[str, str]] = ()  # text and colour, a line each
+    notes: Sequence[tuple[str, str]] = ()  # text of at most LETTERS, and its colour
 
 
 def draw_grid(
@@ -163,7 +163,7 @@ def draw_grid(
             if rows and not number % across:
                 write(left - GAP, low - CELL / 2, rows[row], SOFT, ha="right", va="center")
         for line, (text, color) in enumerate(column.notes):
-            write(x, y + deep * (CELL + GAP) + line * TEXT_LINE, text[:LETTERS], color)
+            write(x, y + deep * (CELL + GAP) + line * TEXT_LINE, text, color)
     figure.set_layout_engine("none")
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # letters of no typeface
         return png_bytes(figure)

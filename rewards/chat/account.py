@@ -58,8 +58,11 @@ class Account:
             row = self._file.execute("SELECT reply FROM answers WHERE key = ?", (key,)).fetchone()
         if row is None:
             return None
-        stored = json.loads(row[0])
-        return Reply(text=stored["text"], first=tuple((t, p) for t, p in stored["first"]))
+        try:
+            stored = json.loads(row[0])
+            return Reply(text=stored["text"], first=tuple((t, p) for t, p in stored["first"]))
+        except (ValueError, KeyError, TypeError):  # damaged: it is asked again
+            return None
 
     def store(self, key: str, reply: Reply) -> None:
         fields = {name: value for name, value in asdict(reply).items() if name != "missing"}

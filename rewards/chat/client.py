@@ -35,7 +35,12 @@ from .messages import (
 CONNECT_S = 5.0
 PAUSE_S = 0.5  # before the first retry, doubled for each further one
 LONGEST_PAUSE_S = 8.0
-HERE = ("all://127.0.0.1", "all://localhost", "all://[::1]")  # servers that no proxy is asked for
+HERE = (
+    "all://127.0.0.1",
+    "all://localhost",
+    "all://*.localhost",
+    "all://[::1]",
+)  # servers that no proxy is asked for
 TRIES = 3  # of what may never mend, such as no connection
 T = TypeVar("T")
 now = time.monotonic
@@ -155,6 +160,7 @@ class _Batch:
         self.chat, self.questions, self.secret = chat, questions, chat.api_key()
         self.trouble: dict[str, str] = {}  # the last of each question
         self.stopped = ""  # why no further question is sent
+        self.ends = now() + chat.deadline
 
     async def replies(self) -> dict[str, Reply]:
         chat, slots = self.chat, asyncio.Semaphore(self.chat.in_flight)
@@ -177,6 +183,8 @@ class _Batch:
         chat, few_left, pause = self.chat, TRIES, PAUSE_S
         while few_left and not self.stopped:
             while (rest := chat.rests_until - now()) > 0:
+                if chat.rests_until > self.ends:
+                    return self._late(key)
                 await asyncio.sleep(rest + random.uniform(0.001, 0.01))
             if not self._pay():
                 break

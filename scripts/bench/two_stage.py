@@ -529,7 +529,7 @@ def bench_sizes(
         name, device=runtime.device, dtype=torch.bfloat16, pixels=pixels, layers=layers
     )
     networks = build_networks(backbone, resolved, runtime, min_dim, compile)
-    quantised = sum(bool(choice.format) for choice in networks.choices)
+    quantised = sum(choice.quantised for choice in networks.choices)
     what = {
         "layers": "all" if layers is None else f"{layers} of each kind: says nothing of speed",
         "pixels": backbone.pixels,

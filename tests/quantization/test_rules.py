@@ -52,7 +52,7 @@ def test_of_sd3_only_the_feed_forward_of_the_image_is_quantised(real, load_tiny)
         assert endings(choices) == {"ff.net.0.proj", "ff.net.2"}
     every = choose_layers(tiny, families.SD3.layer_rules, min_dim=0)
     assert {c.name for c in choices if c.quantised} < {c.name for c in every if c.quantised}
-    with pytest.raises(UserError, match="by name is 512, and pipeline.min_dim is 2432"):
+    with pytest.raises(UserError, match="could be is 512, and pipeline.min_dim is 2432"):
         choose_layers(tiny, families.SD3.layer_rules)
 
 
