@@ -22,7 +22,7 @@ from flowrl.backbones.policy import switched_off
 from flowrl.errors import UserError
 from flowrl.functional.sde import extrapolate
 
-DENOISERS = ("transformer", "transformer_2")
+DENOISERS = ("transformer", "transformer_2", "unet")
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 

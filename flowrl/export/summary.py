@@ -13,7 +13,7 @@ from flowrl.backbones.lora_files import FILE as LORA
 from flowrl.backbones.policy import EMA
 from flowrl.config import Config, config_yaml
 from flowrl.config.methods import method_name
-from flowrl.errors import phase
+from flowrl.errors import DamagedFile, phase
 from flowrl.export.gallery import GalleryRow, write_gallery
 from flowrl.export.hub import NAME, licence_of, public, public_config
 from flowrl.export.model_card import Card, loader_of, write_card
@@ -61,12 +61,16 @@ def _optional(path: Path) -> Path | None:
 def saved_comparisons(folder: Path) -> list[EvaluationComparison]:
     """Return the comparison with the base of a run that has ended, from its files.
 
-    Empty where nothing was evaluated. Raises DamagedFile.
+    Empty where nothing was evaluated, or a file is damaged.
     """
     paths = sorted((folder / "evaluations").glob("step-*.safetensors"))
     if len(paths) < 2:
         return []
-    before, after = Evaluation.load(paths[0]), Evaluation.load(paths[-1])
+    try:
+        before, after = Evaluation.load(paths[0]), Evaluation.load(paths[-1])
+    except DamagedFile as error:
+        LOG.warning("%s: base and LoRA are not compared", error)
+        return []
     return compare(before, after) if before.key == after.key else []
 
 

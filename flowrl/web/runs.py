@@ -47,6 +47,7 @@ RESULTS = {  # what a run leaves, by what people call it
     "card": "README.md",
     "gallery": "gallery/index.html",
 }
+PNG = b"\x89PNG\r\n\x1a\n"
 MOST_IMAGE = MOST_LEDGER = 64 * 2**20  # bytes
 SCAN_S = 1.0  # for which a list of folders holds
 STEP = re.compile(r"step-(\d{6,12})")
@@ -239,9 +240,12 @@ class RunFiles:
         """Return the PNG of a grid. Raises FileNotFoundError where there is none to show."""
         try:
             path = self.path / f"samples/step-{step:06d}.png"
-            return read_bytes(path, inside=self.path, limit=MOST_IMAGE)
+            data = read_bytes(path, inside=self.path, limit=MOST_IMAGE)
         except (OSError, RefusedFile) as error:
             raise FileNotFoundError from error
+        if not data.startswith(PNG):
+            raise FileNotFoundError
+        return data
 
     def held_out(self, step: int) -> dict[str, Any]:
         """Return prompts and scores of an evaluation's images.

@@ -175,7 +175,8 @@ def write_page(data: Path) -> Path:
         f"([{SPREADS}]({SPREADS}), from world 1). Gold is the share of right images; diversity the "
         f"mean difference of two of {IMAGES} images of a test prompt, as the reward has it, on "
         "thumbnails of 8 by 8 cells. A wrong image adds to it, so that the last column has pairs "
-        "of right images alone, where any world has too few of them without an interval. Intervals of 95 % are crossed over worlds, runs and requests. Made "
+        "of right images alone, without an interval where a world has too few. Intervals of 95 % "
+        "are crossed over worlds, runs and requests. Made "
         "by `python -m scripts.arena.frontier`.", "",
         "![gold against diversity](frontier.png)", "",
         "| arm | worlds | gold | diversity | of right images |", "|---|---|---|---|---|",
