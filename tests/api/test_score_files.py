@@ -118,6 +118,7 @@ def test_a_folder_in_genevals_layout_says_its_prompts_and_its_grid_is_no_image(g
         grey(f"{index:05d}/grid.png", 0)
         for number in range(2):
             grey(f"{index:05d}/samples/{number:04d}.png", 51 * index)
+        (tmp_path / f"{index:05d}" / "samples" / "notes.txt").write_text("no image")
     found = score([tmp_path], [BRIGHT], None).rows
     assert [row["prompt"] for row in found] == ["prompt 0"] * 2 + ["prompt 1"] * 2
     assert [row[BRIGHT] for row in found] == pytest.approx([0, 0, 0.2, 0.2])
@@ -129,6 +130,14 @@ def test_a_folder_in_genevals_layout_says_its_prompts_and_its_grid_is_no_image(g
     (tmp_path / "00001" / "metadata.jsonl").write_text("{]")
     with pytest.raises(UserError, match=r"00001/metadata.jsonl, line 1 is no JSON"):
         score([tmp_path], [BRIGHT], None)
+
+
+def test_images_of_one_prompt_with_other_metadata_are_no_group(grey, tmp_path):
+    rows = [{"file_name": f"{n}.png", "prompt": "a cat", "tag": str(n // 2)} for n in range(4)]
+    for row in rows:
+        grey(row["file_name"], 60 - 10 * int(row["file_name"][0]))
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [row[SORTED] for row in score([tmp_path], [SORTED], None).rows] == [1, 0, 1, 0]
 
 
 def test_a_folder_with_metadata_is_read_by_its_rows(grey, tmp_path):

@@ -140,6 +140,9 @@ def test_a_repeated_request_is_scored_once_and_prompts_are_checked_one_at_a_time
 
 # --- refusals -------------------------------------------------------------------------------------
 
+MIXED = message("ranks", count=2)
+MIXED["items"][1] |= {"prompt": "b"}
+
 
 @pytest.mark.parametrize(
     "content, status, words",
@@ -148,7 +151,9 @@ def test_a_repeated_request_is_scored_once_and_prompts_are_checked_one_at_a_time
         (message(image="bm8gaW1hZ2U="), 422, "item '0' is no readable PNG"),
         (message(image=base64.b64encode(pickle.dumps(IMAGE)).decode()), 422, "item '0'"),
         (message(image=np.zeros((513, 512, 3), np.uint8)), 422, "513 x 512 pixels"),
+        (message(count=2, image=np.zeros((400, 512, 3), np.uint8)), 422, "400 x 512 pixels"),
         (message("ranks"), 422, "2 or more images of one prompt"),
+        (MIXED, 422, "2 or more images of one prompt"),
         (message("broken"), 424, "oldpackage"),
         (message(protocol=7), 422, "protocol"),
         (message(count=300), 413, "at most 256"),
