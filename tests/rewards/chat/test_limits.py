@@ -15,7 +15,7 @@ from chat_servers import Scripted, completion, free_port, text_of
 from flowrl_rewards.chat import client as chat_module
 from flowrl_rewards.chat.account import BudgetSpent
 from flowrl_rewards.chat.client import Chat
-from flowrl_rewards.chat.messages import Question
+from flowrl_rewards.chat.messages import LONGEST_REST_S, Question, refusal
 from flowrl_rewards.images import pngs
 
 PICTURES = pngs(torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)), 8)
@@ -170,3 +170,8 @@ def test_no_key_is_in_any_file_log_or_message_where_a_server_echoes_it(
     with pytest.raises(ValueError, match="api_key_env") as caught:
         chat_module.connected({"model": "m", "api_key": KEY})
     assert KEY not in str(caught.value)
+
+
+def test_a_rest_that_a_server_asks_for_is_capped():
+    for asked, rest in (("1e9", LONGEST_REST_S), ("-3", 0), ("7", 7), ("soon", None)):
+        assert refusal(429, {"retry-after": asked}, {}).retry_after == rest
