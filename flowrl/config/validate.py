@@ -211,6 +211,15 @@ def check_objective(
         check_noising(noising, rollout.num_inference_steps)
 
 
+def sampled_before_scores(rollout: SamplingOptions) -> tuple[Conflict, ...]:
+    """Return the options by which an iteration does not wait for the scores of the one before."""
+    return (
+        ("rollout.staleness", rollout.staleness, "0"),
+        ("rollout.explore", rollout.explore, "null"),
+        ("rollout.store", rollout.store, "null"),
+    )
+
+
 def check_book(
     prompts: PromptOptions, rollout: SamplingOptions, optim: OptimOptions, objective: Objective
 ) -> None:
@@ -220,9 +229,7 @@ def check_book(
         refuse(
             "prompts.book counts the successes of all images of an iteration before it chooses the "
             "next prompts",
-            ("rollout.staleness", rollout.staleness, "0"),
-            ("rollout.explore", rollout.explore, "null"),
-            ("rollout.store", rollout.store, "null"),
+            *sampled_before_scores(rollout),
         )
         least, largest = 2 * rollout.group_size, prompts.book.largest_group
         inside_trees = getattr(advantage, "scope", "prompt") not in ("prompt", "joint")
@@ -264,9 +271,7 @@ def check_refiner(
     refuse(
         "prompts.refiner draws new texts for each iteration and learns from all their images "
         "before the next",
-        ("rollout.staleness", rollout.staleness, "0"),
-        ("rollout.explore", rollout.explore, "null"),
-        ("rollout.store", rollout.store, "null"),
+        *sampled_before_scores(rollout),
         ("memory.text_encoders", memory.text_encoders != "keep", "keep"),
         ("memory.prompt_cache", memory.prompt_cache, "null"),
     )

@@ -137,13 +137,13 @@ def spec_for(path: str, revision: str | None = None) -> ModelSpec:
             f"the configuration of {path} is not on this machine: download it first, or give its "
             f"folder as pipeline.path; these need no download: {names}"
         )
-    folder, index = file.parent, _read(file)
+    folder, index = file.parent, _read_index(file)
     if "transformer" not in index or "vae" not in index:
-        raise UserError(f"{folder} is a {_class_in(file)} without a transformer and a vae")
+        raise UserError(f"{folder} is a {index['_class_name']} without a transformer and a vae")
     config, vae_config = (_read(folder / part / "config.json") for part in ("transformer", "vae"))
     vae = build_network(index["vae"][1], vae_config, torch.float32)
     return ModelSpec(
-        pipeline=_class_in(file),
+        pipeline=index["_class_name"],
         checkpoint=str(folder),
         source=str(folder),
         transformer=index["transformer"][1],
@@ -155,11 +155,12 @@ def spec_for(path: str, revision: str | None = None) -> ModelSpec:
     )
 
 
-def _class_in(file: Path) -> str:
-    """Return the pipeline's class that a model_index.json names. Raises UserError without one."""
-    if not isinstance(name := _read(file).get("_class_name"), str):
+def _read_index(file: Path) -> dict[str, Any]:
+    """Return a model_index.json. Raises UserError where it names no pipeline class."""
+    index = _read(file)
+    if not isinstance(index.get("_class_name"), str):
         raise UserError(f"{file} names no pipeline class, as a pipeline of diffusers does")
-    return name
+    return index
 
 
 def pipeline_class(path: str, revision: str | None = None) -> str:
@@ -172,13 +173,14 @@ def pipeline_class(path: str, revision: str | None = None) -> str:
     if (name := spec_name(path)) is not None:
         return MODEL_SPECS[name].pipeline
     if (file := index_file(pipeline_path(path), revision)) is not None:
-        return _class_in(file)
+        return _read_index(file)["_class_name"]
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         with announced(f"looking for {path} on the Hub"):
-            return _class_in(Path(hf_hub_download(path, INDEX, revision=revision)))
+            file = Path(hf_hub_download(path, INDEX, revision=revision))
+        return _read_index(file)["_class_name"]
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise UserError(
             f"{path} is no folder with a model_index.json, and the Hub does not give one "

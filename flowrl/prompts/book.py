@@ -163,10 +163,9 @@ class PromptBook(PromptSampler):
         if largest is None:
             return sizes
         most = int(math.log2(largest / self.group_size))
-        stream = self._stream_of(iteration, "sizes")
+        stream, by_spread = self._stream_of(iteration, "sizes"), self.options.sizes == "spread"
         for uid in sizes:
             rate, chance = self.rate(uid, iteration), stream.random()
-            by_spread = self.options.sizes == "spread"
             images = 2 * largest * math.sqrt(rate * (1 - rate)) if by_spread else 1 / rate
             doublings = max(round(math.log2(images / self.group_size)), 0)
             enters = rate <= SOLVED and (doublings <= most or chance < HOPELESS_CHANCE)

@@ -416,13 +416,13 @@ class Run:
             return
         with phase("save"):
             self._check_finite()
-            memories = self._remembered()
+            memories = self._memory_states()
             if self.runtime.is_main:
                 self._write(memories)
             self.saved = self.done
             self.runtime.wait()
 
-    def _remembered(self) -> dict[str, Any]:
+    def _memory_states(self) -> dict[str, Any]:
         """Return the states of all memories. All processes call it together."""
         return {name: memory.state_dict() for name, memory in self._memories.items()}
 
@@ -562,7 +562,7 @@ class Run:
         try:
             with phase("save"):
                 self._check_finite()
-                self._write(self._remembered())
+                self._write(self._memory_states())
             self.saved = self.done
         except Exception as second:
             return f"Iteration {self.done} cannot be saved ({second}). {self._go_on()}"

@@ -134,9 +134,8 @@ def draw_grid(
     rows: names of the rows of images, in the left margin.
     """
     across, left = min(across, len(columns)), 0.7 if rows else GAP
-    deep, noted = (max(len(part) for part in parts) for parts in (
-        [c.images for c in columns], [c.notes for c in columns],
-    ))  # fmt: skip
+    deep = max(len(column.images) for column in columns)
+    noted = max(len(column.notes) for column in columns)
     width, above = left + across * (CELL + GAP), CAPTION_LINES * TEXT_LINE + GAP
     letters = round(width / CELL * LETTERS)
     head = [line for text in heading for line in wrap(text, letters, max_lines=6)]
