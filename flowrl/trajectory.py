@@ -73,6 +73,7 @@ class Tree:
     # (R, n) long, on the CPU: the node that each equals, itself unless a sibling stands for it or
     # for a node above it; None where no siblings were compared.
     twin: Tensor | None = None
+    velocity: Tensor | None = None  # (R, w, *latent), of the w nodes where a plan stopped
 
     def __len__(self) -> int:
         """R."""
@@ -86,18 +87,30 @@ class Tree:
         """Return the prompt of each leaf. (R * l,) long"""
         return self.prompt.repeat_interleave(len(self.leaf))
 
+    @property
+    def by_tree(self) -> dict[str, Tensor]:
+        """The tensors with a row for each tree, by their names."""
+        names = ("x", "prompt", "log_prob", "mean_old", "twin", "velocity")
+        tensors = {name: getattr(self, name) for name in names}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def take(self, rows: Tensor) -> "Tree":
+        """Return the trees `rows` (N,) long, on the CPU."""
+        taken = {name: t[send(rows, t.device)] for name, t in self.by_tree.items()}
+        return replace(self, **taken)
+
     def to(self, device: torch.device | str) -> "Tree":
         """Return the tree with its latents on a device; the shape stays on the CPU."""
-        names = ("x", "prompt", "log_prob", "mean_old", "g", "sigmas")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        tensors = self.by_tree | {"g": self.g, "sigmas": self.sigmas}
+        tensors.pop("twin", None)
+        return replace(self, **{name: t.to(device) for name, t in tensors.items()})
 
     @staticmethod
     def cat(parts: list["Tree"]) -> "Tree":
         """Join trees of one plan."""
         if len(parts) == 1:
             return parts[0]
-        rows = ["x", "prompt", "log_prob", "mean_old"] + ["twin"] * (parts[0].twin is not None)
-        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in rows}
+        joined = {n: torch.cat([getattr(part, n) for part in parts]) for n in parts[0].by_tree}
         return replace(parts[0], **joined, forwards=sum(part.forwards for part in parts))
 
 

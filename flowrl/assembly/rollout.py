@@ -139,7 +139,9 @@ def build_generator(parts: RolloutParts) -> RolloutGenerator:
         batch_size=r.batch_size,
         decode_batch=parts.config.pipeline.decode_batch,
         # Images that are compared with each other are on one process.
-        whole_prompts=parts.needs.complete_groups or any(s.whole_groups for s in parts.specs),
+        whole_prompts=parts.needs.complete_groups
+        or any(s.whole_groups for s in parts.specs)
+        or r.prunes_in_place,
     )
 
 
@@ -177,7 +179,8 @@ def build_preview_generator(parts: RolloutParts, exact: RolloutGenerator) -> Rol
         precision, layers, backend = preview_layers(parts)
         if parts.runtime.is_main:
             log_precision("candidates", precision, layers)
-        if parts.pool is None and (layers or parts.foldable != parts.merged):
+        faster = bool(layers) or parts.foldable != parts.merged
+        if faster and parts.pool is None and not r.prunes_in_place:
             backbone, network = parts.copied_network(layers, backend)
     trained = [spec for spec in parts.specs if spec.trained]
     if isinstance(exact, RemoteGenerator):
@@ -188,7 +191,7 @@ def build_preview_generator(parts: RolloutParts, exact: RolloutGenerator) -> Rol
         network=network,
         specs=trained,
         num_inference_steps=e.num_inference_steps or r.num_inference_steps,
-        whole_prompts=any(spec.whole_groups for spec in trained),
+        whole_prompts=any(spec.whole_groups for spec in trained) or r.prunes_in_place,
         times=EXPLORING,
     )
 

@@ -14,7 +14,7 @@ from flowrl.config import Config
 from flowrl.errors import UserError
 from flowrl.functional.batches import packed
 from flowrl.objectives.base import Needs
-from flowrl.trees.plan import TreePlan, count
+from flowrl.trees.plan import TreePlan, count, level_widths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +172,9 @@ def iteration_work(
     """
     r, u, objective = config.rollout, config.optim, config.objective
     tree, explored = count(plan), None if candidates is None else count(candidates)
+    forwards = tree.forwards // plan.roots
+    if candidates is not None and candidates.later is not None:  # the others count with candidates
+        forwards = sum(level_widths(plan, (candidates.stop_at or 0) + 1))
     transitions = needs.states == "transitions"
     together = "group" if needs.complete_groups else "image"
     together = "update" if needs.update_mean else together
@@ -179,12 +182,12 @@ def iteration_work(
         prompts=r.prompts_per_iteration,
         roots=plan.roots,
         leaves=tree.leaves // plan.roots,
-        forwards=tree.forwards // plan.roots,
+        forwards=forwards,
         candidates=candidates.roots if candidates else 0,
         candidate_leaves=explored.leaves // candidates.roots if candidates and explored else 1,
         candidate_forwards=explored.forwards // candidates.roots if candidates and explored else 0,
-        whole_prompts=needs.complete_groups or whole_groups,
-        whole_candidates=whole_trained,
+        whole_prompts=needs.complete_groups or whole_groups or r.prunes_in_place,
+        whole_candidates=whole_trained or r.prunes_in_place,
         rows=(tree.train_forwards if transitions else tree.leaves) // plan.roots,
         group_rows=objective.group_images,
         row_forwards=objective.forwards(r.num_inference_steps),

@@ -101,8 +101,8 @@ class Worker:
         return JobResult(
             worker=self._name,
             result=result,
-            tree=tree.to("cpu") if job.keep else None,
-            levels=to_levels(images) if job.keep else None,
+            tree=tree.to("cpu") if job.keep or job.plan.later is not None else None,
+            levels=to_levels(images if job.keep else images[:0]),
         )
 
     def _generator(self, job: Job) -> RolloutGenerator:

@@ -69,7 +69,8 @@ class ExploreOptions(Options):
         None,
         "Stop candidates, which grow as rollout.tree does, after this many steps and score their "
         "estimated clean images; null samples them to the end. Needs num_inference_steps: null. "
-        "Noise after these steps is not foreseen.",
+        "With precision: bf16 those selected go on from there, else from their noise. Noise after "
+        "these steps is not foreseen.",
         "ARRoL, arXiv 2603.24840, prunes texts so; for flows the estimate is x - sigma v",
     )
     select: SelectRule = option(
@@ -210,6 +211,12 @@ class SamplingOptions(Options):
         """Whether all iterations have the same plan."""
         return self.tree.static and self.depth_pruning is None
 
+    @property
+    def prunes_in_place(self) -> bool:
+        """Whether candidates are sampled by the network that samples those that are selected."""
+        e = self.explore
+        return e is not None and e.stop_at is not None and e.precision == "bf16"
+
     def plan(self, iteration: int, seed: int) -> TreePlan:
         """Return the plan of an iteration. Raises PlanError for what cannot work."""
         steps, leaves, pruned = self.num_inference_steps, self.group_size, self.depth_pruning
@@ -232,7 +239,9 @@ class SamplingOptions(Options):
         if e.stop_at is not None:
             whole, rest = self.plan(iteration, seed), self.num_inference_steps - e.stop_at
             steps = whole.steps[: e.stop_at] + (Step(),) * rest
-            return replace(whole, roots=e.candidates, steps=steps, fans=(), stop_at=e.stop_at)
+            stopped = replace(whole, roots=e.candidates, steps=steps, fans=(), stop_at=e.stop_at)
+            on = self.prunes_in_place and whole.goes_on_from(stopped)
+            return replace(stopped, later=whole) if on else stopped
         if e.num_inference_steps is not None:
             return chains(e.num_inference_steps, e.candidates, noisy=())
         return replace(self.plan(iteration, seed), roots=e.candidates)

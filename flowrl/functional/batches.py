@@ -55,15 +55,16 @@ class Batches:
 
     in_step: Callable[[int], int] = int
 
-    def trees(self, trees: int, widths: Sequence[int], most: int) -> tuple[int, int]:
-        """Return how many of `trees` trees are sampled together, and the rows of each call.
+    def trees(self, most: int, *stages: tuple[int, Sequence[int]]) -> tuple[int, int]:
+        """Return how many trees of the first stage are sampled together, and the rows of each call.
 
         Args:
-            widths: velocities of a tree at each step.
             most: trees at once, and rows of a call.
+            stages: a number of trees, and the velocities of one at each step; the later ones go on
+                in calls of as many rows.
         """
-        together = even_rows(trees, most)
-        return together, call_rows([together * width for width in widths], most)
+        sizes = [even_rows(trees, most) * width for trees, widths in stages for width in widths]
+        return even_rows(stages[0][0], most), call_rows(sizes, most)
 
     def calls(self, rows: int, size: int) -> Sequence[Tensor]:
         """Return the row numbers of each call, (size,) long, in order; without rows all are 0."""

@@ -162,10 +162,14 @@ class MemoryPlan:
         }
 
     def sampling(self, latents: int) -> dict[str, int]:
-        """A batch of candidates' trees is held at once, before those that are learned from."""
+        """A batch of candidates' trees is held at once, before those that are learned from.
+
+        Where selected ones go on, all of them are, until they were selected.
+        """
         plan = self.kind.candidates
         if plan is not None:
-            latents = max(latents, self.latents(plan, 1) * self.trees(plan) // plan.roots)
+            trees = self.trees(plan) if plan.later is None else plan.roots * self.prompts
+            latents = max(latents, self.latents(plan, 1) * trees // plan.roots)
         return {"latents": latents, "merged weights": self.adapted_bytes({}) if self.merged else 0}
 
     def training(self) -> dict[str, int]:

@@ -68,10 +68,13 @@ class RolloutRequest:
     seed: int
     iteration: int
     same_noise: bool = False  # all roots of a prompt start from one noise
+    grown: Tree | None = None  # these trees where a plan stopped them; they go on from there
 
     def only(self, rows: Tensor) -> "RolloutRequest":
         """Return the trees `rows` (N,) long, of the same list of prompts."""
-        return replace(self, prompt=self.prompt[rows], group=self.group[rows], root=self.root[rows])
+        numbers = {name: getattr(self, name)[rows] for name in ("prompt", "group", "root")}
+        grown = None if self.grown is None else self.grown.take(rows)
+        return replace(self, **numbers, grown=grown)
 
     def take(self, rows: Tensor) -> "RolloutRequest":
         """Return the trees `rows` (N,) long, with only the prompts they use."""
@@ -181,19 +184,27 @@ class RolloutGenerator:
         return Schedule(sigmas=sigmas, kernel=self.kernel, noise_level=self.noise_level)
 
     def sample(
-        self, request: RolloutRequest, plan: TreePlan, timer: Timer, *, keep: bool = True
+        self,
+        request: RolloutRequest,
+        plan: TreePlan,
+        timer: Timer,
+        *,
+        keep: bool = True,
+        grown: Tree | None = None,
     ) -> Samples:
         """Sample and decode this process's trees; rewards score their images meanwhile.
 
         Args:
             request: the plan's trees for each of its groups, side by side.
-            keep: return the trees and images too, not only their scores.
+            keep: return the trees and images too, not only their scores; trees that will go on
+                later are returned anyway.
+            grown: this process's trees where an earlier plan stopped them.
         """
         trees = self.share(request, plan)
-        local = request.take(trees)
+        local = replace(request.take(trees), grown=grown)
         cond = self.encode_prompts(local)
         with self.runtime.raise_on_all():
-            wait = self.start(request, trees, plan, cond, keep)
+            wait = self.start(request, local, plan, cond, keep)
         timer.lap(self.times[0])
         return Samples(request=request, local=local, trees=trees, cond=cond, wait=wait)
 
@@ -210,16 +221,22 @@ class RolloutGenerator:
         return Scores(images=images, result=result, reward=reward, valid=valid, group=group)
 
     def start(
-        self, request: RolloutRequest, trees: Tensor, plan: TreePlan, cond: Conditioning, keep: bool
+        self,
+        request: RolloutRequest,
+        local: RolloutRequest,
+        plan: TreePlan,
+        cond: Conditioning,
+        keep: bool,
     ) -> Callable[[Timer], tuple[Images, RewardResult]]:
-        """Sample the trees of the request, batch by batch; see `Samples.wait`."""
+        """Sample this process's trees of the request, batch by batch; see `Samples.wait`."""
         scoring, parts = Scoring(specs=self.specs, phase="rollout"), []
         schedule, batches = self.schedule(), self.runtime.batches
-        together, rows = self.batch_shape(request, plan)
-        turns = batches.in_step(-(-len(trees) // together))
+        together, rows = self.batch_shape(request, plan, local.grown)
+        trees = len(local.prompt)
+        turns = batches.in_step(-(-trees // together))
         # In lockstep a process without a batch samples its last one again, or the first tree.
-        local = request.take(trees if len(trees) else torch.zeros(1, dtype=torch.long))
-        if turns and not len(trees):
+        if turns and not trees:
+            local = request.take(torch.zeros(1, dtype=torch.long))
             cond = self.encode_prompts(local)
         index = torch.arange(len(local.prompt)).split(together)
         postponed = Postponed(self.runtime)
@@ -229,13 +246,13 @@ class RolloutGenerator:
                 tree = sample_request(
                     self.backbone, velocity, cond, part, plan, schedule, rows, batches
                 )
-                if turn * together >= len(trees):
+                if turn * together >= trees:
                     continue
                 with postponed.block():
                     images = decode(self.backbone, tree.leaves(), self.decode_batch)
                     images = submit_images(scoring, images, part, len(tree.leaf))
-                    if keep:
-                        parts.append((tree, images))
+                    if keep or plan.later is not None:
+                        parts.append((tree, images if keep else images[:0]))
         postponed.finish()
         return lambda timer: (parts, scoring.result())
 
@@ -244,14 +261,24 @@ class RolloutGenerator:
         unit = plan.roots if self.whole_prompts else 1
         return self.runtime.local_rows(len(request.prompt), unit)
 
-    def batch_shape(self, request: RolloutRequest, plan: TreePlan) -> tuple[int, int]:
-        """Return the trees that are sampled together, and the rows of a call, on all processes."""
+    def batch_shape(
+        self, request: RolloutRequest, plan: TreePlan, grown: Tree | None
+    ) -> tuple[int, int]:
+        """Return the trees that are sampled together, and the rows of a call, on all processes.
+
+        Trees that have `grown` take the rows of before.
+        """
         unit = plan.roots if self.whole_prompts else 1
         most = self.runtime.largest_share(len(request.prompt), unit)
         widths = level_widths(plan)
         if plan.look_ahead is not None:  # nobody knows how many will be dropped
             widths = range(1, max(widths) + 1)
-        return self.runtime.batches.trees(most, widths, self.batch_size)
+        stages = [(most, widths)]
+        if plan.later is not None:
+            first = (plan.stop_at or 0) + 1
+            stages.append((most // plan.roots * plan.later.roots, level_widths(plan.later, first)))
+        together, rows = self.runtime.batches.trees(self.batch_size, *stages)
+        return together, rows if grown is None else grown.rows
 
     @torch.no_grad()
     def encode_prompts(self, local: RolloutRequest) -> Conditioning:
@@ -285,13 +312,15 @@ class Sampler:
 
     def collect(self, iteration: int, timer: Timer) -> Rollout:
         """Sample trees of the iteration's prompts, decode and score their images."""
-        plan, explored = self.plan(iteration), None
+        plan, explored, grown = self.plan(iteration), None, None
         if self.explorer is None:
             request = self.request(iteration, plan)
         else:
             candidates = self.request(iteration, self.explorer.plan(iteration))
-            request, explored = self.explorer.explore(iteration, candidates, plan.roots, timer)
-        samples = self.generator.sample(request, plan, timer)
+            request, explored, grown = self.explorer.explore(
+                iteration, candidates, plan.roots, timer
+            )
+        samples = self.generator.sample(request, plan, timer, grown=grown)
         return self.rollout(iteration, samples, timer, explored)
 
     def rollout(
@@ -397,8 +426,11 @@ def sample_request(
     def noise(path: tuple[int, ...], step: int, role: str) -> Tensor:
         return request.noise(path, step, role, shape)
 
-    x = send(noise((), 0, "init"), device).to(backbone.dtype)
-    tree = sample_tree(field, x, send(request.prompt, device), plan, schedule, noise)
+    if request.grown is not None:
+        start = request.grown.to(device)
+    else:
+        start = send(noise((), 0, "init"), device).to(backbone.dtype)
+    tree = sample_tree(field, start, send(request.prompt, device), plan, schedule, noise)
     return replace(tree, rows=rows)
 
 

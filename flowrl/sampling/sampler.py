@@ -1,6 +1,7 @@
 """The sampler: `sample_tree` makes the nodes of many trees step by step, in whole batches."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from flowrl.functional.noise import coupled
 from flowrl.functional.sde import StepKernel, lift, ode_step
 from flowrl.sampling.look_ahead import distinct, take, twins_after
 from flowrl.trajectory import Tree
-from flowrl.trees.plan import Move, Shape, TreePlan, levels, shape_of
+from flowrl.trees.plan import Move, Shape, TreePlan, levels, shape_of, widths
 from flowrl.utils.devices import send
 
 
@@ -51,46 +52,81 @@ class _Nodes:
     mean_old: list[Tensor] = field(default_factory=list)  # of trained cohorts
     # (R, w) long, the node of the cohort that each equals; none where the plan never looks ahead.
     twin: list[Tensor] = field(default_factory=list)
+    velocity: Tensor | None = None  # (R, w, *latent), of the cohort that will go on later
     forwards: int = 0
 
 
 @torch.no_grad()
 def sample_tree(
     velocity: NodeVelocity,
-    x: Tensor,
+    start: Tensor | Tree,
     prompt: Tensor,
     plan: TreePlan,
     schedule: Schedule,
     noise: KeyedNoise,
 ) -> Tree:
-    """Sample R trees of the plan's shape from initial noise.
+    """Sample R trees of the plan's shape from initial noise, or from where another plan stopped.
 
     A node's velocity is computed once, however many children it has. A step computes in fp32; its
-    result is cast to x's dtype *before* its density is computed, which is thus that of the latent
+    result is cast to that of x *before* its density is computed, which is thus that of the latent
     the network will see. Steps without noise are diffusers' Euler steps, bit for bit.
 
     Args:
-        x: (R, *latent) initial noise, in the dtype that latents are stored in.
+        start: (R, *latent) initial noise, in the dtype that latents are stored in; or R trees by a
+            plan that names this one as `later`, whose forwards are not counted again.
         prompt: (R,) long.
     """
     shape = shape_of(plan)
     # By cohort widths: the same tensor, so that the field can reuse what it gathered for it.
     rows: dict[tuple[int, ...], Tensor] = {(1,): prompt}
-    zeros = torch.zeros(len(x), 1, device=x.device)
-    nodes = _Nodes(x=[x[:, None]], log_prob=[zeros], g=[zeros.new_zeros(1)])
-    if plan.look_ahead is not None:
-        nodes.twin.append(zeros.long())
+    nodes = _grown(start, plan) if isinstance(start, Tree) else _roots(start, plan)
+    first = len(nodes.x) - 1  # until a plan stops it has one cohort a step
     for step, moves in levels(plan):
+        if step < first:
+            continue
         sources = sorted({move.source for move in moves})
-        velocities = _velocities(velocity, nodes, sources, schedule.sigmas[step], rows)
-        if plan.look_ahead is not None:
-            for source in sources:
-                v, sigma = velocities[source], schedule.sigmas[step]
-                velocities[source] = _drop(nodes, plan, source, v, sigma, noise)
+        if nodes.velocity is not None:
+            velocities, nodes.velocity = {step: nodes.velocity.flatten(0, 1)}, None
+        else:
+            velocities = _velocities(velocity, nodes, sources, schedule.sigmas[step], rows)
+            if plan.look_ahead is not None:
+                for source in sources:
+                    v, sigma = velocities[source], schedule.sigmas[step]
+                    velocities[source] = _drop(nodes, plan, source, v, sigma, noise)
+        if plan.later is not None and step == plan.stop_at:
+            nodes.velocity = velocities[step].unflatten(0, nodes.x[step].shape[:2])
         for move in moves:
             names = shape.names(move.source)
             _advance(nodes, move, velocities[move.source], schedule, noise, names)
     return _tree(nodes, prompt, shape, schedule)
+
+
+def _roots(x: Tensor, plan: TreePlan) -> _Nodes:
+    """Return the first cohort of trees from initial noise x (R, *latent)."""
+    zeros = torch.zeros(len(x), 1, device=x.device)
+    twin = [zeros.long()] if plan.look_ahead is not None else []
+    return _Nodes(x=[x[:, None]], log_prob=[zeros], g=[zeros.new_zeros(1)], twin=twin)
+
+
+def _grown(tree: Tree, plan: TreePlan) -> _Nodes:
+    """Return the cohorts that stopped trees share with the plan, without the estimated images."""
+    stop = int(tree.step[tree.parent[tree.leaf[0]]])
+    width = widths(plan)[: stop + 1]
+    starts = [0, *itertools.accumulate(width)]
+    trained = [w for w, move in zip(width[1:], plan.moves, strict=False) if move.train]
+
+    def cohorts(nodes: Tensor, axis: int) -> list[Tensor]:
+        return list(nodes.narrow(axis, 0, starts[-1]).split(width, axis))
+
+    twin = [] if tree.twin is None else cohorts(tree.twin, 1)
+    return _Nodes(
+        x=cohorts(tree.x, 1),
+        log_prob=cohorts(tree.log_prob, 1),
+        g=cohorts(tree.g, 0),
+        mean_old=list(tree.mean_old.split(trained, 1)) if trained else [],
+        twin=[send(t - start, tree.x.device) for t, start in zip(twin, starts, strict=False)],
+        velocity=tree.velocity,
+    )
 
 
 def _velocities(
@@ -211,4 +247,5 @@ def _tree(nodes: _Nodes, prompt: Tensor, shape: Shape, schedule: Schedule) -> Tr
         g=torch.cat(nodes.g),
         forwards=nodes.forwards,
         twin=torch.cat(twin, 1) if twin else None,
+        velocity=nodes.velocity,
     )

@@ -1,11 +1,12 @@
 """Two-stage rollouts of Sol-RL (2604.06916): preview many candidates cheaply, keep a few.
 
 A candidate is the root of a tree, hence a name of noise: the second stage samples trees from the
-very same noise, and only their images and scores are learned from.
+very same noise, or goes on where those stopped that the same network sampled. Only their images and
+scores are learned from.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from flowrl.config.rollout import SelectRule
 from flowrl.functional.noise import noise_seed
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
-from flowrl.trajectory import Explored
+from flowrl.trajectory import Explored, Tree
 from flowrl.trees.plan import TreePlan, count
 
 
@@ -29,17 +30,20 @@ class Explorer:
 
     def explore(
         self, iteration: int, candidates: RolloutRequest, keep: int, timer: Timer
-    ) -> tuple[RolloutRequest, Explored]:
+    ) -> tuple[RolloutRequest, Explored, Tree | None]:
         """Select `keep` candidates of each group.
 
         candidates: as many trees of each group as the plan has roots, side by side.
 
-        Returns the request for the selected ones in their order, and the scores.
+        Returns the request for the selected ones in their order, the scores, and this process's
+        selected trees where they stopped, if they go on from there.
         """
         plan = self.plan(iteration)
         generator, audit = self.preview(iteration, candidates)
         timer.lap("time/audit")
-        proxy = score_candidates(generator, candidates, plan, timer, self.select)
+        samples = generator.sample(candidates, plan, timer, keep=False)
+        scores = generator.score(samples, timer)
+        proxy = candidate_scores(scores.reward, candidates, plan, self.select)
         # A seed of its own, apart from those of images and learning.
         seed = noise_seed(
             seed=candidates.seed, iteration=iteration, prompt="", root=0, step=0, role="select"
@@ -49,7 +53,11 @@ class Explorer:
         rows = chosen + torch.arange(len(proxy))[:, None] * proxy.shape[1]
         forwards = count(plan).times(len(proxy)).forwards
         explored = Explored(proxy=proxy, chosen=chosen, forwards=forwards, audit=audit)
-        return candidates.only(rows.flatten()), explored
+        grown = None
+        if plan.later is not None:
+            here = torch.isin(samples.trees, rows).nonzero().squeeze(1)
+            grown = Tree.cat([tree for tree, _ in scores.images]).take(here)
+        return candidates.only(rows.flatten()), explored, grown
 
 
 def score_candidates(
@@ -59,14 +67,22 @@ def score_candidates(
     timer: Timer,
     select: SelectRule,
 ) -> Tensor:
+    """Sample N candidates of each of P groups and return their scores, see `candidate_scores`."""
+    samples = generator.sample(candidates, replace(plan, later=None), timer, keep=False)
+    return candidate_scores(generator.score(samples, timer).reward, candidates, plan, select)
+
+
+def candidate_scores(
+    reward: Tensor, candidates: RolloutRequest, plan: TreePlan, select: SelectRule
+) -> Tensor:
     """Return the scores of N candidates of each of P groups: (P, N) fp32, NaN without a reward.
+
+    reward: (G,), of their leaves.
 
     The score of a candidate with several leaves is their mean reward, or its variance with
     most_mixed: of rewards 0 and 1 this is p (1 - p), whose order is that of 1 - p^k - (1 - p)^k,
     TRACE's chance (2606.11119) that k more leaves are mixed, for every k.
     """
-    samples = generator.sample(candidates, plan, timer, keep=False)
-    reward = generator.score(samples, timer).reward
     reward = reward.view(-1, plan.roots, len(reward) // len(candidates.prompt))
     if select == "most_mixed":  # in float64: equal shares of successes are equal scores
         reward = (reward.double() - reward.double().nanmean(-1, keepdim=True)).square()

@@ -49,7 +49,7 @@ class Job:
     preview: bool  # of candidates; else of images to learn from
     rewards: tuple[str, ...]  # names of those that score the images
     version: int  # of the weights that sample
-    keep: bool  # return trees and images, and not their scores alone
+    keep: bool  # return trees and images, and not their scores alone; trees to go on with anyway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class JobResult:
     worker: str  # host and process, for people
     result: RewardResult  # of the job's rewards
     tree: Tree | None  # on the CPU; `prompt` counts in the job's prompts
-    levels: Tensor | None  # (R * leaves, 3, H, W) uint8, the images as rewards see them
+    levels: Tensor  # (R * leaves, 3, H, W) uint8, the images as rewards see them, or none
 
 
 def sample_job(generator: RolloutGenerator, job: Job) -> tuple[Tree, Tensor, Scoring]:
@@ -265,12 +265,20 @@ class RemoteGenerator(RolloutGenerator):
     preview: bool = False  # samples candidates
 
     def start(
-        self, request: RolloutRequest, trees: Tensor, plan: TreePlan, cond: Conditioning, keep: bool
+        self,
+        request: RolloutRequest,
+        local: RolloutRequest,
+        plan: TreePlan,
+        cond: Conditioning,
+        keep: bool,
     ) -> Callable[[Timer], tuple[Images, RewardResult]]:
-        local = any(spec.whole_groups for spec in self.specs)
-        mine, (together, rows) = request.take(trees), self.batch_shape(request, plan)
+        score_here = any(spec.whole_groups for spec in self.specs)
+        together, rows = self.batch_shape(request, plan, local.grown)
         version = self.pool.put(self.policy.weights(self.adapter))
-        parts = [mine.only(part) for part in torch.arange(len(trees)).split(together) if len(part)]
+        if local.grown is not None:
+            local = replace(local, grown=local.grown.to("cpu"))
+        index = torch.arange(len(local.prompt)).split(together)
+        parts = [local.only(part) for part in index if len(part)]
         jobs = [
             Job(
                 request=part.take(torch.arange(len(part.prompt))),
@@ -278,34 +286,34 @@ class RemoteGenerator(RolloutGenerator):
                 cond=cond.take(part.prompt.unique()).to("cpu"),
                 rows=rows,
                 preview=self.preview,
-                rewards=() if local else tuple(spec.name for spec in self.specs),
+                rewards=() if score_here else tuple(spec.name for spec in self.specs),
                 version=version,
-                keep=keep or local,
+                keep=keep or score_here,
             )
             for part in parts
         ]
         pending = self.pool.submit(jobs, f"of iteration {request.iteration}")
-        return functools.partial(self._wait, parts, pending, local)
+        return functools.partial(self._wait, parts, pending, score_here)
 
     def _wait(
-        self, requests: Sequence[RolloutRequest], jobs: Sequence[PendingJob], local: bool,
+        self, requests: Sequence[RolloutRequest], jobs: Sequence[PendingJob], score_here: bool,
         timer: Timer,
     ) -> tuple[Images, RewardResult]:  # fmt: skip
-        """Wait for the jobs; score their images here if `local`."""
+        """Wait for the jobs, and with `score_here` for the scores of their images."""
         began = time.perf_counter()
         results = self.pool.wait(jobs)
         waited = time.perf_counter() - began
         timer.lap(self.times[0])
         waited += timer.seconds.get("workers/waited", 0.0)  # of an iteration's first stage
         timer.seconds |= self.pool.metrics() | {"workers/waited": waited}
-        scoring, parts = Scoring(specs=self.specs if local else (), phase="rollout"), []
+        scoring, parts = Scoring(specs=self.specs if score_here else (), phase="rollout"), []
         for request, one in zip(requests, results, strict=True):
-            if one.tree is None or one.levels is None:
+            if one.tree is None:
                 continue
             tree = replace(one.tree, prompt=request.prompt).to(self.backbone.device)
             images = one.levels.float().div_(255)
-            if local:
+            if score_here:
                 submit_images(scoring, images.split(self.decode_batch), request, len(tree.leaf))
             parts.append((tree, images))
         scored = [one.result for one in results]
-        return parts, RewardResult.cat(scored) if scored and not local else scoring.result()
+        return parts, scoring.result() if score_here or not scored else RewardResult.cat(scored)

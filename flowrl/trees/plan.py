@@ -135,6 +135,7 @@ class TreePlan:
     fans: tuple[Fan, ...] = ()
     same_noise: bool = False  # all roots of a prompt start from one noise
     stop_at: int | None = None  # step from which one move leads to the end; needs no fans
+    later: "TreePlan | None" = None  # by which some of the trees that stopped go on from there
     look_ahead: LookAhead | None = None  # drops siblings; all counts are those without it
 
     def __post_init__(self) -> None:
@@ -188,6 +189,11 @@ class TreePlan:
                     yield Move(source=source, step=step, to=to, fan=number)
                     made += 1
                     source = made
+
+    def goes_on_from(self, start: "TreePlan") -> bool:
+        """Return whether trees that stopped by `start` are the first steps of this plan's."""
+        before = tuple(move for move in self.moves if move.step < (start.stop_at or 0))
+        return bool(before) and before == start.moves[:-1]
 
     def without_training(self, steps: range | set[int]) -> "TreePlan":
         """Return the plan with the edges of these steps not learned from (depth pruning)."""
@@ -301,10 +307,10 @@ def levels(plan: TreePlan) -> list[tuple[int, list[Move]]]:
     return [(step, list(moves)) for step, moves in groupby(plan.moves, key=lambda m: m.step)]
 
 
-def level_widths(plan: TreePlan) -> list[int]:
-    """Return for each step how many velocities of a tree are computed together."""
+def level_widths(plan: TreePlan, first: int = 0) -> list[int]:
+    """Return for each step from `first` how many velocities of a tree are computed together."""
     width = widths(plan)
-    sources = [{move.source for move in moves} for _, moves in levels(plan)]
+    sources = [{move.source for move in moves} for step, moves in levels(plan) if step >= first]
     return [sum(width[cohort] for cohort in cohorts) for cohorts in sources]
 
 

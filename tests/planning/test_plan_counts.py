@@ -8,6 +8,7 @@ from flowrl.config import load_config
 from flowrl.planning.work import UpdateWork, count_work, doubles
 
 ODE = {"tree": {"kind": "ode"}, "batch_size": 1}  # so that no rows are made up
+PREVIEWS = {"candidates": 6, "num_inference_steps": None, "stop_at": 2}
 CASES = {
     "chains": ({}, {"kind": "grpo", "kl_coef": 0.1}, 2),
     "trees": (
@@ -29,6 +30,16 @@ CASES = {
     "two stages": (
         {"explore": {"candidates": 6, "num_inference_steps": 2, "precision": "bf16"}},
         {"kind": "nft", "noising": {"count": 2}},
+        1,
+    ),
+    "pruned": (
+        {"explore": PREVIEWS | {"precision": "bf16"}},
+        {"kind": "grpo", "kl_coef": 0.1},
+        1,
+    ),
+    "sampled again": (
+        {"explore": PREVIEWS | {"precision": "auto"}},
+        {"kind": "grpo", "kl_coef": 0.1},
         1,
     ),
 }

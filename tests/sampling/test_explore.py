@@ -177,6 +177,43 @@ def test_a_candidate_that_stops_has_the_trunk_and_the_noise_of_the_tree_it_becom
         assert len(early.leaf) == int((early.step == 2).sum()) and early.step[-1] == 4
 
 
+@pytest.mark.parametrize(
+    ("tree", "more", "forwards"),
+    [  # of 8 images a prompt: after step 2, whose velocities the candidates had
+        ({"kind": "ode"}, {}, 8),
+        ({"kind": "flow_grpo"}, {}, 8),
+        (SPLITS, {}, 8),
+        (SPLITS, {"look_ahead": {"threshold": 0.9}}, None),
+        ({"kind": "branch_grpo", "branch": 2, "splits": [0, 2]}, {}, 8),
+    ],
+)
+def test_selected_candidates_that_go_on_are_those_of_their_noise_in_fewer_forwards(
+    make_learner, drawn, tree, more, forwards
+):
+    explore = FEW | {"candidates": 12, "num_inference_steps": None, "stop_at": 2}
+    options = more | {"tree": tree, "group_size": 8, "num_inference_steps": 5, "batch_size": 1}
+    objective = NFT if tree["kind"] == "ode" else {"kind": "grpo"}
+    rollouts, trees = [], []
+    for precision in ("bf16", "auto"):  # auto samples them again, here by the same network
+        drawn.clear()
+        rollouts.append(
+            rollout_of(make_learner, explore | {"precision": precision}, objective, options)
+        )
+        trees.append(drawn[24:])
+    on, again = rollouts
+    assert torch.equal(on.explored.chosen, again.explored.chosen)
+    for name in ("x", "log_prob", "mean_old", "g", "step", "parent", "leaf", "prompt"):
+        assert torch.equal(getattr(on.tree, name), getattr(again.tree, name)), name
+    if again.tree.twin is not None:
+        assert torch.equal(on.tree.twin, again.tree.twin)
+    for name in ("images", "scores", "group", "trees"):
+        assert torch.equal(getattr(on, name), getattr(again, name)), name
+    saved = [later.forwards - fewer.forwards for fewer, later in zip(*trees, strict=True)]
+    assert len(saved) == len(on.trees) and min(saved) >= 3  # of steps 0, 1 and 2
+    if forwards is not None:
+        assert sum(one.forwards for one in trees[0]) == 2 * forwards * 2
+
+
 def test_most_mixed_keeps_the_trees_whose_estimated_images_differ_most(make_learner):
     explore = FEW | {"candidates": 6, "num_inference_steps": None, "stop_at": 2}
     explore |= {"select": "most_mixed"}

@@ -1,12 +1,25 @@
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from any_plan import plans
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from toy_forest import Counting, D, chain, grown, named_noise, schedule, velocity
 
 from flowrl.functional.noise import coupled
 from flowrl.functional.sde import KERNELS
-from flowrl.trees.plan import INDEPENDENT, Fan, NoiseCoupling, Step, TreePlan, count
+from flowrl.sampling.sampler import sample_tree
+from flowrl.trees.plan import (
+    INDEPENDENT,
+    Fan,
+    NoiseCoupling,
+    Step,
+    TreePlan,
+    count,
+    level_widths,
+)
 
 T = 6
 NOISY = Step(noise=True, train=True)
@@ -95,6 +108,33 @@ def test_the_density_of_a_step_is_that_of_its_mean_and_std():
             normal = torch.distributions.Normal(mean, std[:, None])
             expected = normal.log_prob(tree.x[:, node]).mean(1)
             torch.testing.assert_close(tree.log_prob[:, node], expected, rtol=1e-4, atol=1e-4)
+
+
+@given(st.data(), plans())
+def test_trees_that_stopped_go_on_as_if_they_never_had(data, plan):
+    total = len(plan.steps)
+    stop = data.draw(st.integers(1, total - 1))
+    steps = plan.steps[:stop] + (ODE,) * (total - stop)
+    stopped = replace(plan, steps=steps, fans=(), stop_at=stop, later=plan)
+    assume(plan.goes_on_from(stopped))
+    field, whole = Counting(), grown(plan)
+    early = grown(stopped)
+    rows = torch.tensor(sorted(data.draw(st.sets(st.integers(0, len(early) - 1), min_size=1))))
+    noise = named_noise(rows.tolist())
+    tree = sample_tree(field, early.take(rows), early.prompt[rows], plan, schedule(total), noise)
+    for name, expected in whole.take(rows).by_tree.items():
+        assert torch.equal(getattr(tree, name), expected), name
+    assert torch.equal(tree.g, whole.g)
+    # A velocity where it stopped was computed for the estimated image.
+    assert tree.forwards == field.rows == len(rows) * sum(level_widths(plan, stop + 1))
+
+
+def test_trees_go_on_only_from_the_first_steps_of_their_own_plan():
+    stopped = TreePlan(2, (ODE,) * T, stop_at=2)
+    assert replace(COMB, fans=COMB.fans[3:]).goes_on_from(stopped)
+    assert not COMB.goes_on_from(stopped)  # fans begin before
+    assert not chains().goes_on_from(stopped)  # other steps
+    assert not COMB.goes_on_from(COMB)  # nothing stops
 
 
 def test_a_merged_first_step_has_the_std_of_a_single_one():

@@ -31,6 +31,9 @@ CASES = {
     "two_stage": {"rollout": {"explore": {
         "candidates": 6, "num_inference_steps": 2, "precision": "nvfp4-emulated",
         "audit": {"every": 1}}}, "pipeline": {"min_dim": 0}},
+    "pruned": {"rollout": {"num_inference_steps": 4, "explore": {
+        "candidates": 6, "num_inference_steps": None, "stop_at": 2, "precision": "bf16",
+        "audit": {"every": 1}}}},
     "late": {"rollout": {"staleness": 1}},
     "whole_groups": {"rewards": [{"name": "brightness"}, {"name": "diversity", "weight": 0.1}]},
 }  # fmt: skip

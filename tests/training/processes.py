@@ -44,6 +44,12 @@ TWO_STAGE = CHAINS | {
         "audit": {"every": 1},
     }
 }  # fmt: skip
+PRUNED = TREE | {  # one process has more prompts than another
+    "explore": {
+        "candidates": 3, "num_inference_steps": None, "stop_at": 1, "precision": "bf16",
+        "audit": {"every": 1},
+    }
+}  # fmt: skip
 NFT = {"kind": "nft", "noising": {"count": 2}}
 SELECTIVE = {
     "step_share": 0.5, "error_confidence": 1.0, "kl_on": {"reward": "contrast", "share": 0.4},
@@ -55,6 +61,7 @@ SCORED = {
     "tree": ({"kind": "grpo", "kl_coef": 0.1}, TREE),
     "selective": ({"kind": "grpo", "kl_coef": 0.1} | SELECTIVE, TREE),
     "two_stage": ({"kind": "grpo"}, TWO_STAGE),
+    "pruned": ({"kind": "grpo"}, PRUNED),
     "spo": ({"kind": "spo", "tau": 1e-3}, FAN),
     "nft": (NFT, ODE),
     "dpo": ({"kind": "dpo", "kl_coef": 0.1, "noising": {"count": 2}}, ODE),

@@ -18,11 +18,17 @@ TWO_STAGES = {
     "objective": {"kind": "nft"},
     "rollout": {"tree": {"kind": "ode"}, "explore": EXPLORE},
 }
+PREVIEWS = {"candidates": 8, "precision": "bf16", "num_inference_steps": None, "stop_at": 2}
+PRUNED = {
+    "objective": {"kind": "grpo", "kl_coef": 0.0},
+    "rollout": {"tree": {"kind": "flow_grpo"}, "explore": PREVIEWS | {"audit": {"every": 0}}},
+}
 KINDS = {
     "grpo": GRPO,
     "nft": pytest.param(NFT, marks=pytest.mark.slow),
     "tree": pytest.param(TREE, marks=pytest.mark.slow),
     "two stages": pytest.param(TWO_STAGES, marks=pytest.mark.slow),
+    "pruned": pytest.param(PRUNED, marks=pytest.mark.slow),
 }
 
 MOST_OF_AN_ITERATION, MOST_OF_A_MICRO_BATCH = 20, 4
