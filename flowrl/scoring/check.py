@@ -9,7 +9,7 @@ import importlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -37,6 +37,7 @@ GENERIC = (
 # Allowed differences between two scores of an image: as a share of the spread between images
 # (rounding in bf16 stays below), and of the score itself (float32 sums in another order).
 SPREAD_SHARE, SCORE_SHARE = 0.01, 1e-4
+IN_MORE_WORDS = "This is what the image is asked to show, neither more nor less than this: {}"
 LONGEST = 400  # characters of a reason that are shown
 # What shows in a reason, or in the classes of exceptions, that a package, weights or a server is
 # missing.
@@ -93,7 +94,9 @@ def check_named(
             return [failure_result(name, error)]
         detail = f"needs arguments: {line(str(error.__cause__))}"
         return [_result(name, detail, "Give them, as in --args '{a: 1}'.", state="missing")]
-    return [check_reward(spec, prompts), *_unfit(spec, prompts)]
+    result = check_reward(spec, prompts)
+    longer = _longer_prompts(spec, prompts) if result.state == "ok" else ()
+    return [result, *_unfit(spec, prompts), *longer]
 
 
 def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckResult]:
@@ -110,6 +113,32 @@ def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckR
         yield _result(spec.name, detail, remedy)
     else:
         yield _result(spec.name, summary, state="ok")
+
+
+def _longer_prompts(
+    spec: RewardSpec, prompts: Sequence[PromptRecord]
+) -> Iterator[CheckResult]:
+    """Yield by how much the same images gain where their prompts say the same in more words.
+
+    Not of rewards that compare the images of a prompt, whose scores change together.
+    """
+    if spec.whole_groups:
+        return
+    trials = trials_of(spec, prompts)
+    images = [(trial, image) for trial in trials for image in trial.images]
+    longer = [(replace(t, prompt=IN_MORE_WORDS.format(t.prompt)), image) for t, image in images]
+    alone = [[row] for row in range(len(images))]
+    before, after = (_ask(spec, rows, alone).scores for rows in (images, longer))
+    gain, spread = (after - before).nanmean().item(), before[before.isfinite()].std(correction=0).item()
+    if not abs(gain) > SPREAD_SHARE * spread:
+        return
+    detail = f"prompts in more words of the same meaning gain {gain:.2g}, images differ by "
+    detail += f"{spread:.2g} (standard deviation)"
+    if abs(gain) < spread:
+        yield _result(spec.name, detail, state="ok")
+    else:
+        remedy = "Compare its scores only for prompts of one length, and never across wordings."
+        yield _result(spec.name, detail, remedy, state="warning")
 
 
 def check_reward(

@@ -50,6 +50,18 @@ class Redness:
         }.get(self.fault, score)
 
 
+class Wordy(Redness):
+    name, bounds = "wordy", (None, None)
+
+    def __init__(self, liking: float):
+        super().__init__()
+        self.liking = liking
+
+    def __call__(self, images, prompts, metadata):
+        words = torch.tensor([float(len(prompt.split())) for prompt in prompts])
+        return super().__call__(images, prompts, metadata) + self.liking * words
+
+
 def found(fault: str):
     return check_reward(RewardSpec(name="redness", reward=Redness(fault)))
 
@@ -146,6 +158,14 @@ def test_every_built_in_reward_that_needs_nothing_passes_and_the_others_lack_som
         assert finding.state == "ok", finding
         assert "right" in finding.detail, name  # it has fixtures
         assert load_reward(name).version in finding.detail
+
+
+def test_a_liking_for_long_prompts_is_measured_on_the_same_images():
+    for liking, states in ((0.0, ["ok"]), (0.005, ["ok", "ok"]), (-1.0, ["ok", "warning"])):
+        results = check_named(f"{__name__}:Wordy", {"liking": liking})
+        assert [result.state for result in results] == states, results
+        if liking:
+            assert f" {15 * liking:.2g}" in results[1].detail
 
 
 def test_prompts_of_ones_own_are_counted_by_whether_the_reward_can_judge_them():
