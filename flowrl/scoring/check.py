@@ -115,9 +115,7 @@ def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckR
         yield _result(spec.name, summary, state="ok")
 
 
-def _longer_prompts(
-    spec: RewardSpec, prompts: Sequence[PromptRecord]
-) -> Iterator[CheckResult]:
+def _longer_prompts(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckResult]:
     """Yield by how much the same images gain where their prompts say the same in more words.
 
     Not of rewards that compare the images of a prompt, whose scores change together.
@@ -129,7 +127,10 @@ def _longer_prompts(
     longer = [(replace(t, prompt=IN_MORE_WORDS.format(t.prompt)), image) for t, image in images]
     alone = [[row] for row in range(len(images))]
     before, after = (_ask(spec, rows, alone).scores for rows in (images, longer))
-    gain, spread = (after - before).nanmean().item(), before[before.isfinite()].std(correction=0).item()
+    gain, spread = (
+        (after - before).nanmean().item(),
+        before[before.isfinite()].std(correction=0).item(),
+    )
     if not abs(gain) > SPREAD_SHARE * spread:
         return
     detail = f"prompts in more words of the same meaning gain {gain:.2g}, images differ by "
