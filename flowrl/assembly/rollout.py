@@ -91,7 +91,7 @@ def build_sampler(parts: RolloutParts, prompts: Sequence[PromptRecord]) -> Sampl
         make = functools.partial(PromptBook, options=book, group_size=config.rollout.group_size)
     return Sampler(
         generator=generator,
-        plan=functools.partial(config.rollout.plan, seed=seed),
+        plan=config.rollout.planner(seed),
         prompts=make(
             prompts,
             config.rollout.prompts_per_iteration,

@@ -1,7 +1,8 @@
 """The options of rollouts and optimiser, each with its meaning and source."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -209,6 +210,13 @@ class SamplingOptions(Options):
     def fixed(self) -> bool:
         """Whether all iterations have the same plan."""
         return self.tree.static and self.depth_pruning is None
+
+    def planner(self, seed: int) -> Callable[[int], TreePlan]:
+        """Return what gives an iteration's plan; one that stays the same is made once."""
+        if not self.fixed:
+            return partial(self.plan, seed=seed)
+        plan = self.plan(0, seed)
+        return lambda iteration: plan
 
     def plan(self, iteration: int, seed: int) -> TreePlan:
         """Return the plan of an iteration. Raises PlanError for what cannot work."""
