@@ -281,12 +281,6 @@ class OptimOptions(Options):
         96, "Most forwards in one backward pass; smaller needs less memory, same gradient."
     )
 
-    def lr_at(self, iteration: int, iterations: int) -> float:
-        """Return the learning rate, a function of the iteration alone: resuming needs no state."""
-        risen = min(1.0, (iteration + 1) / (self.warmup + 1))
-        left = max(0.0, 1 - iteration / iterations) if self.schedule == "linear" else 1.0
-        return self.lr * risen * left
-
     def build(self, parameters: "Iterable[Tensor]") -> "AdamW":
         from torch.optim import AdamW
 
@@ -306,12 +300,6 @@ class ReferenceOptions(Options):
         "that of objective.kl_form, where there is one.",
         "Astrolabe: at most 15 iterations, or a bound of 0.15 that it adapts",
     )
-
-    def moves(self, iteration: int, kl: float | None) -> bool:
-        """Return whether the reference moves at the end of an iteration, counted from 0."""
-        if self.every is not None and (iteration + 1) % self.every == 0:
-            return True
-        return self.above_kl is not None and kl is not None and kl > self.above_kl
 
 
 class EMAOptions(Options):
