@@ -31,9 +31,9 @@ from flowrl.backbones.lora_files import save_lora
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config.objectives import AdvantageOptions
-from flowrl.functional.gaussian import log_ratio, velocity_kl
+from flowrl.functional.gaussian import log_ratio
 from flowrl.functional.noise import keyed_noise, noise_seed
-from flowrl.functional.sde import flow_sde_noise, ode_step, sde_step
+from flowrl.functional.sde import flow_sde_noise, ode_step, sde_step, squared_distance
 from flowrl.objectives.advantage import clip_advantage, z_scores
 from flowrl.objectives.grpo import clipped_surrogate
 from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
@@ -206,7 +206,7 @@ def grpo_loss(
         backbone.transformer.disable_adapters()
         v_ref = backbone.velocity(step.x, step.sigma, cond)
         backbone.transformer.enable_adapters()
-    return surrogate.mean() + s.kl_coef * velocity_kl(v, v_ref).mean()
+    return surrogate.mean() + s.kl_coef * squared_distance(v, v_ref).mean()
 
 
 if __name__ == "__main__":

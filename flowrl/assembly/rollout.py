@@ -9,7 +9,7 @@ from flowrl.assembly.backbone import network_dtype
 from flowrl.backbones.base import VelocityField
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import OLD, POLICY, Policy
-from flowrl.backbones.quantized_base import is_quantised
+from flowrl.backbones.quantized_base import check_mergeable, is_quantised
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config
 from flowrl.config.rollout import Precision
@@ -57,11 +57,17 @@ class RolloutParts:
 
     @property
     def merged(self) -> bool:
-        """Whether the adapter is folded into the weights that sample exactly."""
+        """Whether the adapter is folded into the weights that sample exactly.
+
+        Raises UserError where that is wanted of quantised weights.
+        """
         # Folding rounds the weights: in fp32 that is far below any clip, in half precision not.
         wanted, p = self.config.rollout.merge_lora, self.config.pipeline
         # Folding puts other tensors in place of the weights, whose addresses CUDA graphs hold.
         sound = p.dtype == "fp32" and p.compile != "graphs" and self.foldable
+        if wanted is True:
+            for weight in self.policy.network.parameters():
+                check_mergeable(weight)
         return sound if wanted == "auto" else wanted
 
     @property
@@ -91,7 +97,7 @@ def build_sampler(parts: RolloutParts, prompts: Sequence[PromptRecord]) -> Sampl
         make = functools.partial(PromptBook, options=book, group_size=config.rollout.group_size)
     return Sampler(
         generator=generator,
-        plan=functools.partial(config.rollout.plan, seed=seed),
+        plan=config.rollout.planner(seed),
         prompts=make(
             prompts,
             config.rollout.prompts_per_iteration,

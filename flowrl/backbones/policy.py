@@ -17,7 +17,6 @@ from flowrl.backbones.base import VelocityField
 from flowrl.backbones.compiling import begin_step
 from flowrl.backbones.lora_formats import LoRA
 from flowrl.backbones.pipeline import PipelineBackbone
-from flowrl.backbones.quantized_base import check_mergeable
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
@@ -215,7 +214,8 @@ class Policy:
     def merged(self, name: str = POLICY) -> Iterator[None]:
         """Merge an adapter into the frozen weights inside the block: fewer, larger matmuls.
 
-        The weights are restored from a copy, bit for bit; PEFT subtracts, which drifts.
+        The weights, which must pass `check_mergeable`, are restored from a copy, bit for bit; PEFT
+        subtracts, which drifts.
         """
         before: list[tuple[nn.Parameter, Tensor]] = []
         with torch.no_grad(), self.disabled():
@@ -348,11 +348,7 @@ class Policy:
 
 
 def merged_weight(layer: Any, weight: Tensor, adapter: str) -> Tensor:
-    """Return W + s B A of one of PEFT's layers, fp32 under autocast too; shaped like the weight.
-
-    Raises UserError for a weight in 8 or 4 bits.
-    """
-    check_mergeable(layer.get_base_layer().weight)
+    """Return W + s B A of one of PEFT's layers, fp32 under autocast too; shaped like the weight."""
     with torch.autocast(weight.device.type, enabled=False):
         return weight.float() + layer.get_delta_weight(adapter)
 

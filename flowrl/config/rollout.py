@@ -1,7 +1,8 @@
 """The options of rollouts and optimiser, each with its meaning and source."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -217,6 +218,13 @@ class SamplingOptions(Options):
         e = self.explore
         return e is not None and e.stop_at is not None and e.precision == "bf16"
 
+    def planner(self, seed: int) -> Callable[[int], TreePlan]:
+        """Return what gives an iteration's plan; one that stays the same is made once."""
+        if not self.fixed:
+            return partial(self.plan, seed=seed)
+        plan = self.plan(0, seed)
+        return lambda iteration: plan
+
     def plan(self, iteration: int, seed: int) -> TreePlan:
         """Return the plan of an iteration. Raises PlanError for what cannot work."""
         steps, leaves, pruned = self.num_inference_steps, self.group_size, self.depth_pruning
@@ -282,12 +290,6 @@ class OptimOptions(Options):
         96, "Most forwards in one backward pass; smaller needs less memory, same gradient."
     )
 
-    def lr_at(self, iteration: int, iterations: int) -> float:
-        """Return the learning rate, a function of the iteration alone: resuming needs no state."""
-        risen = min(1.0, (iteration + 1) / (self.warmup + 1))
-        left = max(0.0, 1 - iteration / iterations) if self.schedule == "linear" else 1.0
-        return self.lr * risen * left
-
     def build(self, parameters: "Iterable[Tensor]") -> "AdamW":
         from torch.optim import AdamW
 
@@ -307,12 +309,6 @@ class ReferenceOptions(Options):
         "that of objective.kl_form, where there is one.",
         "Astrolabe: at most 15 iterations, or a bound of 0.15 that it adapts",
     )
-
-    def moves(self, iteration: int, kl: float | None) -> bool:
-        """Return whether the reference moves at the end of an iteration, counted from 0."""
-        if self.every is not None and (iteration + 1) % self.every == 0:
-            return True
-        return self.above_kl is not None and kl is not None and kl > self.above_kl
 
 
 class EMAOptions(Options):

@@ -2,7 +2,7 @@
 
 Densities and ratios are *means* over the latent elements, as in all published code, so a ratio here
 is the true one to the power 1/D.
-Shapes: x, mean, v: (B, *latent); std, dt: () or (B,). Every axis but the first is reduced.
+Shapes: x, mean: (B, *latent); std, dt: () or (B,). Every axis but the first is reduced.
 """
 
 import math
@@ -45,11 +45,6 @@ def latent_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
 def latent_kl_no_dt(mean: Tensor, mean_ref: Tensor, std: Tensor, dt: Tensor) -> Tensor:
     """The published form mean d^2 / (2 g^2): `latent_kl` times |dt|, as std = g sqrt|dt|."""
     return latent_kl(mean, mean_ref, std) * dt.abs()
-
-
-def velocity_kl(v: Tensor, v_ref: Tensor) -> Tensor:
-    """Mean squared difference of velocities: a penalty with equal weight at every sigma."""
-    return _average((v - v_ref).square())
 
 
 def _average(value: Tensor) -> Tensor:

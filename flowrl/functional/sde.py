@@ -43,6 +43,11 @@ def extrapolate(v_ref: Tensor, v: Tensor, strength: float) -> Tensor:
     return v_ref.lerp(v, strength)
 
 
+def squared_distance(v: Tensor, v_ref: Tensor) -> Tensor:
+    """Mean squared difference of velocities: a KL penalty with equal weight at every sigma. (B,)"""
+    return (v - v_ref).square().flatten(1).mean(1)
+
+
 # --- One denoising step as a Gaussian: ODE, Flow-SDE, Dance-SDE, CPS, overshoot -----------------
 
 

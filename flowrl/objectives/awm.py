@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config.objectives import AWMOptions
-from flowrl.functional.gaussian import velocity_kl
+from flowrl.functional.sde import squared_distance
 from flowrl.objectives.advantage import ADVANTAGE_CLIP, image_advantages
 from flowrl.objectives.base import Models, Needs, OldPolicy
 from flowrl.objectives.batches import Endpoints
@@ -82,7 +82,7 @@ class AWM:
         v = points.velocity(models.policy)
         with torch.no_grad():
             v_old = points.velocity(models.old)
-        err, err_old = (velocity_kl(field, points.target) for field in (v, v_old))
+        err, err_old = (squared_distance(field, points.target) for field in (v, v_old))
         advantage = batch.signal.repeat_interleave(points.count)
         surrogate, clipped = awm_loss(err, err_old, points.sigma, advantage, self.options.clip)
         loss = surrogate.mean()

@@ -71,6 +71,7 @@ class Endpoints:
                 "a group lies on several processes, and its images are compared: the objective "
                 "must declare Needs(complete_groups=True)"
             )
+        pull = torch.ones(len(keep)) if pull_on is None else kl_weights(rollout, pull_on, keep)
         return Endpoints(
             x0=tree.leaves()[send(rows, tree.x.device)],
             prompt=tree.prompt_of_leaves().cpu()[rows],
@@ -78,7 +79,7 @@ class Endpoints:
             image=image,
             reward=rollout.reward.cpu()[image].float(),
             signal=signal.cpu()[image].float(),
-            pull=kl_weights(rollout, pull_on, keep)[image],
+            pull=pull[image],
             sigmas=tree.sigmas,
             cond=rollout.cond,
             forwards=forwards,

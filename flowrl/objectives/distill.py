@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.config.objectives import DistillOptions
 from flowrl.errors import UserError
-from flowrl.functional.gaussian import velocity_kl
+from flowrl.functional.sde import squared_distance
 from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.batches import Endpoints
 from flowrl.objectives.noising import noise_images
@@ -48,7 +48,7 @@ class Distill:
             taught = torch.stack([points.velocity(teacher) for teacher in models.teachers])
             number = batch.signal.long().repeat_interleave(points.count)
             target = taught[number, torch.arange(len(number), device=number.device)]
-        distance = velocity_kl(points.velocity(models.policy), target)
+        distance = squared_distance(points.velocity(models.policy), target)
         return distance.mean(), {"policy/teacher_distance": distance.detach().mean()}
 
 

@@ -11,9 +11,8 @@ from flowrl.functional.gaussian import (
     latent_kl_no_dt,
     log_ratio,
     ratio_norm,
-    velocity_kl,
 )
-from flowrl.functional.sde import Step, StepKernel
+from flowrl.functional.sde import Step, StepKernel, squared_distance
 from flowrl.objectives.advantage import image_advantages, tie_break_noise, top_share
 from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.selective_kl import kl_weights
@@ -218,7 +217,7 @@ class GRPO:
     ) -> Tensor:
         """Return the divergence from the reference as `kl_form` says. (N,)"""
         if self.options.kl_form == "velocity":
-            return velocity_kl(v, v_ref)
+            return squared_distance(v, v_ref)
         if self.options.kl_form == "latent_dt":
             return latent_kl(mean, mean_ref, std)
         return latent_kl_no_dt(mean, mean_ref, std, dt)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config.objectives import ComparedOptions
-from flowrl.functional.gaussian import velocity_kl
+from flowrl.functional.sde import squared_distance
 from flowrl.objectives.base import Models, Needs, OldPolicy
 from flowrl.objectives.batches import Compared, Endpoints
 from flowrl.objectives.noising import noise_images
@@ -66,7 +66,7 @@ class ImplicitReward:
         with torch.no_grad():
             v_anchor = points.velocity(models.old if moving else models.reference)
         if self.options.kl_coef > 0:
-            kl = points.distance(v, models.reference) if moving else velocity_kl(v, v_anchor)
+            kl = points.distance(v, models.reference) if moving else squared_distance(v, v_anchor)
             penalty = (points.pull * kl).mean()
         policy, anchor = (points.error(field).mean(1) for field in (v, v_anchor))
         return Errors(policy=policy, anchor=anchor, penalty=penalty)

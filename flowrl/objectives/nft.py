@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config.objectives import NFTOptions, OldDecayOptions
-from flowrl.functional.gaussian import velocity_kl
-from flowrl.functional.sde import x0_from_velocity
+from flowrl.functional.sde import squared_distance, x0_from_velocity
 from flowrl.objectives.advantage import ADVANTAGE_CLIP, clip_advantage, image_advantages
 from flowrl.objectives.base import Models, Needs, OldPolicy
 from flowrl.objectives.batches import Endpoints
@@ -40,7 +39,7 @@ def _weighted_error(prediction: Tensor, target: Tensor) -> Tensor:
     with torch.no_grad():
         distance = (prediction.double() - target.double()).abs().flatten(1).mean(1)
         scale = distance.clamp(min=SMALLEST_WEIGHT)
-    return (velocity_kl(prediction, target) / scale).to(prediction.dtype)
+    return (squared_distance(prediction, target) / scale).to(prediction.dtype)
 
 
 def reward_to_unit(advantage: Tensor) -> Tensor:
@@ -93,8 +92,8 @@ class NFT:
         each = nft_loss(v, v_old, points.x, points.x0, points.sigma, r, self.options.nft_mix)
         loss = each.mean()
         metrics: Metrics = {
-            "policy/error": velocity_kl(v.detach(), points.target).mean(),
-            "policy/moved": velocity_kl(v.detach(), v_old).mean(),
+            "policy/error": squared_distance(v.detach(), points.target).mean(),
+            "policy/moved": squared_distance(v.detach(), v_old).mean(),
         }
         if self.options.kl_coef > 0:
             kl = points.distance(v, models.reference)

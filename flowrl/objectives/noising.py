@@ -8,9 +8,8 @@ from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
 from flowrl.config.objectives import NoisingOptions
-from flowrl.functional.gaussian import velocity_kl
 from flowrl.functional.noise import keyed_noise, keyed_uniform, noise_seed
-from flowrl.functional.sde import lift
+from flowrl.functional.sde import lift, squared_distance
 from flowrl.objectives.batches import Endpoints
 from flowrl.trajectory import Conditioning
 from flowrl.utils.devices import send
@@ -36,13 +35,13 @@ class NoisedImages:
 
     def error(self, v: Tensor) -> Tensor:
         """Return the mean squared distance of velocities and target. (N, D)"""
-        return velocity_kl(v, self.target).view(-1, self.count)
+        return squared_distance(v, self.target).view(-1, self.count)
 
     def distance(self, v: Tensor, field: VelocityField) -> Tensor:
         """Return the squared distances of velocities from those of another field. (N * D,)"""
         with torch.no_grad():
             other = self.velocity(field)
-        return velocity_kl(v, other)
+        return squared_distance(v, other)
 
 
 def noise_images(batch: Endpoints, options: NoisingOptions) -> NoisedImages:

@@ -17,14 +17,12 @@ from flowrl.scoring.spec import RewardSpec
 from flowrl.trajectory import Rollout
 
 
-def kl_weights(rollout: Rollout, options: KLOnOptions | None, among: Tensor) -> Tensor:
+def kl_weights(rollout: Rollout, options: KLOnOptions, among: Tensor) -> Tensor:
     """Return 1 for the images that pay the penalty and 0 for the rest. (G,) fp32
 
     The share is of the images `among` (G,) bool, of all processes. Images without one of the two
     scores pay after all others.
     """
-    if options is None:
-        return torch.ones(len(among))
     other = rollout.scores.cpu()[:, rollout.names.index(options.reward)]
     apart = disagreement(rollout.reward.cpu(), other, rollout.group.cpu())
     rows = among.nonzero().squeeze(1)

@@ -107,7 +107,7 @@ class Learner:
                 # Now, not before the next rollout, where a resumed run would repeat it.
                 self.policy.whole = False
                 self.policy.update_old(old.decay(iteration + 1))
-            if self.reference.moves(iteration, metrics.get("policy/kl")):
+            if moves_reference(self.reference, iteration, metrics.get("policy/kl")):
                 self.policy.whole = False
                 self.policy.move_reference()
             if self.book is not None:
@@ -127,7 +127,7 @@ class Learner:
         """Update the policy on one rollout; return metrics averaged over all processes' rows."""
         optim, policy, runtime = self.optim, self.policy, self.runtime
         for group in self.optimizer.param_groups:
-            group["lr"] = optim.lr_at(iteration, self.iterations)
+            group["lr"] = learning_rate(optim, iteration, self.iterations)
         fresh: Any = self.objective.prepare(rollout)
         batch: Batch = fresh if self.replay is None else self.replay.join(fresh)
         means = RowMeans()
@@ -259,3 +259,17 @@ class Learner:
                 "weights and should compute the same velocities. Set rollout.merge_lora to false, "
                 "optim.micro_batch to rollout.batch_size, or pipeline.dtype to fp32"
             )
+
+
+def learning_rate(options: OptimOptions, iteration: int, iterations: int) -> float:
+    """Return the learning rate, a function of the iteration alone: resuming needs no state."""
+    risen = min(1.0, (iteration + 1) / (options.warmup + 1))
+    left = max(0.0, 1 - iteration / iterations) if options.schedule == "linear" else 1.0
+    return options.lr * risen * left
+
+
+def moves_reference(options: ReferenceOptions, iteration: int, kl: float | None) -> bool:
+    """Return whether the reference moves at the end of an iteration, counted from 0."""
+    if options.every is not None and (iteration + 1) % options.every == 0:
+        return True
+    return options.above_kl is not None and kl is not None and kl > options.above_kl

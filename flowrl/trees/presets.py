@@ -64,10 +64,10 @@ class TreeOptions(Options):
 
     @property
     def static(self) -> bool:
-        """Whether every iteration has the same plan."""
-        window = getattr(self, "window", None)
+        """Whether every iteration has the same plan, which nobody knows of a function."""
+        window, kind = getattr(self, "window", None), type(self)
         still = window is None or window.kind in ("all", "fixed")
-        return still and type(self).at is TreeOptions.at
+        return still and (kind.at, kind.plan) == (TreeOptions.at, TreeOptions.plan)
 
     def at(self, iteration: int, steps: int, seed: int) -> Any:
         """Return what of the plan depends on the iteration: the steps of the window, if any."""

@@ -87,12 +87,18 @@ def test_adapters_above_rounded_weights_stay_exact_and_train(learner):
     assert all(torch.equal(w.dequantize(), k) for w, k in zip(base, kept, strict=True)) and base
 
 
-def test_nothing_is_folded_into_rounded_weights(learner):
+def test_nothing_is_folded_into_rounded_weights(learner, tiny_config):
+    config = tiny_config(rollout={"merge_lora": True})
+    provided = load_pipeline(
+        config.pipeline.path,
+        dtype="fp32",
+        device="cpu",
+        rounding=loading_config(INT8, torch.float32),
+    )
+    with pytest.raises(UserError, match="cannot be folded into weights of 8 or 4 bits"):
+        build_learner(config, Runtime(device="cpu"), ProvidedObjects(pipeline=provided))
     layers = [m for m in learner.policy.network.modules() if hasattr(m, "base_layer")]
     before = [layer.base_layer.weight.data.qdata for layer in layers]
-    with pytest.raises(UserError, match="cannot be folded into weights of 8 or 4 bits"):
-        with learner.policy.merged():
-            pass
     with pytest.raises(UserError, match="cannot be folded"):
         RolloutModel(learner.policy)
     after = [layer.base_layer.weight.data.qdata for layer in layers]

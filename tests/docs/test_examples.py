@@ -11,6 +11,7 @@ import torch
 
 from flowrl.backbones.lora_formats import open_lora
 from flowrl.config.rewards import HTTPOptions
+from flowrl.config.rollout import SamplingOptions
 from flowrl.scoring.check import check_named
 from flowrl.scoring.executors.http import HTTPExecutor
 from flowrl.scoring.protocol import Info, Response, ScoreRequest
@@ -65,9 +66,10 @@ def test_the_reward_of_the_guide_is_found_by_its_path_and_prefers_edges(here):
 
 def test_the_plan_of_the_guide_is_found_by_its_path(here):
     (here / "my_plans.py").write_text(example("plan"))
-    section = CustomTreeOptions(kind="custom", function="my_plans:widening")
+    tree = CustomTreeOptions(kind="custom", function="my_plans:widening")
+    planner = SamplingOptions(tree=tree, num_inference_steps=8, group_size=4).planner(seed=0)
     for iteration, trained in [(0, 1), (120, 3), (10_000, 7)]:
-        plan = section.plan(iteration=iteration, steps=8, leaves=4, seed=0)
+        plan = planner(iteration)
         assert [step.train for step in plan.steps] == [True] * trained + [False] * (8 - trained)
         assert count(plan).leaves == 4
 

@@ -11,7 +11,7 @@ from toy_policy import CHAINS, REWARD, SPLIT, Toy, collect
 
 from flowrl.config.objectives import GRPOOptions, KLOnOptions
 from flowrl.errors import UserError
-from flowrl.functional.gaussian import velocity_kl
+from flowrl.functional.sde import squared_distance
 from flowrl.objectives.noising import noise_images
 from flowrl.objectives.selective_kl import check_kl_on, disagreement, kl_weights
 from flowrl.scoring.spec import RewardSpec
@@ -97,7 +97,7 @@ def test_the_penalty_is_the_distance_of_the_images_that_pay(name):
     batch = objective.prepare(rollout)
     assert 0 < batch.pull.sum() == math.ceil(0.4 * len(batch) - 1e-9) < len(batch)
     points = noise_images(batch, objective.options.noising)
-    distance = velocity_kl(points.velocity(toy), points.velocity(reference).detach())
+    distance = squared_distance(points.velocity(toy), points.velocity(reference).detach())
     expected = 0.5 * (distance.view(len(batch), -1).mean(1) * batch.pull).sum() / len(batch)
     free = replace(objective, options=objective.options.model_copy(update={"kl_coef": 0.0}))
     with_and_without = [

@@ -9,8 +9,8 @@ from torch import Tensor
 from flowrl.backbones.base import VelocityField
 from flowrl.config.objectives import RewardBackpropOptions
 from flowrl.functional.batches import recomputed
-from flowrl.functional.gaussian import velocity_kl
 from flowrl.functional.noise import keyed_noise, keyed_uniform, noise_seed
+from flowrl.functional.sde import squared_distance
 from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.batches import Trajectories, at_least_fp32
 from flowrl.objectives.noising import without_replacement
@@ -37,7 +37,7 @@ class Velocities:
         cond = self.batch.cond.take(self.batch.prompt[row])
         v = at_least_fp32(self.policy(x, sigma, cond))
         if self.reference is not None:
-            distance = velocity_kl(v, at_least_fp32(self.reference(x, sigma, cond)))
+            distance = squared_distance(v, at_least_fp32(self.reference(x, sigma, cond)))
             self._distance = self._distance.index_add(0, row, distance.to(self._distance))
             self._points = self._points.index_add(0, row, torch.ones_like(self._points[row]))
         return v
