@@ -6,9 +6,7 @@ chains, which are trees too: nothing after the sampler knows whether it branched
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -228,43 +226,6 @@ class Transitions:
             **{name: getattr(self, name)[edges] for name in per_edge},
             parent=parent[edges],
         )
-
-    def telling(self) -> "Transitions":
-        """Return the parents of edges with an advantage, on the CPU, with the latents they need."""
-        size = self.advantage.new_zeros(len(self.node))
-        size = size.index_add(0, self.parent, self.advantage.abs())
-        part = self.take(size.nonzero().squeeze(1))
-        latents, place = torch.cat([part.node, part.child]).unique(return_inverse=True)
-        prompts, prompt = part.prompt.unique(return_inverse=True)
-        node, child = place.split([len(part.node), len(part.child)])
-        return replace(
-            part,
-            latents=self.latents[send(latents, self.latents.device)].cpu(),
-            means=part.mean_old.cpu(),
-            node=node,
-            child=child,
-            edge=torch.arange(len(part.edge)),
-            prompt=prompt,
-            cond=self.cond.take(prompts).to("cpu"),
-        )
-
-    @staticmethod
-    def cat(parts: list["Transitions"]) -> "Transitions":
-        """Join the steps of several rollouts, on the device of the first one's latents."""
-        if len(parts) == 1:
-            return parts[0]
-        device = parts[0].latents.device
-        owners = {"node": "latents", "child": "latents", "edge": "means", "parent": "node",
-                  "prompt": "cond"}  # fmt: skip
-        joined: dict[str, Any] = {"cond": Conditioning.cat([p.cond.to(device) for p in parts])}
-        for column in fields(Transitions):
-            columns = [getattr(part, column.name) for part in parts]
-            if owner := owners.get(column.name):  # indices
-                starts = accumulate((len(getattr(p, owner)) for p in parts), initial=0)
-                columns = [rows + start for rows, start in zip(columns, starts, strict=False)]
-            if isinstance(columns[0], Tensor):
-                joined[column.name] = torch.cat([c.to(columns[0].device) for c in columns])
-        return replace(parts[0], **joined)
 
     def metrics(self) -> Metrics:
         """Return the cost of one pass over the rows, and the share of edges without advantage."""

@@ -36,27 +36,6 @@ def gathered(keep: torch.Tensor, advantage: torch.Tensor) -> Transitions:
     return transitions(two_trees(), advantage, keep.bool(), torch.tensor([6, 7]), cond)
 
 
-def test_steps_of_several_rollouts_are_joined_and_those_that_tell_nothing_left_out():
-    advantage = torch.tensor([[0.0, 2, 0, 0], [0, 0, 7, 8]])
-    whole = gathered(torch.ones(2, 4), advantage)
-    telling, same = whole.telling(), whole.take(torch.tensor([0, 3]))
-    assert len(telling.latents) == 6 and len(telling.means) == 4  # of 12 and 8
-
-    def rows(batch: Transitions) -> dict[str, torch.Tensor]:
-        at = batch.parent
-        columns = {"x": batch.x[at], "cond": batch.cond.take(batch.prompt).tensors["a"][at]}
-        per_edge = ("x_next", "mean_old", "sigma_next", "g", "advantage", "weight", "pull", "step")
-        columns |= {name: getattr(batch, name) for name in per_edge}
-        return columns | {name: getattr(batch, name)[at] for name in ("sigma", "group")}
-
-    parts = [whole, telling, gathered(torch.zeros(2, 4), advantage), whole.take(torch.arange(1, 3))]
-    joined = Transitions.cat(parts)
-    assert len(joined.node) == 4 + 2 + 0 + 2 and bool((joined.parent.diff() >= 0).all())
-    for name, column in rows(joined).items():
-        assert torch.equal(column, torch.cat([rows(part)[name] for part in parts])), name
-        assert torch.equal(rows(telling)[name], rows(same)[name]), name
-
-
 def test_edges_stand_under_their_parents_and_leaves_tree_by_tree():
     advantage = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]])
     batch = gathered(torch.ones(2, 4), advantage)

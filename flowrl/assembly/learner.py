@@ -55,7 +55,6 @@ from flowrl.training.hacking import hacking_rule
 from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner, Source
 from flowrl.training.radar import radar_of
-from flowrl.training.replay import Replay
 from flowrl.training.run import Run
 from flowrl.training.tracking import Report
 from flowrl.utils.digests import content_digest, digest
@@ -125,7 +124,7 @@ def build_learner(
     if r.store is not None:
         text_cache = caches.get(learning, r.learning_guidance_scale)
     check_velocity(config, runtime, text_cache, prompts)
-    source, replay = build_source(parts, prompts, caches), config.optim.replay
+    source = build_source(parts, prompts, caches)
     return Learner(
         source=source,
         specs=specs,
@@ -139,7 +138,6 @@ def build_learner(
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
         book=source.book if isinstance(source, Sampler) else None,
         rewording=source.rewording if isinstance(source, Sampler) else None,
-        replay=Replay(iterations=replay, runtime=runtime) if replay else None,
         checks_ratio=not isinstance(source, Ahead),
     )
 

@@ -280,12 +280,6 @@ class OptimOptions(Options):
         "and the clip cannot bind.",
         "2 in Flow-GRPO's published settings",
     )
-    replay: Whole = option(
-        0,
-        "Iterations in which steps that have an advantage are learned from again, "
-        "beside the new ones, by the ratio to the policy that sampled them; needs objective grpo, "
-        "whose clip drops what has moved too far.",
-    )
     micro_batch: Count = option(
         96, "Most forwards in one backward pass; smaller needs less memory, same gradient."
     )

@@ -202,10 +202,6 @@ def check_objective(
         "rollout.kernel is cps, which has no step length of an SDE to leave out",
         ("objective.kl_form", no_dt and rollout.kernel == "cps", "latent_dt"),
     )
-    refuse(
-        f"objective.kind {objective.kind} has no ratio to the policy that sampled earlier steps",
-        ("optim.replay", optim.replay and not isinstance(objective, GRPOOptions), "0"),
-    )
     noising = getattr(objective, "noising", None)
     if noising is not None and rollout.store is None:
         check_noising(noising, rollout.num_inference_steps)

@@ -98,11 +98,10 @@ class MemoryPlan:
         images = max(count(p).leaves // p.roots * self.trees(p) for p in plans)
         guided = doubles(config, config.rollout.guidance_scale)
         rows = min(config.rollout.batch_size, frontier) * (1 + guided)
-        # The latents and texts of the rollouts that are learned from.
-        prompts = self.prompts * (1 + config.optim.replay)
+        # The latents and texts of the rollout that is learned from.
         held = {
-            "latents": self.latents(self.kind.plan, prompts),
-            "text embeddings": self.text(prompts + frontier, guided),
+            "latents": self.latents(self.kind.plan, self.prompts),
+            "text embeddings": self.text(self.prompts + frontier, guided),
         }
         sampling = held | self.sampling(held["latents"])
         parts: dict[str, dict[str, int]] = {

@@ -133,7 +133,6 @@ def _iteration_work(config: Config, needs: Needs, load: IterationWork) -> Update
     rows = load.prompts * min(load.roots * load.rows, load.group_rows or load.roots * load.rows)
     training = rows * load.row_forwards * (1 + doubles(config, r.learning_guidance_scale))
     training = math.ceil(training * getattr(config.objective, "step_share", 1))
-    training *= 1 + config.optim.replay  # at most
     again = config.memory.gradient_checkpointing + config.objective.recomputes
     return UpdateWork(
         images=load.prompts * load.roots * load.leaves,

@@ -25,7 +25,6 @@ from flowrl.sampling.rewording import Rewording
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.metrics import RowMeans, rollout_metrics
-from flowrl.training.replay import Replay
 from flowrl.training.run import Run
 from flowrl.trajectory import Rollout
 from flowrl.utils.distributed import Runtime
@@ -75,13 +74,12 @@ class Learner:
     reward_gradient: Callable[[Rollout], RewardField]  # of the trained reward, at its images
     book: PromptBook | None = None  # that chooses the source's prompts
     rewording: Rewording | None = None  # of the source's prompts
-    replay: Replay | None = None  # of earlier iterations' steps
     checks_ratio: bool = True  # rollouts are sampled by the very weights that learn from them
 
     @property
     def memories(self) -> dict[str, Any]:
         """What changes with training beside the policy, by its name in checkpoints."""
-        parts = {"book": self.book, "refiner": self.rewording, "replay": self.replay}
+        parts = {"book": self.book, "refiner": self.rewording}
         return {name: part for name, part in parts.items() if part is not None}
 
     def with_kl(self, kl_coef: float | None) -> "Learner":
@@ -128,13 +126,11 @@ class Learner:
         optim, policy, runtime = self.optim, self.policy, self.runtime
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(optim, iteration, self.iterations)
-        fresh: Any = self.objective.prepare(rollout)
-        batch: Batch = fresh if self.replay is None else self.replay.join(fresh)
+        batch: Batch = self.objective.prepare(rollout)
         means = RowMeans()
         means.add(batch.metrics(), 1, weight=len(rollout.tree))
-        # First pass: the policy still equals the sampling policy of new steps, so the ratio is 1.
-        all_new = self.replay is None or self.replay.empty
-        check_ratio = self.objective.needs.ratio and self.checks_ratio and all_new
+        # First pass: the policy still equals the sampling policy, so the ratio is 1.
+        check_ratio = self.objective.needs.ratio and self.checks_ratio
         for part in batch.updates(optim.updates_per_rollout):
             rows = runtime.sum(len(part))  # of all processes
             if not rows:
@@ -154,9 +150,6 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=not policy.graphs)
             policy.update_ema_and_count()
             means.add({"grad/norm": torch.tensor(norm)}, 1)
-        if self.replay is not None:
-            policy.whole = False
-            self.replay.keep(fresh)
         return means.of_all(runtime)
 
     @property

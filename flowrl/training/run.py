@@ -557,8 +557,6 @@ class Run:
             return self._go_on()
         if not policy.whole:
             return f"Iteration {self.done + 1} had begun to train and is not saved. {self._go_on()}"
-        if "replay" in self._memories and self.runtime.world_size > 1:
-            return f"The steps of other processes (optim.replay) cannot be saved. {self._go_on()}"
         try:
             with phase("save"):
                 self._check_finite()

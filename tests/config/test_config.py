@@ -216,7 +216,6 @@ TRACKED = ["prompts.book={}", "objective.advantage.center=tracker"]
         (["runtime.shard=node", "pipeline.precision=fp8"], "pipeline.precision", "null"),
         (["runtime.shard=node", "memory.base_bits=8"], "memory.base_bits", "null"),
         (["prompts.weights={colors: 3}"], "prompts.balance", "tag"),
-        (["optim.replay=1", "objective={kind: nft}"], "optim.replay", "0"),
         (["reference.every=2", "objective.kl_coef=0"], "objective.kl_coef", "0.1"),
         (["objective.kl_on={reward: quality}"], "objective.kl_coef", "0.1"),
         (["run.on_hacking={}", "evaluation.every=9", "lora.init_from=a"], "lora.init_from", "null"),

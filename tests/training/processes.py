@@ -123,7 +123,7 @@ def config_of(case: str, folder: Path, shard: str):
             "rollout": rollout,
             "objective": objective,
             "evaluation": EVALUATION,
-            "optim": {"lr": 1e-3, "micro_batch": 4, "replay": int(case == "selective")},
+            "optim": {"lr": 1e-3, "micro_batch": 4},
             "rewards": rewards,
             "run": {"iterations": 2, "output_dir": str(folder / f"run-{case}")},
             "reference": {"every": 1 if case == "reference" else None},

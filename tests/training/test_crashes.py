@@ -43,7 +43,6 @@ KINDS = {
         "rollout": PLAIN,
         "objective": {"kind": "grpo", "kl_coef": 0.1},
         "reference": {"every": 1},
-        "optim": {"replay": 1},
         "ema": {"decay": 0.5},
         "evaluation": EVALUATION,
     },
