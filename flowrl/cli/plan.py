@@ -63,16 +63,16 @@ def plan(
     """
     from flowrl.config import load_config
 
-    with starting():
-        from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
-
-    request = recipe_request(words, "flowrl plan quickstart")
-    config = load_config(request.recipe, request.overrides)
-    size = memory_class(Path(request.recipe).name) if memory is None else parse_memory(memory)
-    host = None if host_memory is None else parse_memory(host_memory, "--host-memory")
-    count = gpus or gpus_of(request.recipe)
-    gc.disable()  # imports and shapes stay: looking among them for garbage takes a sixth of the time
+    gc.disable()  # what is imported stays: looking in it for garbage takes a sixth of the time
     try:
+        with starting():
+            from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
+
+        request = recipe_request(words, "flowrl plan quickstart")
+        config = load_config(request.recipe, request.overrides)
+        size = memory_class(Path(request.recipe).name) if memory is None else parse_memory(memory)
+        host = None if host_memory is None else parse_memory(host_memory, "--host-memory")
+        count = gpus or gpus_of(request.recipe)
         planned = make_plan(config, gpus=count, memory=size, host_memory=host)
     finally:
         gc.enable()
