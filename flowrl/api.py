@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from PIL import Image
 
 from flowrl.assembly.auditing import (
     candidate_rows,
@@ -256,6 +257,7 @@ def sample(
     output_dir: Path,
     best_of: int = 1,
     reward: RewardSpec | None = None,
+    near: float | None = None,
 ) -> dict[Path, float]:
     """Generate `count` images of each prompt with the pipeline's own call.
 
@@ -264,6 +266,8 @@ def sample(
 
     Args:
         best_of: seeds for each image; of their images the one that `reward` scores best is kept.
+        near: share of new noise in the later half of these seeds, each of which begins near the
+            noise of the best image so far; None tries all independently.
 
     Returns:
         The PNG files with their scores; NaN without a reward.
@@ -279,14 +283,35 @@ def sample(
     scores = {}
     with Steps("drawing", len(records) * count, console=SafeConsole(stderr=True)) as steps:
         for (i, record), k in itertools.product(enumerate(records), range(count)):
-            seeds = range(seed + k * best_of, seed + (k + 1) * best_of)
-            images = [drawing.image(record.encoded, s, record.negative) for s in seeds]
-            best, score = best_image(reward, images, record) if reward else (0, math.nan)
-            path = unused(output_dir / f"{i:03d}-seed{seeds[best]}.png")
-            write_bytes(path, png(images[best]))
+            tries = range(seed + k * best_of, seed + (k + 1) * best_of)
+            seeds, image, score = _best_try(drawing, record, tries, reward, near)
+            path = unused(output_dir / f"{i:03d}-seed{'-'.join(map(str, seeds))}.png")
+            write_bytes(path, png(image))
             scores[path] = score
             steps.advance()
     return scores
+
+
+def _best_try(
+    drawing: Drawing,
+    record: PromptRecord,
+    tries: range,
+    reward: RewardSpec | None,
+    near: float | None,
+) -> tuple[tuple[int, ...], Image.Image, float]:
+    """Return the seeds that the best image's noise is mixed of, the image and its score."""
+    apart = tries if near is None else tries[: -(-len(tries) // 2)]
+    images = [drawing.image(record.encoded, seed, record.negative) for seed in apart]
+    if reward is None:
+        return (tries[0],), images[0], math.nan
+    best, score = best_image(reward, images, record)
+    seeds, image = (apart[best],), images[best]
+    for seed in tries[len(apart) :]:
+        other = drawing.image(record.encoded, seed, record.negative, seeds, near or 0.0)
+        best, score = best_image(reward, [image, other], record)
+        if best == 1:
+            seeds, image = (*seeds, seed), other
+    return seeds, image, score
 
 
 def refine(run: Path, prompts: Sequence[PromptRecord], *, device: str) -> list[PromptRecord]:

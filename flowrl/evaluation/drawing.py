@@ -12,6 +12,7 @@ from PIL import Image
 
 from flowrl.assembly.backbone import call_settings
 from flowrl.backbones.call import call_arguments, default_guidance
+from flowrl.backbones.first_noise import noise_near
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
@@ -99,8 +100,17 @@ class Drawing:
             large, small = (self._backbone(drawing) for drawing in (self, self.small))
             self.transfer = Transfer(large, small, 1.0 if rlg is None else rlg)
 
-    def image(self, prompt: str, seed: int, negative: str | None = None) -> Image.Image:
-        """Generate one image; `negative` replaces the negative prompt, where guidance is on."""
+    def image(
+        self, prompt: str, seed: int, negative: str | None = None,
+        near: Sequence[int] = (), share: float = 1.0,
+    ) -> Image.Image:  # fmt: skip
+        """Generate one image.
+
+        Args:
+            negative: replaces the negative prompt, where guidance is on.
+            near: seeds near whose noise the image begins, which that of `seed` has its share in;
+                see `flowrl.backbones.first_noise`.
+        """
         call = {"prompt": [prompt], "output_type": "pt", **self.call}
         if negative:  # raises UserError for a class that takes none
             call_arguments(self.pipeline, guidance=1.0, negative=negative)
@@ -112,7 +122,8 @@ class Drawing:
             guided = self.transfer.of(prompt, usual if negative is None else negative)
         else:
             guided = nullcontext() if self.rlg is None else RLG(self.pipeline, self.rlg)
-        with guided:
+        mixed = noise_near(self.pipeline, (*near, seed), share) if near else nullcontext()
+        with guided, mixed:
             result = self.pipeline(generator=generator, **call)
         return to_pil(images_of(result))[0]
 
