@@ -136,9 +136,9 @@ def search_lines(path: Path) -> list[str]:
         cells.append(f"`{name}` {interval_text(crossed(tables))}")
     return [
         "", "## Near the best noise so far", "",
-        f"`--near {rows[0]['share']}`: of {IMAGES} images the first half has noises of its own, each "
-        f"other one begins near the best so far ([2501.09732](https://arxiv.org/abs/2501.09732)). "
-        f"Chosen by `{PROXY}`, less the best of {IMAGES} independent ones, on the first {SEARCHED} "
+        f"`--near {rows[0]['share']}`: of {IMAGES} images the first half has noises of its own, "
+        "each other one begins near the best so far ([2501.09732](https://arxiv.org/abs/2501."
+        f"09732)). Chosen by `{PROXY}`, less the best of {IMAGES} independent ones, on the first {SEARCHED} "
         f"requests of each world: {', '.join(cells)}. The share was chosen among "
         f"{' and '.join(map(str, SHARES))} by the same reward on validation requests of world 1.",
     ]  # fmt: skip
