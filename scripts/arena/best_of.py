@@ -134,13 +134,14 @@ def search_lines(path: Path) -> list[str]:
                      if r["world"] == world]  # fmt: skip
             tables.append((np.array([gains]), np.ones((1, len(gains)))))
         cells.append(f"`{name}` {interval_text(crossed(tables))}")
+    share, tried = rows[0]["share"], " and ".join(map(str, SHARES))
+    paper = "[2501.09732](https://arxiv.org/abs/2501.09732)"
     return [
         "", "## Near the best noise so far", "",
-        f"`--near {rows[0]['share']}`: of {IMAGES} images the first half has noises of its own, "
-        "each other one begins near the best so far ([2501.09732](https://arxiv.org/abs/2501."
-        f"09732)). Chosen by `{PROXY}`, less the best of {IMAGES} independent ones, on the first {SEARCHED} "
-        f"requests of each world: {', '.join(cells)}. The share was chosen among "
-        f"{' and '.join(map(str, SHARES))} by the same reward on validation requests of world 1.",
+        f"`--near {share}`: of {IMAGES} images the first half has noises of its own, each other one "
+        f"begins near the best so far ({paper}). Chosen by `{PROXY}`, less the best of {IMAGES} "
+        f"independent ones, on the first {SEARCHED} requests of each world: {', '.join(cells)}. The "
+        f"share was chosen among {tried} by the same reward on validation requests of world 1.",
     ]  # fmt: skip
 
 
