@@ -265,7 +265,7 @@ class Sampler:
     """Samples rollouts with the policy. All randomness is a function of seed and iteration."""
 
     generator: RolloutGenerator  # of the images that are learned from
-    plan: Callable[[int], TreePlan]  # of an iteration
+    plans: TreePlan | Callable[[int], TreePlan]  # of all iterations, or of the one that it is given
     prompts: PromptSampler
     seed: int
     explorer: "Explorer | None" = None  # selects the trees among more candidates; None samples all
@@ -275,6 +275,10 @@ class Sampler:
     def book(self) -> PromptBook | None:
         """The book that chooses the prompts, with `prompts.book`."""
         return self.prompts if isinstance(self.prompts, PromptBook) else None
+
+    def plan(self, iteration: int) -> TreePlan:
+        """Return what is sampled for each prompt of an iteration."""
+        return self.plans if isinstance(self.plans, TreePlan) else self.plans(iteration)
 
     def request(self, iteration: int, plan: TreePlan) -> RolloutRequest:
         """Return all processes' trees of an iteration."""
