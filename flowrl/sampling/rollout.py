@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.base import VelocityField
-from flowrl.backbones.offload import autoencoder_on_device
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
@@ -412,7 +411,7 @@ def decode(backbone: PipelineBackbone, x0: Tensor, batch_size: int) -> Iterator[
 
     Raises SamplerFailure when the autoencoder makes no numbers of latents that are.
     """
-    with autoencoder_on_device(backbone):
+    with backbone.autoencoder_on_device():
         for part in x0.split(batch_size):
             with phase("decode"):
                 images = backbone.decode(part).cpu()
