@@ -1,6 +1,5 @@
 """Build the pipeline and the backbone around it, with the precision of its frozen weights."""
 
-import copy
 import logging
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -153,15 +152,6 @@ def load_without_transformer(options: PipelineOptions) -> Any:
     return load_pipeline(
         options.path, dtype=options.dtype, device=None, revision=options.revision, parts=parts
     )
-
-
-def encoding_backbone(
-    options: PipelineOptions, pipeline: Any, *, guidance: float, device: torch.device
-) -> PipelineBackbone:
-    """Return a backbone that encodes texts on the device, wherever its transformer is."""
-    backbone = copy.copy(build_backbone(options, pipeline, guidance=guidance))
-    backbone.device = device
-    return backbone
 
 
 def _sharded(

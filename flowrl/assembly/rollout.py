@@ -97,7 +97,7 @@ def build_sampler(parts: RolloutParts, prompts: Sequence[PromptRecord]) -> Sampl
         make = functools.partial(PromptBook, options=book, group_size=config.rollout.group_size)
     return Sampler(
         generator=generator,
-        plan=config.rollout.planner(seed),
+        plans=config.rollout.plans(seed),
         prompts=make(
             prompts,
             config.rollout.prompts_per_iteration,

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flowrl.assembly.backbone import encoding_backbone, load_without_transformer
+from flowrl.assembly.backbone import build_backbone, load_without_transformer
 from flowrl.backbones.loading import pipeline_path
 from flowrl.backbones.offload import (
     ENCODER,
@@ -14,7 +14,6 @@ from flowrl.backbones.offload import (
     encoders_on_device,
     free_device_memory,
     free_encoders,
-    place_to_encode,
 )
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.sharding import NETWORK
@@ -111,7 +110,7 @@ class TextCaches:
                 capacity = None if disk is None else CAPACITY
             self._caches[guided] = TextCache(backbone, negative, rows, disk=disk, capacity=capacity)
         cache = self._caches[guided]
-        cache.backbone = backbone  # the one of now, whose transformer is there
+        cache.use(backbone)  # the one of now, whose transformer is there
         if backbone.example is None:
             backbone.example = self._example(guided)
         return cache
@@ -147,10 +146,8 @@ class TextCaches:
         if pipeline is None:
             pipeline = load_without_transformer(config.pipeline)
         for guidance in dict.fromkeys(guidance for guidance, _ in prompts):
-            options, device = config.pipeline, runtime.device
-            self.get(
-                encoding_backbone(options, pipeline, guidance=guidance, device=device), guidance
-            )
+            backbone = build_backbone(config.pipeline, pipeline, guidance=guidance)
+            self.get(backbone.on(runtime.device), guidance)
         self.encode(pipeline, prompts, runtime)
         free_device_memory()
         if self.pipeline is not None:
@@ -257,10 +254,10 @@ def _encode(batches: Sequence[tuple[TextCache, list[PromptRecord]]], *, show: bo
     """Encode batches of prompts."""
     if not batches:
         return
-    backbone = batches[0][0].backbone  # all have one pipeline
+    encoder = batches[0][0].encoder  # all have one pipeline
     steps = Steps("encoding prompts", len(batches)) if show else None
-    where = place_to_encode(backbone)
-    with encoders_on_device(encoders_of(backbone.pipeline), where), steps or nullcontext():
+    moved = encoders_on_device(encoders_of(encoder.pipeline), encoder.device)
+    with moved, steps or nullcontext():
         for cache, prompts in batches:
             cache.make(prompts)
             if steps is not None:

@@ -129,14 +129,6 @@ def encoders_on_device(parts: Sequence[nn.Module], device: torch.device) -> Iter
             hook.remove()
 
 
-@contextmanager
-def autoencoder_on_device(backbone: Any) -> Iterator[None]:
-    """Move the backbone's autoencoder, if its pipeline has one, to its device inside the block."""
-    vae = getattr(backbone.pipeline, AUTOENCODER, None)
-    with moved_to([] if vae is None else [vae], backbone.device):
-        yield
-
-
 def _elsewhere(tensor: Tensor, device: torch.device) -> bool:
     # A device without a number is the process's own of its kind.
     return tensor.device.type != device.type or device.index not in (None, tensor.device.index)

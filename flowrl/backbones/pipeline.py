@@ -4,9 +4,11 @@ The pipeline's own call computes the velocity, see `gate`: guidance, packing, po
 embeddings of time are the pipeline's. A latent is what its scheduler sees.
 """
 
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from flowrl.backbones.call import call_arguments, is_guided
 from flowrl.backbones.families import check_trainable, family_of, lora_targets
 from flowrl.backbones.gate import RowTimes, Stop, Visit, call_through
 from flowrl.backbones.latent_map import inverse_of
+from flowrl.backbones.offload import moved_to
 from flowrl.backbones.texts import (
     entries_of,
     has_shapes,
@@ -47,7 +50,7 @@ ROUNDING = {
 
 
 class PipelineBackbone:
-    """A diffusers pipeline with its text encoders, transformer and autoencoder.
+    """A diffusers pipeline with its text encoders, transformer and autoencoder, placed before.
 
     Latents are (B, *latent): only the backbone knows what their axes mean.
 
@@ -78,6 +81,7 @@ class PipelineBackbone:
         pipeline.vae.requires_grad_(False)  # gradients go through it, and none is for its weights
         self.transformer = pipeline.transformer
         self.device: torch.device = self.transformer.device
+        self._vae_is_away = pipeline.vae.device != self.device
         self.family = family_of(type(pipeline).__name__)
         self.guidance = guidance
         self.in_step = in_step
@@ -119,6 +123,12 @@ class PipelineBackbone:
     def latent_shape(self) -> tuple[int, ...]:
         """Return the shape of one latent, without the batch axis."""
         return self._latents()[0]
+
+    def on(self, device: torch.device) -> "PipelineBackbone":
+        """Return the same backbone for calls on another device."""
+        other = copy.copy(self)
+        other.device = device
+        return other
 
     # --- Calls of the pipeline ---------------------------------------------------------------
 
@@ -347,6 +357,10 @@ class PipelineBackbone:
         return self._many_sigmas
 
     # --- Images ------------------------------------------------------------------------------
+
+    def autoencoder_on_device(self) -> AbstractContextManager[None]:
+        """Move an offloaded autoencoder to the device inside the block."""
+        return moved_to([self.pipeline.vae], self.device) if self._vae_is_away else nullcontext()
 
     def decode(self, x0: Tensor) -> Tensor:
         """Decode latents (B, *latent) to images (B, 3, H, W) fp32 in [0, 1], differentiably."""

@@ -1,6 +1,5 @@
 """Caches of prompts' conditioning: `TextCache` in memory, `PromptCache` on disk."""
 
-import copy
 import json
 import logging
 from collections import OrderedDict
@@ -11,13 +10,7 @@ from typing import Any
 
 import torch
 
-from flowrl.backbones.offload import (
-    ENCODER,
-    are_freed,
-    encoders_of,
-    encoders_on_device,
-    place_to_encode,
-)
+from flowrl.backbones.offload import ENCODER, are_freed, place_to_encode
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.errors import DamagedFile, UserError, phase
 from flowrl.prompts.records import PromptRecord
@@ -75,9 +68,8 @@ Key = tuple[str, str]  # prompt and negative prompt
 class TextCache:
     """Conditioning by prompt, on the CPU; runs the text encoders only for prompts not yet cached.
 
-    Offloaded encoders are on the backbone's device while they work, but never beside the
-    transformer: see `place_to_encode`. They compute in their own dtype, as in the pipeline's own
-    call, also under autocast.
+    Encoders compute in their own dtype, as in the pipeline's own call, also under autocast. Where
+    `place_to_encode` is not where they live, whoever calls moves them there for that time.
 
     Args:
         negative: the negative prompt of records that have none.
@@ -94,11 +86,17 @@ class TextCache:
         disk: PromptCache | None = None,
         capacity: int | None = CAPACITY,
     ):
-        self.backbone = backbone
+        self.use(backbone)
         self.negative = negative
         self.batch_size = batch_size
         self.disk, self.capacity = disk, capacity
         self.encoded: OrderedDict[Key, Conditioning] = OrderedDict()
+
+    def use(self, backbone: PipelineBackbone) -> None:
+        """Encode with this backbone from now on, whose parts are placed or freed by now."""
+        self.backbone, self.freed = backbone, are_freed(backbone.pipeline)
+        where = place_to_encode(backbone)
+        self.encoder = backbone if where == backbone.device else backbone.on(where)
 
     def __call__(self, prompts: Sequence[PromptRecord]) -> Conditioning:
         """Return the prompts' conditioning. Raises UserError if one needs freed text encoders."""
@@ -145,19 +143,14 @@ class TextCache:
         """
         if not keys:
             return
-        backbone, keys = self.backbone, list(dict.fromkeys(keys))
-        if are_freed(backbone.pipeline):
+        keys = list(dict.fromkeys(keys))
+        if self.freed:
             raise self._unknown(keys[0])
-        if (where := place_to_encode(backbone)) != backbone.device:
-            backbone = copy.copy(backbone)
-            backbone.device = where
-        plain = torch.autocast(where.type, enabled=False)
-        moved = encoders_on_device(encoders_of(backbone.pipeline), where)
-        with phase("encode"), plain, moved:
+        with phase("encode"), torch.autocast(self.encoder.device.type, enabled=False):
             for start in range(0, len(keys), self.batch_size):
                 part = keys[start : start + self.batch_size]
                 texts = [*part, *part[:1] * (rows - len(part))]
-                cond = backbone.encode([p for p, _ in texts], [n for _, n in texts]).to("cpu")
+                cond = self.encoder.encode([p for p, _ in texts], [n for _, n in texts]).to("cpu")
                 for i, key in enumerate(part):
                     self.encoded[key] = cond.take(torch.tensor([i]))
                     if self.disk is not None:

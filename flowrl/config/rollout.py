@@ -218,12 +218,9 @@ class SamplingOptions(Options):
         e = self.explore
         return e is not None and e.stop_at is not None and e.precision == "bf16"
 
-    def planner(self, seed: int) -> Callable[[int], TreePlan]:
-        """Return what gives an iteration's plan; one that stays the same is made once."""
-        if not self.fixed:
-            return partial(self.plan, seed=seed)
-        plan = self.plan(0, seed)
-        return lambda iteration: plan
+    def plans(self, seed: int) -> TreePlan | Callable[[int], TreePlan]:
+        """Return the plan of all iterations, or what makes each one's where they differ."""
+        return self.plan(0, seed) if self.fixed else partial(self.plan, seed=seed)
 
     def plan(self, iteration: int, seed: int) -> TreePlan:
         """Return the plan of an iteration. Raises PlanError for what cannot work."""

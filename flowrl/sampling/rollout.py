@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.base import VelocityField
-from flowrl.backbones.offload import autoencoder_on_device
 from flowrl.backbones.pipeline import PipelineBackbone
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
@@ -292,7 +291,7 @@ class Sampler:
     """Samples rollouts with the policy. All randomness is a function of seed and iteration."""
 
     generator: RolloutGenerator  # of the images that are learned from
-    plan: Callable[[int], TreePlan]  # of an iteration
+    plans: TreePlan | Callable[[int], TreePlan]  # of all iterations, or of the one that it is given
     prompts: PromptSampler
     seed: int
     explorer: "Explorer | None" = None  # selects the trees among more candidates; None samples all
@@ -302,6 +301,10 @@ class Sampler:
     def book(self) -> PromptBook | None:
         """The book that chooses the prompts, with `prompts.book`."""
         return self.prompts if isinstance(self.prompts, PromptBook) else None
+
+    def plan(self, iteration: int) -> TreePlan:
+        """Return what is sampled for each prompt of an iteration."""
+        return self.plans if isinstance(self.plans, TreePlan) else self.plans(iteration)
 
     def request(self, iteration: int, plan: TreePlan) -> RolloutRequest:
         """Return all processes' trees of an iteration."""
@@ -440,7 +443,7 @@ def decode(backbone: PipelineBackbone, x0: Tensor, batch_size: int) -> Iterator[
 
     Raises SamplerFailure when the autoencoder makes no numbers of latents that are.
     """
-    with autoencoder_on_device(backbone):
+    with backbone.autoencoder_on_device():
         for part in x0.split(batch_size):
             with phase("decode"):
                 images = backbone.decode(part).cpu()

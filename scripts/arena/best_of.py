@@ -138,10 +138,10 @@ def search_lines(path: Path) -> list[str]:
     paper = "[2501.09732](https://arxiv.org/abs/2501.09732)"
     return [
         "", "## Near the best noise so far", "",
-        f"`--near {share}`: of {IMAGES} images the first half has noises of its own, each other "
-        f"one begins near the best so far ({paper}). Chosen by `{PROXY}`, less the best of "
-        f"{IMAGES} independent ones, on the first {SEARCHED} requests of each world: {', '.join(cells)}. "
-        f"The share was chosen among {tried} by the same reward on validation requests of world 1.",
+        f"`--near {share}`: of {IMAGES} images the first half has its own noises, each other one",
+        f"begins near the best so far ({paper}). Chosen by `{PROXY}`, less the best of {IMAGES}",
+        f"independent ones, on the first {SEARCHED} requests of a world: {', '.join(cells)}. The",
+        f"share was chosen among {tried} by the same reward on validation requests of world 1.",
     ]  # fmt: skip
 
 

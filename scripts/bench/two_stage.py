@@ -281,7 +281,7 @@ def measure(
     candidates = source.request(0, preview)
     low, _ = source.explorer.preview(0, candidates)
     every = replace(plan, roots=preview.roots)
-    single = replace(source, explorer=None, plan=lambda iteration: every)
+    single = replace(source, explorer=None, plans=every)
     peaks: list[int] = []
     graphs: list[int] = []  # compiled when the first round is over, then later
     jobs: dict[str, Callable[[], Seconds]] = {
@@ -596,7 +596,7 @@ def sampler_of(
     low = replace(low, times=EXPLORING)
     return Sampler(
         generator=exact,
-        plan=lambda iteration: chains(plan.steps, plan.keep, noisy=()),
+        plans=chains(plan.steps, plan.keep, noisy=()),
         prompts=PromptSampler(records, prompts, seed=0),
         seed=0,
         explorer=Explorer(

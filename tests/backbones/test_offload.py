@@ -8,11 +8,11 @@ from torch import nn
 
 from flowrl.backbones.offload import (
     are_freed,
-    autoencoder_on_device,
     encoders_of,
     moved_to,
     place_pipeline,
 )
+from flowrl.backbones.pipeline import PipelineBackbone
 
 META, CPU = torch.device("meta"), torch.device("cpu")  # meta stands for a device
 
@@ -54,13 +54,11 @@ def test_a_visitor_is_on_the_device_inside_and_home_after():
         assert module[0].weight is weight
 
 
-def test_encoders_stay_on_the_cpu_and_the_autoencoder_visits():
-    pipeline = Pipeline(vae=network())
-    with autoencoder_on_device(SimpleNamespace(pipeline=pipeline, device=META)):
-        assert pipeline.vae[0].weight.device == META
-    assert pipeline.vae[0].weight.device == CPU
-    with autoencoder_on_device(SimpleNamespace(pipeline=None, device=META)):
-        pass
+def test_encoders_stay_on_the_cpu_and_the_autoencoder_visits(load_tiny):
+    pipeline = place_pipeline(load_tiny(), META, ("text_encoder", "vae"))
+    with PipelineBackbone(pipeline).autoencoder_on_device():
+        assert pipeline.vae.device == META
+    assert pipeline.vae.device == pipeline.text_encoder.device == CPU
     pipeline = Pipeline(
         transformer=network(), text_encoder=network(), text_encoder_2=network(), scheduler=object()
     )

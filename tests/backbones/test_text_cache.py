@@ -85,6 +85,7 @@ def test_an_unknown_prompt_without_encoders_is_told():
     cache = TextCache(backbone)
     cache.make(records("a"))
     backbone.pipeline.text_encoder = None
+    cache.use(backbone)
     assert len(cache(records("a")))
     with pytest.raises(UserError, match="'b' is not among .* freed: .* offload or keep"):
         cache(records("a", "b"))
@@ -96,12 +97,13 @@ def test_a_damaged_file_is_seen_when_read_to_the_end_and_named_without_encoders(
     (path,) = tmp_path.rglob("*.safetensors")
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    encoder, backbone.pipeline.text_encoder = backbone.pipeline.text_encoder, None
     cache = TextCache(backbone, disk=PromptCache(tmp_path, {}))
     assert cache.has(prompt) and not cache.has(prompt, whole=True)
-    encoder, backbone.pipeline.text_encoder = backbone.pipeline.text_encoder, None
     with pytest.raises(UserError, match=f"remove .*{path.name}, which is damaged"):
         cache([prompt])
     backbone.pipeline.text_encoder = encoder
+    cache.use(backbone)
     cache.make([prompt])
     assert TextCache(backbone, disk=PromptCache(tmp_path, {})).has(prompt, whole=True)
 

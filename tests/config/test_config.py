@@ -165,16 +165,15 @@ def test_an_impossible_tree_or_window_is_refused_and_the_suggestion_works():
         parse(*overrides, mended)
 
 
-def test_a_planner_gives_every_iteration_its_own_plan():
+def test_every_iteration_has_its_own_plan_where_not_all_have_one():
     fixed, pruned = FAST % "{kind: fixed, size: 4}", PRUNED % "start: 1, size: 1, period: 5"
     moving, grown = FAST % "{kind: progressive, period: 5}", "rollout.tree={kind: b2_diffurl, %s}"
     cases = ([fixed], 1), ([fixed, pruned], 4), ([moving], 4), ([grown % "branch: 4"], 3)
     for overrides, plans in cases:
         rollout = parse(*overrides).rollout
-        planner = rollout.planner(seed=3)
-        made = [planner(iteration) for iteration in range(100)]
-        assert made == [rollout.plan(iteration, seed=3) for iteration in range(100)]
+        made, each = [rollout.plan(i, seed=3) for i in range(100)], rollout.plans(seed=3)
         assert len(set(made)) == plans
+        assert each == made[0] if plans == 1 else [each(i) for i in range(100)] == made
 
 
 def test_a_comparison_that_could_teach_nothing_or_the_opposite_is_refused():

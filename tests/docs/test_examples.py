@@ -67,9 +67,9 @@ def test_the_reward_of_the_guide_is_found_by_its_path_and_prefers_edges(here):
 def test_the_plan_of_the_guide_is_found_by_its_path(here):
     (here / "my_plans.py").write_text(example("plan"))
     tree = CustomTreeOptions(kind="custom", function="my_plans:widening")
-    planner = SamplingOptions(tree=tree, num_inference_steps=8, group_size=4).planner(seed=0)
+    plans = SamplingOptions(tree=tree, num_inference_steps=8, group_size=4).plans(seed=0)
     for iteration, trained in [(0, 1), (120, 3), (10_000, 7)]:
-        plan = planner(iteration)
+        plan = plans(iteration)
         assert [step.train for step in plan.steps] == [True] * trained + [False] * (8 - trained)
         assert count(plan).leaves == 4
 

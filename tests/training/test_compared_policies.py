@@ -32,13 +32,13 @@ def test_the_old_policy_is_the_one_that_sampled(make_learner, monkeypatch, name,
     policy, adapter = learner.policy, OLD if learner.objective.needs.old.samples else POLICY
     sampled: dict[int, list[torch.Tensor]] = {}
     sampler = getattr(learner.source, "sampler", learner.source)
-    plan, learned = sampler.plan, []
+    plan, learned = sampler.plan(0), []
 
     def watched(iteration):
         sampled[iteration] = policy.weights(adapter)
-        return plan(iteration)
+        return plan
 
-    object.__setattr__(sampler, "plan", watched)
+    object.__setattr__(sampler, "plans", watched)
     loss = type(learner.objective).loss
 
     def seen(self, models, batch):
