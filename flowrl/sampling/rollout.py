@@ -200,10 +200,10 @@ class RolloutGenerator:
             grown: this process's trees where an earlier plan stopped them.
         """
         trees = self.share(request, plan)
-        local = replace(request.take(trees), grown=grown)
+        local = request.take(trees)
         cond = self.encode_prompts(local)
         with self.runtime.raise_on_all():
-            wait = self.start(request, local, plan, cond, keep)
+            wait = self.start(request, replace(local, grown=grown), plan, cond, keep)
         timer.lap(self.times[0])
         return Samples(request=request, local=local, trees=trees, cond=cond, wait=wait)
 
