@@ -266,15 +266,18 @@ def sample(
 
     Args:
         best_of: seeds for each image; of their images the one that `reward` scores best is kept.
-        near: share of new noise in the later half of these seeds, each of which begins near the
-            noise of the best image so far; None tries all independently.
+        near: share of a seed's noise, above 0 and up to 1, in what the later half of these seeds
+            begin with: the rest is the noise of the best image so far. The file's name has all
+            seeds of its noise. None tries all seeds independently.
 
     Returns:
         The PNG files with their scores; NaN without a reward.
 
     Raises:
-        UserError: the reward cannot score a prompt, or none of its images.
+        UserError: the reward cannot score a prompt, or none of its images; near is out of range.
     """
+    if near is not None and not 0 < near <= 1:
+        raise UserError(f"near is {near:g}, expected a share of new noise above 0 and up to 1")
     records = [PromptRecord(uid=p, text=p) if isinstance(p, str) else p for p in prompts]
     if reward is not None:
         for record in records:
@@ -300,17 +303,18 @@ def _best_try(
     near: float | None,
 ) -> tuple[tuple[int, ...], Image.Image, float]:
     """Return the seeds that the best image's noise is mixed of, the image and its score."""
-    apart = tries if near is None else tries[: -(-len(tries) // 2)]
-    images = [drawing.image(record.encoded, seed, record.negative) for seed in apart]
+    first = len(tries) if near is None else -(-len(tries) // 2)
+    images = [drawing.image(record.encoded, seed, record.negative) for seed in tries[:first]]
     if reward is None:
         return (tries[0],), images[0], math.nan
     best, score = best_image(reward, images, record)
-    seeds, image = (apart[best],), images[best]
-    for seed in tries[len(apart) :]:
-        other = drawing.image(record.encoded, seed, record.negative, seeds, near or 0.0)
-        best, score = best_image(reward, [image, other], record)
-        if best == 1:
-            seeds, image = (*seeds, seed), other
+    seeds, image = (tries[best],), images[best]
+    if near is not None:
+        for seed in tries[first:]:
+            other = drawing.image(record.encoded, seed, record.negative, seeds, near)
+            best, score = best_image(reward, [image, other], record)
+            if best == 1:
+                seeds, image = (*seeds, seed), other
     return seeds, image, score
 
 

@@ -93,7 +93,10 @@ class Tree:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def take(self, rows: Tensor) -> "Tree":
-        """Return the trees `rows` (N,) long, on the CPU."""
+        """Return some of the trees; `forwards` stays that of all.
+
+        rows: (N,) long, on the CPU.
+        """
         taken = {name: t[send(rows, t.device)] for name, t in self.by_tree.items()}
         return replace(self, **taken)
 

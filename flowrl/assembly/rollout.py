@@ -144,7 +144,7 @@ def build_generator(parts: RolloutParts) -> RolloutGenerator:
         noise_level=r.noise_level,
         batch_size=r.batch_size,
         decode_batch=parts.config.pipeline.decode_batch,
-        # Images that are compared with each other are on one process.
+        # Images that are compared are on one process, and so are candidates that go on.
         whole_prompts=parts.needs.complete_groups
         or any(s.whole_groups for s in parts.specs)
         or r.prunes_in_place,

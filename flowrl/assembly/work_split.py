@@ -176,6 +176,8 @@ def iteration_work(
     if candidates is not None and candidates.later is not None:  # the others count with candidates
         forwards = sum(level_widths(plan, (candidates.stop_at or 0) + 1))
     transitions = needs.states == "transitions"
+    judge = "rollout.explore, whose precision is bf16," if r.prunes_in_place else "a reward"
+    judge = f"objective.kind {objective.kind}" if needs.complete_groups else judge
     together = "group" if needs.complete_groups else "image"
     together = "update" if needs.update_mean else together
     return IterationWork(
@@ -194,5 +196,5 @@ def iteration_work(
         together=together if needs.states == "endpoints" else "image",
         micro_batch=u.micro_batch,
         updates=u.updates_per_rollout,
-        judge=f"objective.kind {objective.kind}" if needs.complete_groups else "a reward",
+        judge=judge,
     )

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from flowrl.errors import UserError
+
 
 @contextmanager
 def noise_near(pipeline: Any, seeds: Sequence[int], share: float) -> Iterator[None]:
@@ -18,21 +20,32 @@ def noise_near(pipeline: Any, seeds: Sequence[int], share: float) -> Iterator[No
     each seed is mixed.
 
     Args:
+        pipeline: of diffusers; its call gets one generator, which the seeds take the place of.
+        seeds: one or more.
         share: in [0, 1]; 0 is the first seed's noise and 1 the last one's.
+
+    Raises UserError for a pipeline that does not prepare its latents in a method of its own.
     """
-    prepare = pipeline.prepare_latents
+    prepare = getattr(pipeline, "prepare_latents", None)
+    if prepare is None:
+        raise UserError(
+            f"{type(pipeline).__name__} has no prepare_latents, whose noise --near mixes: leave it "
+            "out, and all seeds are tried independently"
+        )
 
     @functools.wraps(prepare)
     def prepare_mixed(*args: Any, **kwargs: Any) -> Any:
-        mixed, rest = None, None
+        mixed: Any = None
         for seed in seeds:
             draw = torch.Generator().manual_seed(seed)
             here = [draw if isinstance(value, torch.Generator) else value for value in args]
             named = {k: draw if isinstance(v, torch.Generator) else v for k, v in kwargs.items()}
             prepared = prepare(*here, **named)
             z, *rest = prepared if isinstance(prepared, tuple) else (prepared,)
-            mixed = z if mixed is None else math.sqrt(1 - share**2) * mixed + share * z
-        return (mixed, *rest) if rest else mixed
+            part = z.float()  # half precision would round at every seed
+            mixed = part if mixed is None else math.sqrt(1 - share**2) * mixed + share * part
+            dtype = z.dtype
+        return (mixed.to(dtype), *rest) if rest else mixed.to(dtype)
 
     pipeline.prepare_latents = prepare_mixed
     try:

@@ -50,7 +50,7 @@ ROUNDING = {
 
 
 class PipelineBackbone:
-    """A diffusers pipeline with its text encoders, transformer and autoencoder, placed before.
+    """A diffusers pipeline, whose networks are on their devices already.
 
     Latents are (B, *latent): only the backbone knows what their axes mean.
 

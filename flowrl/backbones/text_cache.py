@@ -93,7 +93,7 @@ class TextCache:
         self.encoded: OrderedDict[Key, Conditioning] = OrderedDict()
 
     def use(self, backbone: PipelineBackbone) -> None:
-        """Encode with this backbone from now on, whose parts are placed or freed by now."""
+        """Encode with this backbone from now on; its encoders are on a device, or freed."""
         self.backbone, self.freed = backbone, are_freed(backbone.pipeline)
         where = place_to_encode(backbone)
         self.encoder = backbone if where == backbone.device else backbone.on(where)

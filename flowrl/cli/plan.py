@@ -63,6 +63,7 @@ def plan(
     """
     from flowrl.config import load_config
 
+    collects = gc.isenabled()
     gc.disable()  # what is imported stays: looking in it for garbage takes a sixth of the time
     try:
         with starting():
@@ -75,7 +76,8 @@ def plan(
         count = gpus or gpus_of(request.recipe)
         planned = make_plan(config, gpus=count, memory=size, host_memory=host)
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
     _show_shares(planned)
     print_table(_work_rows(config, planned))
     say("\nForwards of one image; those of training are the most there can be.\n")

@@ -63,10 +63,8 @@ def sample(  # noqa: PLR0913  # an argument for each option
     near: Annotated[
         float | None,
         typer.Option(
-            min=0,
-            max=1,
-            help="Try the later half of these seeds near the best noise so far: the share of new "
-            "noise.",
+            help="The later half of the tries begin near the best noise so far: the share of new "
+            "noise, above 0 and up to 1.",
         ),
     ] = None,
     reward: Annotated[

@@ -214,7 +214,10 @@ class SamplingOptions(Options):
 
     @property
     def prunes_in_place(self) -> bool:
-        """Whether candidates are sampled by the network that samples those that are selected."""
+        """Whether one network samples candidates and, from where they stopped, selected ones.
+
+        Those go on unless the tree has fans before the stop, see `TreePlan.goes_on_from`.
+        """
         e = self.explore
         return e is not None and e.stop_at is not None and e.precision == "bf16"
 

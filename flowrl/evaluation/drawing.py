@@ -102,14 +102,14 @@ class Drawing:
 
     def image(
         self, prompt: str, seed: int, negative: str | None = None,
-        near: Sequence[int] = (), share: float = 1.0,
+        start: Sequence[int] = (), share: float = 1.0,
     ) -> Image.Image:  # fmt: skip
         """Generate one image.
 
         Args:
             negative: replaces the negative prompt, where guidance is on.
-            near: seeds near whose noise the image begins, which that of `seed` has its share in;
-                see `flowrl.backbones.first_noise`.
+            start: seeds whose mixed noise that of `seed` is added to, with this share; none: the
+                image begins with the noise of `seed` alone. See `flowrl.backbones.first_noise`.
         """
         call = {"prompt": [prompt], "output_type": "pt", **self.call}
         if negative:  # raises UserError for a class that takes none
@@ -122,7 +122,7 @@ class Drawing:
             guided = self.transfer.of(prompt, usual if negative is None else negative)
         else:
             guided = nullcontext() if self.rlg is None else RLG(self.pipeline, self.rlg)
-        mixed = noise_near(self.pipeline, (*near, seed), share) if near else nullcontext()
+        mixed = noise_near(self.pipeline, (*start, seed), share) if start else nullcontext()
         with guided, mixed:
             result = self.pipeline(generator=generator, **call)
         return to_pil(images_of(result))[0]

@@ -32,7 +32,7 @@ from flowrl.planning.work import IterationKind, doubles
 from flowrl.prompts.sources import HUB, read_rows
 from flowrl.quantization.backends import BACKENDS
 from flowrl.quantization.layer_rules import choose_layers, matrices, matrix_shape
-from flowrl.trees.plan import TreePlan, count, ode_plan
+from flowrl.trees.plan import TreePlan, count, level_widths, ode_plan
 
 FP32 = 4  # bytes, of adapters, their gradients and each of AdamW's two moments
 
@@ -163,12 +163,15 @@ class MemoryPlan:
     def sampling(self, latents: int) -> dict[str, int]:
         """A batch of candidates' trees is held at once, before those that are learned from.
 
-        Where selected ones go on, all of them are, until they were selected.
+        Where selected ones go on, all of them are, until they were selected; then these are.
         """
         plan = self.kind.candidates
         if plan is not None:
             trees = self.trees(plan) if plan.later is None else plan.roots * self.prompts
-            latents = max(latents, self.latents(plan, 1) * trees // plan.roots)
+            candidates = self.latents(plan, 1) * trees // plan.roots
+            if plan.later is not None:
+                latents += candidates * plan.later.roots // plan.roots
+            latents = max(latents, candidates)
         return {"latents": latents, "merged weights": self.adapted_bytes({}) if self.merged else 0}
 
     def training(self) -> dict[str, int]:
@@ -363,8 +366,8 @@ class MemoryPlan:
 
     def candidates_bytes(self) -> int:
         """Return what the network of candidates holds beside the policy's own tensors."""
-        e = self.config.rollout.explore
-        if e is None or (e.precision == "bf16" and self.mergeable == self.merged):
+        e, in_place = self.config.rollout.explore, self.config.rollout.prunes_in_place
+        if e is None or in_place or (e.precision == "bf16" and self.mergeable == self.merged):
             return 0
         packed = self.packed_layers(e.precision)
         return sum(packed.values()) + self.adapted_bytes(packed)
@@ -427,6 +430,8 @@ def rollout_bytes(plan: TreePlan, prompts: int, latent: int, itemsize: int) -> i
     """
     c = count(plan).times(prompts)
     stored = 2 * c.nodes * itemsize
+    if plan.later is not None:  # the velocities of the nodes where it stops
+        stored += level_widths(plan)[-1] * plan.roots * prompts * itemsize
     learned = c.trained_edges * (8 + itemsize) + c.train_forwards * itemsize
     return latent * (stored + learned + STEP_COPIES * c.peak_frontier * FP32)
 

@@ -197,7 +197,8 @@ class RolloutGenerator:
             request: the plan's trees for each of its groups, side by side.
             keep: return the trees and images too, not only their scores; trees that will go on
                 later are returned anyway.
-            grown: this process's trees where an earlier plan stopped them.
+            grown: this process's trees where an earlier plan stopped them; sampled from noise
+                without.
         """
         trees = self.share(request, plan)
         local = request.take(trees)
@@ -251,7 +252,8 @@ class RolloutGenerator:
                     images = decode(self.backbone, tree.leaves(), self.decode_batch)
                     images = submit_images(scoring, images, part, len(tree.leaf))
                     if keep or plan.later is not None:
-                        parts.append((tree, images if keep else images[:0]))
+                        # Trees alone go on: a slice would hold the storage of all pixels.
+                        parts.append((tree, images if keep else images.new_empty(0)))
         postponed.finish()
         return lambda timer: (parts, scoring.result())
 
@@ -265,7 +267,7 @@ class RolloutGenerator:
     ) -> tuple[int, int]:
         """Return the trees that are sampled together, and the rows of a call, on all processes.
 
-        Trees that have `grown` take the rows of before.
+        Trees that go on are called with as many rows as in their first steps.
         """
         unit = plan.roots if self.whole_prompts else 1
         most = self.runtime.largest_share(len(request.prompt), unit)

@@ -55,8 +55,10 @@ class Explorer:
         explored = Explored(proxy=proxy, chosen=chosen, forwards=forwards, audit=audit)
         grown = None
         if plan.later is not None:
-            here = torch.isin(samples.trees, rows).nonzero().squeeze(1)
-            grown = Tree.cat([tree for tree, _ in scores.images]).take(here)
+            trees = [tree for tree, _ in scores.images]
+            places = torch.isin(samples.trees, rows).split([len(tree) for tree in trees])
+            parts = zip(trees, places, strict=True)
+            grown = Tree.cat([tree.take(place.nonzero().squeeze(1)) for tree, place in parts])
         return candidates.only(rows.flatten()), explored, grown
 
 

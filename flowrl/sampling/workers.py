@@ -49,7 +49,7 @@ class Job:
     preview: bool  # of candidates; else of images to learn from
     rewards: tuple[str, ...]  # names of those that score the images
     version: int  # of the weights that sample
-    keep: bool  # return trees and images, and not their scores alone; trees to go on with anyway
+    keep: bool  # return trees and images; else scores alone, and trees where the plan has `later`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,8 +275,6 @@ class RemoteGenerator(RolloutGenerator):
         score_here = any(spec.whole_groups for spec in self.specs)
         together, rows = self.batch_shape(request, plan, local.grown)
         version = self.pool.put(self.policy.weights(self.adapter))
-        if local.grown is not None:
-            local = replace(local, grown=local.grown.to("cpu"))
         index = torch.arange(len(local.prompt)).split(together)
         parts = [local.only(part) for part in index if len(part)]
         jobs = [
@@ -310,7 +308,9 @@ class RemoteGenerator(RolloutGenerator):
         for request, one in zip(requests, results, strict=True):
             if one.tree is None:
                 continue
-            tree = replace(one.tree, prompt=request.prompt).to(self.backbone.device)
+            tree = replace(one.tree, prompt=request.prompt)
+            if len(one.levels):  # trees without images go back to workers
+                tree = tree.to(self.backbone.device)
             images = one.levels.float().div_(255)
             if score_here:
                 submit_images(scoring, images.split(self.decode_batch), request, len(tree.leaf))

@@ -94,9 +94,13 @@ def check_named(
             return [failure_result(name, error)]
         detail = f"needs arguments: {line(str(error.__cause__))}"
         return [_result(name, detail, "Give them, as in --args '{a: 1}'.", state="missing")]
-    result = check_reward(spec, prompts)
-    longer = _longer_prompts(spec, prompts) if result.state == "ok" else ()
-    return [result, *_unfit(spec, prompts), *longer]
+    results = [check_reward(spec, prompts), *_unfit(spec, prompts)]
+    if results[0].state == "ok" and getattr(spec.reward, "deterministic", True):
+        try:
+            results += _longer_prompts(spec, prompts)
+        except Exception as error:  # a user's reward may raise anything
+            results.append(failure_result(name, error))
+    return results
 
 
 def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckResult]:
@@ -118,7 +122,8 @@ def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckR
 def _longer_prompts(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckResult]:
     """Yield by how much the same images gain where their prompts say the same in more words.
 
-    Not of rewards that compare the images of a prompt, whose scores change together.
+    Not of rewards that compare the images of a prompt, whose scores change together. Raises
+    UserError where no image has a score then.
     """
     if spec.whole_groups:
         return
@@ -126,7 +131,11 @@ def _longer_prompts(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterat
     images = [(trial, image) for trial in trials for image in trial.images]
     longer = [(replace(t, prompt=IN_MORE_WORDS.format(t.prompt)), image) for t, image in images]
     alone = [[row] for row in range(len(images))]
-    before, after = (_ask(spec, rows, alone).scores for rows in (images, longer))
+    answers = [_ask(spec, rows, alone) for rows in (images, longer)]
+    before, after = (answer.scores for answer in answers)
+    if not _finite(answers[1]):
+        reason = next(iter(answers[1].reasons.values()), "it gave no reason")
+        raise UserError(f"no score for prompts in more words: {reason}")
     gain, spread = (
         (after - before).nanmean().item(),
         before[before.isfinite()].std(correction=0).item(),

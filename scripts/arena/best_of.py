@@ -109,11 +109,11 @@ def write_search(worlds: Path, numbers: Sequence[int], path: Path) -> None:
 
     The share is chosen on validation requests of the first world, which is not in the table.
     """
-    first, *others = (world_folder(worlds, number) for number in numbers)
+    first, *tested = (world_folder(worlds, number) for number in numbers)
     tried = {share: search(first, "validation", share) for share in SHARES}
     best = max(SHARES, key=lambda share: sum(row[PROXY] for row in tried[share]))
     rows = []
-    for number, world in zip(numbers[1:], others, strict=True):
+    for number, world in zip(numbers[1:], tested, strict=True):
         pairs = zip(search(world, "test", None), search(world, "test", best), strict=True)
         for request, (apart, near) in enumerate(pairs):
             scores = {f"apart {n}": v for n, v in apart.items()}
@@ -187,11 +187,13 @@ def main() -> None:
     for number in options.world:
         plant_world(number, options.worlds)
     if options.near:
+        if len(options.world) < 2:
+            parser.error("--near needs a world to choose the share on, and others")
         write_search(options.worlds, options.world, data / NEAR)
-    for number in [] if options.near else options.world:
-        write_scores(
-            score_images(world_folder(options.worlds, number)), data / f"world-{number}.csv"
-        )
+    else:
+        for number in options.world:
+            scores = score_images(world_folder(options.worlds, number))
+            write_scores(scores, data / f"world-{number}.csv")
     print(write_page(data))
 
 
