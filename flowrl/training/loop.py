@@ -204,7 +204,7 @@ class Learner:
                 loss, metrics = self.objective.loss(models, chunk)
             runtime.backward(loss * weight)
             if weight:
-                means.add(metrics | {"loss": loss.detach()}, len(chunk))
+                means.add(metrics | {"loss": loss}, len(chunk))
 
     def _weighted(
         self, part: Batch, rows: float, size: int, rollout: Rollout
