@@ -1,4 +1,4 @@
-"""One function a command: align, evaluate, sample, gallery, collect, score, audit, export.
+"""One function a command: align, evaluate, sample, gallery, collect, score, audit.
 
 Each function does what the command of its name does, and takes loaded objects where that is
 useful: `align` a pipeline, prompts and rewards, `collect` and `audit` a pipeline.
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -51,7 +51,6 @@ from flowrl.config.rewards import RewardOptions
 from flowrl.errors import UserError, phase
 from flowrl.evaluation.drawing import Drawing
 from flowrl.evaluation.loading import held_out_prompts, load_evaluator, one_process
-from flowrl.export import formats
 from flowrl.export.gallery import write_gallery
 from flowrl.export.hub import open_repository, publish
 from flowrl.export.summary import (
@@ -587,39 +586,6 @@ def audit(configs: Sequence[Config], *, lora: str | None = None, pipeline: Any =
         | {"seconds_per_image": exact.seconds, "ratio_to_exact": 1.0}
     )
     return rows if runtime.is_main else []
-
-
-# --- flowrl export -----------------------------------------------------------------------------
-
-Format = Literal["diffusers", "comfyui", "kohya", "merged", "hub"]
-
-
-def export(
-    source: str,
-    to: Path | None,
-    *,
-    format: Format = "diffusers",
-    repo_id: str | None = None,
-    private: bool = False,
-    base: str | None = None,
-    revision: str | None = None,
-    dtype: str | None = None,
-    lora_alpha: float | None = None,
-) -> Path | str:
-    """Write a run's LoRA in another format, or upload it; return the path or the address.
-
-    The arguments are the options of `flowrl export`; those of other formats are ignored.
-    """
-    if format == "hub":
-        return formats.export_hub(source, repository=repo_id, private=private)
-    assert to is not None
-    if format == "merged":
-        return formats.export_merged(
-            source, to, base=base, revision=revision, dtype=dtype, alpha=lora_alpha
-        )
-    return formats.export_lora(
-        source, to, keys=format, base=base, revision=revision, alpha=lora_alpha
-    )
 
 
 # --- what several of them need -----------------------------------------------------------------
