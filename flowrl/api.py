@@ -402,13 +402,12 @@ def collect(
     learner = build_learner(config, runtime, provided, texts, needed, pool)
     sampler = sampler_of(learner)
     done = len(set(finished_shards(folder)) & set(range(shards)))
-    steps = Steps("collecting", shards, start=done) if runtime.is_main else None
+    steps = Steps("collecting", shards, start=done, show=runtime.is_main)
 
     def advance(rollout: Rollout) -> None:
-        if steps is not None:
-            steps.advance({"reward": rollout.reward.nanmean().item()})
+        steps.advance({"reward": rollout.reward.nanmean().item()})
 
-    with closing(learner.specs), steps or nullcontext(), pool or nullcontext():
+    with closing(learner.specs), steps, pool or nullcontext():
         with runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, provided))
         metadata = dataset_metadata(config, sampler)
@@ -560,16 +559,15 @@ def audit(configs: Sequence[Config], *, lora: str | None = None, pipeline: Any =
     learner = build_learner(
         config.changed("rollout", explore=None), runtime, provided, needed=needed
     )
-    bar = Steps("auditing", len(configs) + 1) if runtime.is_main else None
-    with closing(learner.specs), bar or nullcontext():
+    bar = Steps("auditing", len(configs) + 1, show=runtime.is_main)
+    with closing(learner.specs), bar:
         previews = [rollout_parts(each, learner) for each in configs]
         for parts in previews:
             preview_layers(parts)  # refuses what cannot work
         with runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, provided))
         exact, rows = exact_samples(config, learner), []
-        if bar is not None:
-            bar.advance({"seconds per image": exact.seconds})
+        bar.advance({"seconds per image": exact.seconds})
         generator = sampler_of(learner).generator
         by_precision = itertools.groupby(
             previews, key=lambda parts: explore_options(parts.config).precision
@@ -577,8 +575,7 @@ def audit(configs: Sequence[Config], *, lora: str | None = None, pipeline: Any =
         for _, recipes in by_precision:
             for row in candidate_rows(list(recipes), generator, exact):
                 rows.append(row)
-                if bar is not None:
-                    bar.advance({"rho": row["rho"]})
+                bar.advance({"rho": row["rho"]})
     steps_of_exact = config.rollout.num_inference_steps
     rows.append(
         {"steps": steps_of_exact, "precision": "exact", "quantised": 0.0}

@@ -1,7 +1,6 @@
 """Which prompts a run encodes, and the caches that all parts of it share."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -258,10 +257,8 @@ def _encode(batches: Sequence[tuple[TextCache, list[PromptRecord]]], *, show: bo
     if not batches:
         return
     backbone = batches[0][0].backbone  # all have one pipeline
-    steps = Steps("encoding prompts", len(batches)) if show else None
-    where = place_to_encode(backbone)
-    with encoders_on_device(encoders_of(backbone.pipeline), where), steps or nullcontext():
+    steps, where = Steps("encoding prompts", len(batches), show=show), place_to_encode(backbone)
+    with encoders_on_device(encoders_of(backbone.pipeline), where), steps:
         for cache, prompts in batches:
             cache.make(prompts)
-            if steps is not None:
-                steps.advance()
+            steps.advance()

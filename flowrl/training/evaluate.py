@@ -1,7 +1,6 @@
 """Score images of the same held-out prompts and noise before, during and after training."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -232,8 +231,9 @@ class Evaluator:
         size = even_rows(runtime.largest_share(len(request.prompt)), self.batch_size)
         turns = runtime.batches.in_step(-(-len(share) // size))
         title = f"{self.title}, {len(self.schedule.sigmas) - 1} steps"
-        steps = Steps(title, turns, console=SafeConsole(stderr=True)) if runtime.is_main else None
-        with runtime.raise_on_all(), steps or nullcontext():
+        console = SafeConsole(stderr=True)
+        steps = Steps(title, turns, console=console, show=runtime.is_main)
+        with runtime.raise_on_all(), steps:
             # In lockstep a process without a batch generates its last one again, or the first.
             batches = (share if len(share) else torch.zeros(1, dtype=torch.long)).split(size)
             for turn in range(turns):
@@ -250,8 +250,7 @@ class Evaluator:
                     waiting.append(scoring)
                     if len(waiting) > 1:
                         results.append(waiting.pop(0).result())
-                if steps is not None:
-                    steps.advance()
+                steps.advance()
             postponed.finish()
             results += [scoring.result() for scoring in waiting]
         result = gather_results(RewardResult.cat(results), runtime)
