@@ -289,9 +289,8 @@ class Run:
         network = self._policy.network
         of = f"the LoRA of iteration {step}" if step else "the base"
         with phase("evaluate"), exact_weights(network):
-            evaluator = replace(self.evaluator, title=f"evaluating {of}")
-            velocity = self._policy.stepwise(evaluator.backbone.velocity)
-            evaluation = evaluator(velocity, self.runtime, whole=whole)
+            velocity = self._policy.stepwise(self.evaluator.backbone.velocity)
+            evaluation = self.evaluator(velocity, self.runtime, of, whole=whole)
         if self.runtime.is_main:
             self._record(step, evaluation)
         return evaluation
@@ -303,9 +302,9 @@ class Run:
             return
         with phase("evaluate"), exact_weights(self._policy.network):
             prompts = rewording.best(self.evaluator.prompts)
-            evaluator = replace(self.evaluator, prompts=prompts, title="evaluating refined prompts")
+            evaluator = replace(self.evaluator, prompts=prompts)
             velocity = self._policy.stepwise(evaluator.backbone.velocity)
-            evaluation = evaluator(velocity, self.runtime, whole=False)
+            evaluation = evaluator(velocity, self.runtime, "refined prompts", whole=False)
         if self.report is not None:
             self.report.log(
                 self.done, {f"eval/{name}/{n}": evaluation.mean(n) for n in evaluation.names}

@@ -153,7 +153,7 @@ class Scripted:
     prompts: tuple = ()
     title: str = ""
 
-    def __call__(self, velocity, runtime, *, whole=True) -> Evaluation:
+    def __call__(self, velocity, runtime, of="", *, whole=True) -> Evaluation:
         step = self.run.done if self.run._base_is_evaluated() else 0
         self.calls.append(step)
         return evaluation(torch.tensor([SCORES[step]]), ("brightness", "quality"), self.key)
