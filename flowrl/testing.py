@@ -16,7 +16,6 @@ from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.policy import POLICY
 from flowrl.config import parse_config
 from flowrl.config.objectives import GRPOOptions, NoisingOptions, RWROptions
-from flowrl.objectives.base import Models, Objective
 from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring import check as scoring
@@ -25,7 +24,7 @@ from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.loop import Learner
 from flowrl.training.metrics import RowMeans
-from flowrl.trajectory import Metrics, Rollout
+from flowrl.trajectory import Rollout
 from flowrl.utils.distributed import Runtime
 
 SUM_ORDER = 1e-3  # largest relative distance between gradients whose sums differ in order
@@ -155,39 +154,23 @@ class Gradient:
 
     value: Tensor  # (parameters,) fp32
     metrics: dict[str, float]
-    attached: frozenset[str]  # names of metrics that still hold a graph
 
     @property
     def norm(self) -> float:
         return self.value.double().norm().item()
 
 
-class _Watched:
-    """An objective that records which of its metrics hold a graph."""
-
-    def __init__(self, objective: Objective):
-        self.objective, self.attached = objective, set[str]()
-        self.needs, self.prepare = objective.needs, objective.prepare
-
-    def loss(self, models: Models, batch: Any) -> tuple[Tensor, Metrics]:
-        loss, metrics = self.objective.loss(models, batch)
-        self.attached |= {name for name, value in metrics.items() if value.requires_grad}
-        return loss, {name: value.detach() for name, value in metrics.items()}
-
-
 def gradient(learner: Learner, rollout: Rollout, parts: int = 1, part: int = 0) -> Gradient:
     """Return the gradient of the loss on a rollout, or on one of several parts of it."""
-    watched, means = _Watched(learner.objective), RowMeans()
-    learner = replace(learner, objective=watched)
-    batch: Any = watched.prepare(rollout).updates(parts)[part]
+    means = RowMeans()
+    batch: Any = learner.objective.prepare(rollout).updates(parts)[part]
     if len(batch):
         learner.backward(batch, len(batch), rollout, means)
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.policy.parameters()]
     learner.optimizer.zero_grad()
     return Gradient(
-        value=torch.cat([g.detach().flatten().cpu() for g in grads]),
-        metrics=means.result(), attached=frozenset(watched.attached),
-    )  # fmt: skip
+        value=torch.cat([g.detach().flatten().cpu() for g in grads]), metrics=means.result()
+    )
 
 
 def _check_first_gradient(learner: Learner, rollout: Rollout) -> Gradient:
@@ -201,7 +184,6 @@ def _check_first_gradient(learner: Learner, rollout: Rollout) -> Gradient:
         f"the gradient's norm is {first.norm:.3g}: a part is detached that must not be, or the "
         "policy is compared with itself without detach",
     )  # fmt: skip
-    _expect(not first.attached, topic, f"detach these metrics: {', '.join(sorted(first.attached))}")
     moved = distance(gradient(learner, rollout).value, first.value)
     _expect(
         moved <= SUM_ORDER, topic,

@@ -136,7 +136,7 @@ class Explored:
     audit: Mapping[str, float]  # numbers of an audit before it, by name; {} where none was due
 
 
-Metrics = dict[str, Tensor]  # 0-d, detached
+Metrics = dict[str, Tensor]  # 0-d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,15 +54,7 @@ class Weighted:
         v = points.velocity(models.policy)
         signal = batch.signal.repeat_interleave(points.count)
         error = (v - points.target).square().flatten(1).mean(1)
-        return (signal * error).mean(), {"policy/error": error.detach().mean()}
-
-
-class GraphInMetrics(Weighted):
-    """Forgets a detach: what is logged keeps the graph."""
-
-    def loss(self, models, batch):
-        loss, _ = super().loss(models, batch)
-        return loss, {"policy/error": loss}
+        return (signal * error).mean(), {"policy/error": error.mean()}
 
 
 class WrongDirection(Weighted):
@@ -123,7 +115,6 @@ class Undeclared(Weighted):
 
 
 OBJECTIVES = {  # the fault, and the words that name it
-    GraphInMetrics: "objective: detach",
     WrongDirection: "direction",
     GroupsMixed: "groups",
     MaskIgnored: "missing",

@@ -498,7 +498,7 @@ def build_run(
         report=Report(folder, trackers=config.run.trackers, resume_step=done if resumed else None)
         if runtime.is_main
         else None,
-        steps=Steps("training", config.run.iterations, start=done) if runtime.is_main else None,
+        steps=Steps("training", config.run.iterations, start=done, show=runtime.is_main),
         hacking=hacking_rule(
             config.run.on_hacking, learner.specs, evaluator.prompts if evaluator else ()
         ),

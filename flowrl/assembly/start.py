@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from flowrl import __version__
 from flowrl.assembly.learner import ProvidedObjects, evaluation_prompts, training_prompts
 from flowrl.backbones.loading import check_pipeline
@@ -55,8 +57,10 @@ def start_on_all(
     if runtime.world_size == 1:
         assert decided is not None
         return decided, facts
-    sent = runtime.merge({} if decided is None else {"start": decided.text()})
-    start = decided or Start.from_text(sent["start"])
+    as_json = TypeAdapter(Start)
+    text = as_json.dump_json(decided, exclude={"state", "changed"}) if decided else b""
+    sent = runtime.from_main(lambda: text)
+    start = decided or as_json.validate_json(sent)
     if start.checkpoint is None:
         return start, facts
     path = start.checkpoint / STATE

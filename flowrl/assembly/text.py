@@ -1,7 +1,6 @@
 """Which prompts a run encodes, and the caches that all parts of it share."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -255,10 +254,8 @@ def _encode(batches: Sequence[tuple[TextCache, list[PromptRecord]]], *, show: bo
     if not batches:
         return
     encoder = batches[0][0].encoder  # all have one pipeline
-    steps = Steps("encoding prompts", len(batches)) if show else None
     moved = encoders_on_device(encoders_of(encoder.pipeline), encoder.device)
-    with moved, steps or nullcontext():
+    with moved, Steps("encoding prompts", len(batches), show=show) as steps:
         for cache, prompts in batches:
             cache.make(prompts)
-            if steps is not None:
-                steps.advance()
+            steps.advance()

@@ -114,22 +114,12 @@ class Policy:
         return self.backbone.velocity(x, sigma, cond)
 
     @torch.no_grad()
-    def reference(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """Return the velocity of the frozen network, or of the policy at the last move."""
-        with self.using(REFERENCE) if REFERENCE in self._by_name else self.disabled():
-            return self.backbone.velocity(x, sigma, cond)
+    def velocity_of(self, adapter: str, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        """Return an adapter's velocity without a gradient, the base model's where none is so named.
 
-    @torch.no_grad()
-    def old(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """Return the velocity of the old policy; needs `keep_old`."""
-        with self.using(OLD):
-            return self.backbone.velocity(x, sigma, cond)
-
-    @torch.no_grad()
-    def teacher(self, number: int, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """Return the velocity of teacher `number`: an adapter, or the base model without one."""
-        name = TEACHER.format(number)
-        with self.using(name) if name in self.network.peft_config else self.disabled():
+        A reference that does not move and a teacher without a LoRA are the base model.
+        """
+        with self.using(adapter) if adapter in self.network.peft_config else self.disabled():
             return self.backbone.velocity(x, sigma, cond)
 
     def replay_graphs(self) -> None:

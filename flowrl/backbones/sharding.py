@@ -54,11 +54,8 @@ def _mesh(runtime: Runtime, over: Literal["node", "all"]) -> Any:
 
 def _take_dtypes(network: nn.Module, runtime: Runtime) -> None:
     """Give a network on the meta device the number formats that the main process has loaded."""
-
-    def formats_here() -> bytes:
-        return json.dumps({n: str(t.dtype)[6:] for n, t in _tensors(network)}).encode()
-
-    formats = json.loads(runtime.from_main(formats_here))
+    here = {name: str(tensor.dtype)[6:] for name, tensor in _tensors(network)}
+    formats = json.loads(runtime.from_main(lambda: json.dumps(here).encode()))
     for name, tensor in _tensors(network):
         if tensor.is_meta and name in formats:
             tensor.data = tensor.data.to(getattr(torch, formats[name]))

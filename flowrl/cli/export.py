@@ -81,11 +81,16 @@ def export(
                 f"{name} out."
             )
     with starting():
-        from flowrl.api import export as export_lora
+        from flowrl.export import formats
 
-    typer.echo(
-        export_lora(
-            source, output, format=to, repo_id=repo_id, private=private, base=base,
-            revision=revision, dtype=dtype, lora_alpha=lora_alpha,
+    if to == "hub" or output is None:
+        result = formats.export_hub(source, repository=repo_id, private=private)
+    elif to == "merged":
+        result = formats.export_merged(
+            source, output, base=base, revision=revision, dtype=dtype, alpha=lora_alpha
         )
-    )  # fmt: skip
+    else:
+        result = formats.export_lora(
+            source, output, keys=to, base=base, revision=revision, alpha=lora_alpha
+        )
+    typer.echo(result)

@@ -100,7 +100,7 @@ def train(
 
       flowrl train quickstart
 
-      flowrl train quickstart optim.lr=1e-4 --output_dir runs/slow
+      flowrl train quickstart optim.lr=1e-4 run.output_dir=runs/slow
 
       flowrl train my_recipe.yaml --prompts prompts.txt --reward ocr
 
@@ -116,14 +116,12 @@ def train(
 
       flowrl train flux.1-dev-grpo-80gb --gpus auto
 
-    `flowrl explain KEY` explains an option. Option names of diffusers'
-    training scripts (--learning_rate, --rank, --seed, ...) work, too.
+    `flowrl explain KEY` explains an option.
     """
     from flowrl.config import config_yaml, load_config
     from flowrl.config.arguments import sort_arguments
 
     request = sort_arguments(words or [])
-    resume = resume or request.resume
     if request.recipe:
         config = load_config(request.recipe, request.overrides)
     else:  # where it lies now: the folder may have been moved since the recipe was written

@@ -4,7 +4,6 @@ import difflib
 from typing import Any
 
 from flowrl.config import Config
-from flowrl.config.arguments import ALIASES
 from flowrl.config.messages import Option, plain_path, walk
 from flowrl.config.yaml12 import flow_yaml
 from flowrl.errors import UserError
@@ -14,14 +13,13 @@ from flowrl.utils.fields import Options
 def explain(key: str = "") -> str:
     """Return a text about an option, a section and its options, or (empty) all sections.
 
-    `key` is dotted, or an alias such as learning_rate. Raises UserError for an unknown one.
+    `key` is dotted. Raises UserError for an unknown one.
     """
     options = list(walk(Config))
     if not key:
         top = [option for option in options if "." not in option.path]
         return "\n".join(f"{option.path:<12}{option.meaning}" for option in top)
-    name = key.removeprefix("--").replace("-", "_")
-    path = plain_path(name if name in Config.model_fields else ALIASES.get(name, name))
+    path = plain_path(key)
     # Several kinds may have an option of this name, such as the windows of several trees.
     chosen = [option for option in options if plain_path(option.path) == path]
     if not chosen:
@@ -70,6 +68,6 @@ def _written(value: Any) -> Any:
 def _unknown(key: str, path: str, options: list[Option]) -> str:
     last_parts = {option.path.rpartition(".")[2]: plain_path(option.path) for option in options}
     names = {plain_path(option.path): plain_path(option.path) for option in options} | last_parts
-    near = difflib.get_close_matches(path, [*names, *ALIASES], 1, 0.6)
-    hint = f" Did you mean {names.get(near[0], near[0])}?" if near else ""
+    near = difflib.get_close_matches(path, names, 1, 0.6)
+    hint = f" Did you mean {names[near[0]]}?" if near else ""
     return f"There is no option {key!r}.{hint or ' `flowrl explain` lists the sections.'}"

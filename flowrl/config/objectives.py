@@ -493,6 +493,10 @@ class RewardBackpropOptions(ObjectiveOptions):
     states: ClassVar[str] = "path"
     kl_coef: NonNegative = option(0.0, f"{KL} Works against reward hacking.")
 
+    def forwards(self, steps: int) -> int:
+        chosen: int | None = getattr(self, "steps", None)  # an option of some
+        return self.passes if chosen is None else min(chosen, steps)
+
 
 class ReFLOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.refl:ReFL"
@@ -511,9 +515,6 @@ class DRaFTOptions(RewardBackpropOptions):
         1, "Number of last steps with a gradient; all steps are full back-propagation.",
         f"1 to 10 in {DRAFT}",
     )  # fmt: skip
-
-    def forwards(self, steps: int) -> int:
-        return min(self.steps, steps)
 
 
 class DRaFTLVOptions(RewardBackpropOptions):
@@ -561,18 +562,12 @@ class FlowBPSparseOptions(RewardBackpropOptions):
     kind: Literal["flowbp_sparse"] = option("flowbp_sparse", "A few steps, each alone.", FLOWBP)
     steps: Count = option(4, ACTIVE, f"4 of 25 in {FLOWBP}; 3 in DRTune, arXiv 2405.00760")
 
-    def forwards(self, steps: int) -> int:
-        return min(self.steps, steps)
-
 
 class FlowBPBridgeOptions(RewardBackpropOptions):
     component: ClassVar[str] = "flowrl.objectives.reward_backprop.flowbp:FlowBPBridge"
     title: ClassVar[str] = "FlowBP-Bridge"
     kind: Literal["flowbp_bridge"] = option("flowbp_bridge", "A few steps around a state.", FLOWBP)
     steps: Annotated[Count, Field(ge=2)] = option(5, ACTIVE, f"5 of 25 in {FLOWBP}")
-
-    def forwards(self, steps: int) -> int:
-        return min(self.steps, steps)
 
 
 class FlowBPLagrangeOptions(RewardBackpropOptions):

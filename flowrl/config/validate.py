@@ -169,19 +169,26 @@ def check_graphs(
     )
 
 
-def check_base_bits(
-    memory: MemoryOptions, pipeline: PipelineOptions, rollout: SamplingOptions
+def check_frozen_weights(
+    runtime: RuntimeOptions,
+    pipeline: PipelineOptions,
+    memory: MemoryOptions,
+    rollout: SamplingOptions,
 ) -> None:
-    """Check that nothing else needs the exact frozen weights where they are kept in few bits."""
-    if memory.base_bits is None:
+    """Check that nothing copies or changes frozen weights that are in parts or in few bits."""
+    in_parts, bits, explore = runtime.shard is not None, memory.base_bits, rollout.explore
+    if not in_parts and bits is None:
         return
-    explore = rollout.explore
+    why = f"memory.base_bits is {bits}, which leaves no exact weights to work on"
+    if in_parts:
+        why = f"runtime.shard is {runtime.shard}, so that no process has the whole network"
     refuse(
-        f"memory.base_bits is {memory.base_bits}, which leaves no exact weights to work on",
-        ("pipeline.precision", pipeline.precision, "null"),
+        why,
         ("rollout.merge_lora", rollout.merge_lora is True, "auto or false"),
-        ("rollout.explore.precision", explore and explore.precision != "bf16", "bf16"),
         ("pipeline.compile", pipeline.compile, "false"),
+        ("rollout.explore.precision", explore and explore.precision != "bf16", "bf16"),
+        ("pipeline.precision", pipeline.precision not in (None, "bf16"), "null"),
+        ("memory.base_bits", in_parts and bits, "null"),
     )
 
 
@@ -366,24 +373,4 @@ def check_noising(noising: NoisingOptions, steps: int) -> None:
         f"objective.noising.times leaves {left} of the rollout's {steps} noise levels",
         ("objective.noising.times.fraction", left < 1, "larger"),
         ("objective.noising.count", noising.count > left, f"at most {left}"),
-    )
-
-
-def check_sharding(
-    runtime: RuntimeOptions,
-    pipeline: PipelineOptions,
-    memory: MemoryOptions,
-    rollout: SamplingOptions,
-) -> None:
-    """Check that nothing copies or changes the weights of a network that is in parts."""
-    if runtime.shard is None:
-        return
-    explore = rollout.explore
-    refuse(
-        f"runtime.shard is {runtime.shard}, so that no process has the whole network",
-        ("rollout.merge_lora", rollout.merge_lora is True, "auto"),
-        ("pipeline.compile", pipeline.compile, "false"),
-        ("rollout.explore.precision", explore and explore.precision != "bf16", "bf16"),
-        ("pipeline.precision", pipeline.precision not in (None, "bf16"), "null"),
-        ("memory.base_bits", memory.base_bits, "null"),
     )

@@ -179,9 +179,7 @@ def _evaluate(
     if lora is not None:
         load_lora(pipeline, lora)
     try:
-        evaluation = replace(evaluator, title=f"evaluating {name}")(
-            evaluator.backbone.velocity, runtime
-        )
+        evaluation = evaluator(evaluator.backbone.velocity, runtime, name)
     finally:
         if lora is not None:
             unload_lora(pipeline)

@@ -1,6 +1,5 @@
 """Errors of the policy against those of an anchor: the implicit reward of DPO and its relatives."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,8 +40,9 @@ class ImplicitReward:
 
     @property
     def needs(self) -> Needs:
-        every = self.options.anchor_every
-        old = None if every is None else OldPolicy(decay=renewed(every), samples=True)
+        every, old = self.options.anchor_every, None
+        if every is not None:  # replaced in every `every`-th iteration, and the same in between
+            old = OldPolicy(decay=lambda iteration: float(iteration % every > 0), samples=True)
         return Needs(
             states="endpoints",
             reference=old is None or self.options.kl_coef > 0,
@@ -70,8 +70,3 @@ class ImplicitReward:
             penalty = (points.pull * kl).mean()
         policy, anchor = (points.error(field).mean(1) for field in (v, v_anchor))
         return Errors(policy=policy, anchor=anchor, penalty=penalty)
-
-
-def renewed(every: int) -> Callable[[int], float]:
-    """Return the decay 0 in every `every`-th iteration and 1 in between: online DPO's reference."""
-    return lambda iteration: 0.0 if iteration % every == 0 else 1.0

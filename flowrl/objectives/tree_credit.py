@@ -130,29 +130,22 @@ def node_values(rollout: Rollout, reward: Tensor, valid: Tensor, fusion: str) ->
     parent, leaf = rollout.tree.parent, rollout.tree.leaf
     if fusion == "local":
         return fuse_local(parent, leaf, reward, valid, rollout.log_prob)
-    below = leaves_below(parent, leaf)
-    if fusion == "path":
-        return fuse_path(below, reward, valid, rollout.log_prob)
-    return fuse_uniform(below, reward, valid)
-
-
-def fuse_uniform(below: Tensor, reward: Tensor, valid: Tensor) -> Tensor:
-    """Return v(n) = mean reward of the valid leaves below n. (R, n) float64
-
-    NaN where no leaf below is valid. Raises ValueError when a valid reward is not finite.
-    """
-    return _fuse(below, reward, valid, torch.zeros(reward.shape, dtype=torch.float64))
+    # Paths of equal probability make it a plain mean.
+    path = rollout.log_prob if fusion == "path" else torch.zeros_like(rollout.log_prob)
+    return fuse_path(leaves_below(parent, leaf), reward, valid, path)
 
 
 def fuse_path(below: Tensor, reward: Tensor, valid: Tensor, log_prob: Tensor) -> Tensor:
     """Return v(n) = sum_l softmax_l(log p(l | n)) r_l. (R, n) float64
 
     Equation 3 of BranchGRPO (2509.06040). log p(l | n) is summed over the edges from n to l, and
-    the softmax runs over the valid leaves below n. NaN and ValueError as in `fuse_uniform`.
+    the softmax runs over the valid leaves below n: NaN where none is valid. Raises ValueError when
+    a valid reward is not finite.
     """
     # The path from the root will do: what lies above n is the same for all leaves below it.
     path = log_prob.detach().cpu().double() @ below.double()
-    return _fuse(below, reward, valid, path)
+    exact = torch.where(valid.cpu(), exact_rewards(reward, valid), torch.nan)
+    return _softmax_mean(torch.where(below, exact.unsqueeze(1), torch.nan), path[:, None])
 
 
 def fuse_local(
@@ -174,12 +167,6 @@ def fuse_local(
         children = torch.nonzero(parent == node).squeeze(1)
         value[:, node] = _softmax_mean(value[:, children], weight[:, children])
     return value
-
-
-def _fuse(below: Tensor, reward: Tensor, valid: Tensor, log_weight: Tensor) -> Tensor:
-    """Return the softmax mean over the valid leaves below each node. log_weight: (R, l)"""
-    exact = torch.where(valid.cpu(), exact_rewards(reward, valid), torch.nan)
-    return _softmax_mean(torch.where(below, exact.unsqueeze(1), torch.nan), log_weight[:, None])
 
 
 def _softmax_mean(value: Tensor, log_weight: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ process leaves complete shards.
 import functools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from flowrl.config.load import differences
 from flowrl.errors import DamagedFile, UserError
 from flowrl.prompts.records import PromptRecord
-from flowrl.utils.digests import check_seal, content_digest, digest, notes_of, seal, sealed_digest
+from flowrl.utils.digests import check_seal, content_digest, notes_of, seal
 from flowrl.utils.files import foreign_entries, write_bytes, write_text
 from flowrl.utils.untrusted import read_bytes, read_json
 
@@ -93,7 +93,6 @@ class OfflineDataset:
     scores: Tensor  # (N, K) fp32, NaN where missing
     shard: Tensor  # (N,) long, the number of each image's shard
     row: Tensor  # (N,) long, its row there
-    identity: str = field(repr=False)  # digest of all files
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -184,15 +183,13 @@ def open_dataset(folder: str | Path) -> OfflineDataset:
     """
     folder = Path(folder)
     metadata = DatasetMetadata.read(folder)
-    parts, rows, shard, row, digests = [], [], [], [], [metadata.text()]
+    parts, rows, shard, row = [], [], [], []
     for number in finished_shards(folder):
-        path = shard_file(folder, number)
-        part, scores = read_shard(path, metadata)
+        part, scores = read_shard(shard_file(folder, number), metadata)
         parts.append(scores)
         rows += part
         shard += [number] * len(part)
         row += range(len(part))
-        digests.append(str(sealed_digest(path)))
     if not rows:
         raise UserError(f"{folder} holds no images yet: collect some with flowrl collect")
     return OfflineDataset(
@@ -202,7 +199,6 @@ def open_dataset(folder: str | Path) -> OfflineDataset:
         scores=torch.cat(parts),
         shard=torch.tensor(shard),
         row=torch.tensor(row),
-        identity=digest("".join(digests).encode()),
     )
 
 

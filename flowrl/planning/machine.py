@@ -22,7 +22,15 @@ def check_machine(config: Config, *, insist: bool = False) -> None:
     Raises:
         UserError: A tracker, a compiler or a GPU is missing.
     """
-    check_packages(config)
+    for name in config.run.trackers:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"run.trackers has {name}, which is not installed: pip install {name}")
+    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
+    if config.pipeline.compile and not any(map(shutil.which, compilers)):
+        raise UserError(
+            "pipeline.compile needs a C compiler, and there is none: install gcc, or set "
+            "pipeline.compile=false"
+        )
     if insist:
         return
     try:
@@ -34,17 +42,4 @@ def check_machine(config: Config, *, insist: bool = False) -> None:
         raise UserError(
             f"{config.pipeline.path} would run on this machine's CPU, for months: use a machine "
             "with a GPU, rehearse with --dry-run, or insist with --yes"
-        )
-
-
-def check_packages(config: Config) -> None:
-    """Check packages of trackers, and the C compiler."""
-    for name in config.run.trackers:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"run.trackers has {name}, which is not installed: pip install {name}")
-    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
-    if config.pipeline.compile and not any(map(shutil.which, compilers)):
-        raise UserError(
-            "pipeline.compile needs a C compiler, and there is none: install gcc, or set "
-            "pipeline.compile=false"
         )

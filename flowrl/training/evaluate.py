@@ -1,7 +1,6 @@
 """Score images of the same held-out prompts and noise before, during and after training."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -170,7 +169,6 @@ class Evaluator:
     key: str = ""  # of everything in the recipe that decides the base's images and their scores
     origin: str = ""  # of what else does, see `evaluation_origin`; "": no other run may have these
     keep: int = 24  # images kept for people to look at
-    title: str = "evaluating"  # of the progress bar
 
     def request(self) -> RolloutRequest:
         return RolloutRequest(
@@ -183,18 +181,20 @@ class Evaluator:
         )
 
     def __call__(
-        self, velocity: VelocityField, runtime: Runtime, *, whole: bool = True
+        self, velocity: VelocityField, runtime: Runtime, of: str = "", *, whole: bool = True
     ) -> Evaluation:
         """Score the network behind `velocity`; return the result on every process.
 
-        whole: over all schedules, not over the first alone.
+        Args:
+            of: what is evaluated, for the progress bar.
+            whole: over all schedules, not over the first alone.
         """
         if whole and self.at_steps:
             each = [replace(self, schedule=s, at_steps=()) for s in (self.schedule, *self.at_steps)]
-            first, *rest = [evaluator(velocity, runtime) for evaluator in each]
+            first, *rest = [evaluator(velocity, runtime, of) for evaluator in each]
             return replace(first, at_steps=tuple(rest))
         request = self.request()
-        scores, looks, images, errors = self._generate(velocity, runtime, request, keep=self.keep)
+        scores, looks, images, errors = self._generate(velocity, runtime, request, of)
         shown = range(min(self.keep, len(self.prompts)))
         return Evaluation(
             scores=scores,
@@ -214,9 +214,9 @@ class Evaluator:
 
     @torch.no_grad()
     def _generate(
-        self, velocity: VelocityField, runtime: Runtime, request: RolloutRequest, *, keep: int
+        self, velocity: VelocityField, runtime: Runtime, request: RolloutRequest, of: str
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Mapping[str, str]]:
-        """Return scores (N, R), looks, the first `keep` images and why scores are missing.
+        """Return scores (N, R), looks, the images to keep and why scores are missing.
 
         Looks are the statistics (N, S) and thumbnails (N, 3, h, w) of all images.
 
@@ -231,9 +231,10 @@ class Evaluator:
         share, postponed = runtime.local_rows(len(request.prompt)), Postponed(runtime)
         size = even_rows(runtime.largest_share(len(request.prompt)), self.batch_size)
         turns = runtime.batches.in_step(-(-len(share) // size))
-        title = f"{self.title}, {len(self.schedule.sigmas) - 1} steps"
-        steps = Steps(title, turns, console=SafeConsole(stderr=True)) if runtime.is_main else None
-        with runtime.raise_on_all(), steps or nullcontext():
+        title = f"{f'evaluating {of}'.rstrip()}, {len(self.schedule.sigmas) - 1} steps"
+        console = SafeConsole(stderr=True)
+        steps = Steps(title, turns, console=console, show=runtime.is_main)
+        with runtime.raise_on_all(), steps:
             # In lockstep a process without a batch generates its last one again, or the first.
             batches = (share if len(share) else torch.zeros(1, dtype=torch.long)).split(size)
             for turn in range(turns):
@@ -246,12 +247,11 @@ class Evaluator:
                 with postponed.block(), runtime.autocast():
                     made = submit_images(scoring, images, batch, 1)
                     looks.append((image_statistics(made, period), thumbnails(made)))
-                    shown.append(to_levels(made[rows < keep]))
+                    shown.append(to_levels(made[rows < self.keep]))
                     waiting.append(scoring)
                     if len(waiting) > 1:
                         results.append(waiting.pop(0).result())
-                if steps is not None:
-                    steps.advance()
+                steps.advance()
             postponed.finish()
             results += [scoring.result() for scoring in waiting]
         result = gather_results(RewardResult.cat(results), runtime)

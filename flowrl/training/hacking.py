@@ -28,7 +28,7 @@ class Judged:
 class HackingRule:
     """Act after `patience` evaluations in a row that look like hacking.
 
-    By a held-out reward, see `is_hacking`; without, by the score of the radar.
+    By a held-out reward, see `hacked_since`; without, by the score of the radar.
     """
 
     options: OnHackingOptions
@@ -70,18 +70,19 @@ class HackingRule:
         return str(latest[-1]) if all(h.score > HALF for h in latest) else ""
 
     def _falls(self, history: Mapping[int, Judged]) -> str:
-        pairs = {step: (history[step].trained, history[step].quality) for step in sorted(history)}
-        seen = {step: pair for step, pair in pairs.items() if not any(map(math.isnan, pair))}
-        scores, held_out = ([pair[i] for pair in seen.values()] for i in (0, 1))
-        o = self.options
-        if not is_hacking(scores, held_out, o.patience):
+        seen = [
+            (step, judged.trained, judged.quality)
+            for step, judged in sorted(history.items())
+            if not any(map(math.isnan, (judged.trained, judged.quality)))
+        ]
+        best = hacked_since([pair for _, *pair in seen], self.options.patience)
+        if best is None:
             return ""
-        best, last = max(seen, key=lambda step: (seen[step][1], step)), max(seen)
-        values = [self.sign * seen[step][1] for step in (best, last)]
+        (step, reward, quality), (_, last, worse) = seen[best], seen[-1]
         return (
-            f"since iteration {best} the trained reward went from {seen[best][0]:.4g} to "
-            f"{seen[last][0]:.4g}, while the held-out {o.held_out} went from {values[0]:.4g} to "
-            f"{values[1]:.4g}."
+            f"since iteration {step} the trained reward went from {reward:.4g} to {last:.4g}, "
+            f"while the held-out {self.options.held_out} went from {self.sign * quality:.4g} to "
+            f"{self.sign * worse:.4g}."
         )
 
 
@@ -132,20 +133,18 @@ def _held_out_spec(name: str, specs: Sequence[RewardSpec]) -> RewardSpec:
     return measured[name]
 
 
-def is_hacking(scores: Sequence[float], held_out: Sequence[float], patience: int) -> bool:
-    """Return whether the trained score went on rising while a held-out one fell.
+def hacked_since(scores: Sequence[Sequence[float]], patience: int) -> int | None:
+    """Return since when the trained score went on rising while a held-out one fell; None if not.
 
-    Both are values at the same evaluations in order; one where either is NaN is left out. Let b
-    be the latest evaluation with the best held-out score. True when each of the last `patience`
-    evaluations comes after b, has a trained score above that at b, and a held-out score below that
-    at b.
+    Let b be the latest evaluation with the best held-out score: it is returned where each of the
+    last `patience` evaluations comes after b, has a trained score above that at b, and a held-out
+    score below that at b.
+
+    scores: (trained, held out) of evaluations in order, finite.
     """
-    both = zip(scores, held_out, strict=True)
-    seen = [pair for pair in both if not any(map(math.isnan, pair))]
-    if len(seen) <= patience:
-        return False
-    best = max(range(len(seen)), key=lambda i: (seen[i][1], i))
-    if best >= len(seen) - patience:
-        return False
-    reward, quality = seen[best]
-    return all(r > reward and q < quality for r, q in seen[-patience:])
+    if not scores:
+        return None
+    best = max(range(len(scores)), key=lambda i: (scores[i][1], i))
+    reward, quality = scores[best]
+    # Among those `patience` b itself is not above it.
+    return best if all(r > reward and q < quality for r, q in scores[-patience:]) else None

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from flowrl.backbones.base import VelocityField
-from flowrl.backbones.policy import Policy
+from flowrl.backbones.policy import OLD, REFERENCE, TEACHER, Policy
 from flowrl.config.rollout import OptimOptions, ReferenceOptions
 from flowrl.errors import UserError, phase
 from flowrl.functional.batches import packed
@@ -170,14 +170,17 @@ class Learner:
         def field(velocity: VelocityField) -> VelocityField:
             return self.runtime.batches.velocity(velocity, size, rows, spare)
 
+        def other(adapter: str) -> VelocityField:
+            return field(partial(policy.velocity_of, adapter))
+
         declared: dict[str, Any] = {}
         if needs.reference:
-            declared["reference"] = field(policy.reference)
+            declared["reference"] = other(REFERENCE)
         if needs.old is not None:
-            declared["old"] = field(policy.old)
+            declared["old"] = other(OLD)
         if needs.teachers:
             numbers = range(len(needs.teachers))
-            declared["teachers"] = [field(partial(policy.teacher, n)) for n in numbers]
+            declared["teachers"] = [other(TEACHER.format(number)) for number in numbers]
         if needs.reward_grad:
             declared["reward_gradient"] = self.reward_gradient(rollout)
         return Models(policy=field(policy.velocity), **declared)
@@ -197,7 +200,7 @@ class Learner:
                 loss, metrics = self.objective.loss(models, chunk)
             runtime.backward(loss * weight)
             if weight:
-                means.add(metrics | {"loss": loss.detach()}, len(chunk))
+                means.add(metrics | {"loss": loss}, len(chunk))
 
     def _weighted(
         self, part: Batch, rows: float, size: int, rollout: Rollout

@@ -28,7 +28,7 @@ class RowMeans:
     def add(self, metrics: Metrics, rows: int, *, weight: float | None = None) -> None:
         """Add metrics of `rows` rows; weight: against other processes', None for the rows."""
         for name, value in metrics.items():
-            self._values.setdefault(name, []).append((value, rows))
+            self._values.setdefault(name, []).append((value.detach(), rows))
             more = rows if weight is None else weight
             self._weights[name] = self._weights.get(name, 0.0) + more
 

@@ -55,18 +55,6 @@ class Start:
     # Of the checkpoint, on the process that decided.
     state: dict[str, Any] | None = field(default=None, repr=False)
 
-    def text(self) -> str:
-        """Return it without state and changes, as JSON for other processes."""
-        checkpoint = None if self.checkpoint is None else str(self.checkpoint)
-        return json.dumps([str(self.folder), self.holds_run, checkpoint, self.finished])
-
-    @staticmethod
-    def from_text(text: str) -> "Start":
-        """Return the decision of another process."""
-        folder, holds_run, checkpoint, finished = json.loads(text)
-        path = None if checkpoint is None else Path(checkpoint)
-        return Start(folder=Path(folder), holds_run=holds_run, checkpoint=path, finished=finished)
-
 
 def decide(config: Config, facts: Facts, *, resume: str | None, accept_changes: bool) -> Start:
     """Return what to do in `run.output_dir`; writes nothing.

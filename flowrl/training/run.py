@@ -58,7 +58,7 @@ class Run:
     score: Callable[[Evaluation], float]  # what training raises; its highest value is the best
     radar: Callable[[Evaluation, Evaluation], HackingScore]  # of the base and another evaluation
     report: Report | None  # None on other processes
-    steps: Steps | None
+    steps: Steps
     hacking: HackingRule | None = None  # with it, the highest `quality` is the best
     resume: dict[str, Any] | None = None  # a checkpoint's state
     done: int = 0  # iterations
@@ -246,13 +246,12 @@ class Run:
             if every and self.done % every == 0 and len(images):
                 rows = rollout.tree.prompt_of_leaves()[:GRID_IMAGES].tolist()
                 self.report.log_images(self.done, images, [rollout.prompts[i] for i in rows])
-        if self.steps is not None:
-            shown = {"reward": metrics["reward/mean"]}
-            if metrics["groups/no_signal"] and "book" not in self._memories:
-                shown["groups without signal"] = metrics["groups/no_signal"]
-            if "workers/joined" in metrics:
-                shown["workers"] = int(metrics["workers/joined"])
-            self.steps.advance(shown)
+        shown = {"reward": metrics["reward/mean"]}
+        if metrics["groups/no_signal"] and "book" not in self._memories:
+            shown["groups without signal"] = metrics["groups/no_signal"]
+        if "workers/joined" in metrics:
+            shown["workers"] = int(metrics["workers/joined"])
+        self.steps.advance(shown)
 
     def evaluate_policy(self, *, whole: bool = False) -> Evaluation | None:
         """Score the weights that the run would export now, and remember the best.
@@ -290,9 +289,8 @@ class Run:
         network = self._policy.network
         of = f"the LoRA of iteration {step}" if step else "the base"
         with phase("evaluate"), exact_weights(network):
-            evaluator = replace(self.evaluator, title=f"evaluating {of}")
-            velocity = self._policy.stepwise(evaluator.backbone.velocity)
-            evaluation = evaluator(velocity, self.runtime, whole=whole)
+            velocity = self._policy.stepwise(self.evaluator.backbone.velocity)
+            evaluation = self.evaluator(velocity, self.runtime, of, whole=whole)
         if self.runtime.is_main:
             self._record(step, evaluation)
         return evaluation
@@ -304,9 +302,9 @@ class Run:
             return
         with phase("evaluate"), exact_weights(self._policy.network):
             prompts = rewording.best(self.evaluator.prompts)
-            evaluator = replace(self.evaluator, prompts=prompts, title="evaluating refined prompts")
+            evaluator = replace(self.evaluator, prompts=prompts)
             velocity = self._policy.stepwise(evaluator.backbone.velocity)
-            evaluation = evaluator(velocity, self.runtime, whole=False)
+            evaluation = evaluator(velocity, self.runtime, "refined prompts", whole=False)
         if self.report is not None:
             self.report.log(
                 self.done, {f"eval/{name}/{n}": evaluation.mean(n) for n in evaluation.names}
@@ -512,7 +510,7 @@ class Run:
         an error ends the block, what is whole is saved, and a note on the error says what.
         """
         with when_done(self._heed) as self._request:
-            with self.report or nullcontext(), self.steps or nullcontext():
+            with self.report or nullcontext(), self.steps:
                 try:
                     yield
                 except BaseException as error:
@@ -528,7 +526,7 @@ class Run:
 
     def _heed(self, request: StopRequest) -> None:
         """Print that a signal came; a terminal that hung up takes no more text."""
-        if self.steps is None:
+        if not self.runtime.is_main:
             return
         if request.name == "SIGHUP" and self.steps.console.is_terminal:
             self.steps.console.quiet = True
@@ -577,5 +575,4 @@ class Run:
         )
 
     def _print(self, text: str) -> None:
-        if self.steps is not None:
-            self.steps.console.print(text, highlight=False, markup=False)
+        self.steps.console.print(text, highlight=False, markup=False)

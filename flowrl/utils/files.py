@@ -154,11 +154,6 @@ def name_of(path: Path) -> str:
     return half_written[1] if half_written else path.name
 
 
-def written_entries(folder: Path, kind: FolderKind) -> list[Path]:
-    """Return what flowrl wrote at the top of a folder, half-written files included, sorted."""
-    return [path for path in _entries(folder) if _is_written(path, kind)]
-
-
 def foreign_entries(folder: Path, kind: FolderKind) -> list[Path]:
     """Return what lies at the top of a folder and flowrl did not write, sorted."""
     return [path for path in _entries(folder) if not _is_written(path, kind)]
@@ -169,7 +164,7 @@ def remove_leftovers(folder: Path, kind: FolderKind) -> None:
 
     Folders of others below it, such as further runs, stay as they are.
     """
-    for entry in written_entries(folder, kind):
+    for entry in filter(lambda path: _is_written(path, kind), _entries(folder)):
         below = sorted(entry.rglob(f".*{TEMPORARY}")) if entry.is_dir() else []
         for path in (entry, *below):
             if _HALF_WRITTEN.fullmatch(path.name):

@@ -31,19 +31,27 @@ class SafeConsole(Console):
 
 
 class Steps:
-    """Shows the steps of a job while it is entered; `start` of them are done already."""
+    """Shows the steps of a job while it is entered; `start` of them are done already.
+
+    show: False for processes but the main one, which print nothing.
+    """
 
     live: ClassVar[Console | None] = None  # of the bar on the terminal: one at most
 
-    def __init__(self, what: str, total: int, *, start: int = 0, console: Console | None = None):
-        self.console = console or SafeConsole()
+    def __init__(
+        self, what: str, total: int, *, start: int = 0, console: Console | None = None,
+        show: bool = True,
+    ):  # fmt: skip
+        self.console, self._bar = console or SafeConsole(), None
         self._what, self._total, self._done, self._start = what, total, start, start
         self._began, self._printed = time.monotonic(), float("-inf")
         self._first = 0.0  # when the first step was done, which is slower than the others
-        if Steps.live is not None:
-            self.console, self._bar = Steps.live, None
-        else:
-            self._bar = _bar(self.console) if self.console.is_terminal else None
+        if not show:
+            self.console = Console(quiet=True)
+        elif Steps.live is not None:
+            self.console = Steps.live
+        elif self.console.is_terminal:
+            self._bar = _bar(self.console)
         fields = {"total": total, "completed": start, "left": "", "notes": ""}
         self._task = self._bar and self._bar.add_task(what, **fields)
 

@@ -7,7 +7,7 @@ from policies import disturb
 from flowrl.backbones.lora_files import count_layers, fit_lora, save_lora
 from flowrl.backbones.lora_formats import open_lora
 from flowrl.backbones.pipeline import PipelineBackbone
-from flowrl.backbones.policy import EMA, OLD, POLICY, Policy
+from flowrl.backbones.policy import EMA, OLD, POLICY, REFERENCE, TEACHER, Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
@@ -48,7 +48,7 @@ def test_a_fresh_policy_is_the_plain_network_and_a_disturbed_one_is_not(make, lo
     assert torch.equal(velocity(policy, inputs), expected)
     disturb(policy)
     assert not torch.allclose(velocity(policy, inputs), expected, atol=1e-3)
-    assert torch.equal(policy.reference(*inputs), expected)
+    assert torch.equal(policy.velocity_of(REFERENCE, *inputs), expected)
     with policy.disabled():
         assert torch.equal(velocity(policy, inputs), expected)
 
@@ -81,8 +81,8 @@ def test_only_the_policys_adapter_requires_grad_whatever_was_in_use(make, inputs
         return {id(p) for p in policy.network.parameters() if p.requires_grad}
 
     assert learning() == own
-    policy.old(*inputs)
-    policy.reference(*inputs)
+    policy.velocity_of(OLD, *inputs)
+    policy.velocity_of(REFERENCE, *inputs)
     with policy.using(EMA):
         assert learning() == own
     with policy.merged():
@@ -96,12 +96,12 @@ def test_only_the_policys_adapter_requires_grad_whatever_was_in_use(make, inputs
 
 
 def test_reference_and_old_have_no_graph_and_give_the_policy_back(make, inputs):
-    for name in ["reference", "old"]:
+    for name in [REFERENCE, OLD]:
         policy = make(keep_old=True)
         policy.update_old()
         disturb(policy)
         expected = velocity(policy, inputs)
-        other = getattr(policy, name)(*inputs)
+        other = policy.velocity_of(name, *inputs)
         assert not other.requires_grad
         assert not torch.allclose(other, expected, atol=1e-3)
         assert torch.equal(velocity(policy, inputs), expected)
@@ -110,7 +110,7 @@ def test_reference_and_old_have_no_graph_and_give_the_policy_back(make, inputs):
     policy.update_old()
     expected = velocity(policy, inputs)
     disturb(policy, seed=1)
-    assert torch.equal(policy.old(*inputs), expected)
+    assert torch.equal(policy.velocity_of(OLD, *inputs), expected)
 
 
 def test_the_average_moves_by_its_decay_and_can_be_merged(make, inputs):
@@ -130,7 +130,7 @@ def test_the_average_moves_by_its_decay_and_can_be_merged(make, inputs):
     disturb(policy)
     with policy.merged(EMA):  # still the fresh adapter, which changes nothing
         inside = velocity(policy, inputs)
-    torch.testing.assert_close(inside, policy.reference(*inputs), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inside, policy.velocity_of(REFERENCE, *inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_the_same_seed_gives_the_same_adapter_with_and_without_copies(make):
@@ -203,10 +203,11 @@ def test_a_teacher_is_a_lora_as_diffusers_loads_it_and_leaves_the_student_alone(
     lora = open_lora(save_lora(taught.backbone.pipeline, tmp_path, adapter=POLICY))
     student = make(keep_old=True)
     student.add_teacher(0, fit_lora(lora, student.network, type(student.backbone.pipeline)))
-    plain = student.reference(*inputs)
+    plain = student.velocity_of(REFERENCE, *inputs)
     assert torch.equal(velocity(student, inputs), plain)  # a new policy changes nothing
-    torch.testing.assert_close(student.teacher(0, *inputs), expected)
-    assert torch.equal(student.teacher(1, *inputs), plain)  # it has none of its own
+    torch.testing.assert_close(student.velocity_of(TEACHER.format(0), *inputs), expected)
+    without = student.velocity_of(TEACHER.format(1), *inputs)
+    assert torch.equal(without, plain)
     assert [p.requires_grad for p in student.parameters()] == [True] * len(student.parameters())
     assert set(student.state_dict()["adapters"]) == {POLICY, OLD}
 

@@ -54,8 +54,7 @@ def test_train_builds_the_configuration_and_passes_on_where_to_resume(flowrl, bu
         ("quickstart run.seed=3", "auto"),
         ("quickstart run.seed=3 --resume auto", "auto"),
         ("quickstart run.seed=3 --resume latest", "latest"),
-        ("--resume latest quickstart --seed 3", "latest"),
-        ("--seed=3 quickstart --resume_from_checkpoint latest", "latest"),
+        ("--resume latest quickstart run.seed=3", "latest"),
         (f"--resume {step}", str(step)),  # a run's folder brings its own recipe
     ):
         built.clear()

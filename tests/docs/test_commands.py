@@ -41,7 +41,7 @@ ELSEWHERE = {  # how a command begins that is not run here, and what it needs
     "pytest": "the tests, these among them",
     "flowrl benchmark geneval": "weights of a detector",
     "flowrl train flux.1-dev-nft-12gb --encode-only": "weights of text encoders",
-    "flowrl train quickstart --push_to_hub": "an account",
+    "flowrl train quickstart run.push_to_hub": "an account",
     "flowrl export runs/quickstart --to hub": "an account",
     "export HF_TOKEN": "an account",
     "python -m scripts.bench iteration --json": "CUDA: networks of real size",

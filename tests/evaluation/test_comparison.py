@@ -62,15 +62,15 @@ def compared(tiny_config, tmp_path_factory):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The titles of all evaluations that are computed."""
-    titles, call = [], Evaluator.__call__
+    """What all evaluations that are computed are of."""
+    names, call = [], Evaluator.__call__
 
-    def counted(self, *args, **options):
-        titles.append(self.title)
-        return call(self, *args, **options)
+    def counted(self, velocity, runtime, of):
+        names.append(of)
+        return call(self, velocity, runtime, of)
 
     monkeypatch.setattr(Evaluator, "__call__", counted)
-    return titles
+    return names
 
 
 def files(folder) -> dict:
@@ -101,7 +101,7 @@ def test_a_later_lora_meets_the_base_as_it_is(compared, made, monkeypatch):
     write_lora(root / "third", 0.1, seed=1)
     monkeypatch.chdir(root)
     again = compare_loras(config, ["one", "copy", "third"], root / "out")
-    assert made == ["evaluating third"]
+    assert made == ["third"]
     assert before.items() <= files(root / "out").items()
     new = {entry.name: entry for entry in again.entries}
     for entry in comparison.entries:
@@ -119,7 +119,7 @@ def test_a_flipped_byte_is_noticed_named_and_its_evaluation_made_again(compared,
     data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
     path.write_bytes(data)
     (entry,) = compare_loras(config, [], root / "base").entries
-    assert made == ["evaluating base"] and str(path) in caplog.text
+    assert made == ["base"] and str(path) in caplog.text
     assert torch.equal(entry.measures[OVERALL], base.measures[OVERALL])
     made.clear()
     compare_loras(config, [], root / "base")

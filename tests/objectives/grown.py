@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.objectives.tree_credit import fuse_local, fuse_path, fuse_uniform
+from flowrl.objectives.tree_credit import fuse_local, fuse_path
 from flowrl.trajectory import leaves_below
 
 F64 = torch.float64
@@ -69,7 +69,7 @@ def rewarded(draw, tree: Grown | None = None, all_valid: bool = False):
 
 def fused(tree: Grown, reward: Tensor, valid: Tensor, log_prob: Tensor) -> dict[str, Tensor]:
     return {
-        "uniform": fuse_uniform(tree.below, reward, valid),
+        "uniform": fuse_path(tree.below, reward, valid, torch.zeros_like(log_prob)),
         "path": fuse_path(tree.below, reward, valid, log_prob),
         "local": fuse_local(tree.parent, tree.leaf, reward, valid, log_prob),
     }

@@ -22,7 +22,6 @@ from flowrl.objectives.tree_credit import (
     edges_above,
     fuse_local,
     fuse_path,
-    fuse_uniform,
     keep_b2_pairs,
     keep_extreme,
     keep_parent_top1,
@@ -156,8 +155,8 @@ def test_values_are_means_weighted_by_the_probability_of_the_way(case, seed):
     tree, reward, valid = case
     log_prob = edge_log_probs(tree, len(reward), seed)
     uniform, path = (
-        fuse_uniform(tree.below, reward, valid),
-        fuse_path(tree.below, reward, valid, log_prob),
+        fuse_path(tree.below, reward, valid, weight)
+        for weight in (torch.zeros_like(log_prob), log_prob)
     )
     for row, node in itertools.product(range(len(reward)), range(len(tree.parent))):
         weights, rewards = [], []
@@ -221,7 +220,8 @@ def test_a_node_is_compared_with_the_nodes_of_its_scope():
     nodes, rows = range(len(tree.parent)), range(4)
     generator = torch.Generator().manual_seed(0)
     reward = torch.randn(4, 4, dtype=torch.float64, generator=generator)
-    value = fuse_uniform(tree.below, reward, torch.ones(4, 4).bool())
+    equal = torch.zeros(4, len(tree.parent))
+    value = fuse_path(tree.below, reward, torch.ones(4, 4).bool(), equal)
     noisy = torch.arange(len(tree.parent)) % 3 == 0
     for scope in SCOPES:
         key, counted = population(scope, group, tree.parent, tree.step, noisy)

@@ -104,11 +104,11 @@ def test_every_flipped_byte_is_named_and_a_deleted_shard_can_be_made_again(folde
         with pytest.raises(DamagedFile, match=path.name):
             open_dataset(folder)
         path.write_bytes(whole)
-    before = open_dataset(folder)
+    before = shard_file(folder, 1).read_bytes()
     shard_file(folder, 1).unlink()
     assert len(open_dataset(folder)) == 4
     add(folder, 1, latents())
-    assert open_dataset(folder).identity == before.identity
+    assert shard_file(folder, 1).read_bytes() == before
     add(folder, 1, torch.zeros(4, 3, 2, 3))
     with pytest.raises(DamagedFile, match="000001"):
         open_dataset(folder)

@@ -13,7 +13,7 @@ from toy_forest import Counting, D, grown, named_noise, schedule, velocity
 
 from flowrl.errors import UserError
 from flowrl.functional.batches import Batches
-from flowrl.objectives.tree_credit import fuse_uniform
+from flowrl.objectives.tree_credit import fuse_path
 from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.look_ahead import likeness, stand_ins, twins_after
 from flowrl.sampling.rollout import group_request, sample_request
@@ -108,7 +108,7 @@ def test_credit_with_counts_is_the_policy_gradient_in_expectation_and_without_th
         torch.testing.assert_close((score(kept) * reward(kept)).mean(), exact)
         # The value of the parent is the mean of its leaves, copies included.
         below, valid = torch.ones(1, 3).bool(), torch.ones(64, 3).bool()
-        value = fuse_uniform(below, reward(kept), valid)
+        value = fuse_path(below, reward(kept), valid, torch.zeros(64, 1))
         torch.testing.assert_close(value.mean(), reward(noise).mean())
     once = torch.stack([reward(row.unique()).mean() for row in kept]).mean()
     assert abs(once - reward(noise).mean()) > 1e-3

@@ -21,7 +21,7 @@ from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.checkpoint import Checkpoints, read_checkpoint
 from flowrl.training.evaluate import Evaluation
-from flowrl.training.hacking import HackingRule, Judged, hacking_rule, is_hacking
+from flowrl.training.hacking import HackingRule, Judged, hacked_since, hacking_rule
 from flowrl.training.ledger import Ledger
 from flowrl.training.loop import train
 from flowrl.training.radar import HackingScore
@@ -131,7 +131,8 @@ def test_hacking_is_a_rising_reward_below_the_best_held_out_score():
         ([0], [1], 1, False),
         ([], [], 1, False),
     ]:
-        assert is_hacking(trained, held_out, patience) is hacking
+        scores = [*zip(trained, held_out, strict=True)]
+        assert (hacked_since(scores, patience) is not None) is hacking
 
 
 # --- in a run ------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ class Scripted:
     prompts: tuple = ()
     title: str = ""
 
-    def __call__(self, velocity, runtime, *, whole=True) -> Evaluation:
+    def __call__(self, velocity, runtime, of="", *, whole=True) -> Evaluation:
         step = self.run.done if self.run._base_is_evaluated() else 0
         self.calls.append(step)
         return evaluation(torch.tensor([SCORES[step]]), ("brightness", "quality"), self.key)

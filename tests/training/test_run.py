@@ -142,7 +142,7 @@ def test_a_run_takes_over_the_base_s_scores_of_one_beside_it(
     generate = Evaluator._generate
 
     def counted(self, *args, **kwargs):
-        evaluations.append(self.title)
+        evaluations.append(self.key)
         return generate(self, *args, **kwargs)
 
     monkeypatch.setattr(Evaluator, "_generate", counted)
