@@ -12,7 +12,8 @@ from policies import disturb
 
 import flowrl.sampling.rollout
 from flowrl.errors import UserError
-from flowrl.sampling.rollout import Timer
+from flowrl.prompts.records import PromptRecord
+from flowrl.sampling.rollout import Timer, group_request
 from flowrl.sampling.two_stage import SelectRule, select_candidates
 from flowrl.scoring import combine
 
@@ -156,6 +157,7 @@ def test_a_candidate_that_stops_is_scored_by_its_estimated_clean_image(make_lear
     assert rollout.explored.forwards == 2 * 5 * 3 and early.step.tolist() == [0, 1, 2, 4]
 
 
+PROMPTS = [PromptRecord(uid=text, text=text) for text in ("a red star", "a blue ring")]
 SPLITS = {"kind": "branch_grpo", "branch": 2, "splits": [0, 1]}
 
 
@@ -209,9 +211,26 @@ def test_selected_candidates_that_go_on_are_those_of_their_noise_in_fewer_forwar
     for name in ("images", "scores", "group", "trees"):
         assert torch.equal(getattr(on, name), getattr(again, name)), name
     saved = [later.forwards - fewer.forwards for fewer, later in zip(*trees, strict=True)]
-    assert len(saved) == len(on.trees) and min(saved) >= 3  # of steps 0, 1 and 2
+    assert (
+        on.tree.velocity is None and len(saved) == len(on.trees) and min(saved) >= 3
+    )  # of steps 0, 1 and 2
     if forwards is not None:
         assert sum(one.forwards for one in trees[0]) == 2 * forwards * 2
+
+
+def test_candidates_that_go_on_have_the_exact_network_and_leave_no_pixels(make_learner):
+    explore = FEW | {"candidates": 8, "num_inference_steps": None, "stop_at": 2}
+    explorer = make_learner(
+        objective={"kind": "grpo"}, rollout={"merge_lora": False, "explore": explore}
+    ).source.explorer
+    request = group_request(PROMPTS, explorer.plan(0), seed=0, iteration=0)
+    generator, _ = explorer.preview(0, request)
+    assert generator.backbone is explorer.preview.exact.backbone
+    samples = generator.sample(request, explorer.plan(0), Timer(), keep=False)
+    assert all(
+        tree.velocity is not None and images.untyped_storage().nbytes() == 0
+        for tree, images in generator.score(samples, Timer()).images
+    )
 
 
 def test_most_mixed_keeps_the_trees_whose_estimated_images_differ_most(make_learner):
