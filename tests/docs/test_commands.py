@@ -139,7 +139,9 @@ def run(words: list[str], code: int = 0) -> None:
 def written(tmp_path_factory):
     """A folder with the files that pages speak of as the reader's own."""
     folder = tmp_path_factory.mktemp("reader")
-    (folder / "prompts.txt").write_text("a red circle\na blue square\ntwo rings\na star\n")
+    texts = ("a red circle", "a blue square", "two rings", "a star", "a green cross", "a ring")
+    texts += ("a small star", "two crosses")  # of eight, four are held out
+    (folder / "prompts.txt").write_text("\n".join(texts) + "\n")
     shutil.copy(folder / "prompts.txt", folder / "my_prompts.txt")
     for file, name in (("my_rewards", "reward"), ("my_objectives", "objective")):
         text = re.search(rf"```python {name}\n(.*?)```", PAGES["CONTRIBUTING"], re.DOTALL)
