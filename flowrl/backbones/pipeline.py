@@ -155,8 +155,8 @@ class PipelineBackbone:
         if self.example is None:
             self.encode([SHORT], [""])
         assert self.example is not None
-        rows = self.example.take(torch.zeros(count, dtype=torch.long)).to(self.device)
-        return record_of(rows)
+        first = torch.zeros(count, dtype=torch.long, device=self.device)
+        return record_of(self.example.to(self.device).take(first))
 
     # --- Texts -------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ VERSION = 4  # of the files
 class PromptCache:
     """Encoded prompts on disk: one safetensors file each, shared by runs and processes.
 
-    Files are written whole or not at all, so that processes need no lock. None is ever removed.
+    Files are written whole or not at all, so that processes need no lock. None is ever removed:
+    what a killed process left half-written might be another's that still writes; nobody reads it.
 
     Args:
         key: all that decides a conditioning but the texts, as JSON: pipeline, encoders, dtype,

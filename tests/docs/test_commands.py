@@ -122,6 +122,8 @@ def words_of(command: str) -> list[str]:
         card = not load_config(recipe).pipeline.path.startswith("tiny-")
         words += ["--dry-run"] if card else [*SHORT, "pipeline.device=cpu"]
         words = [word for word in words if word not in ("--gpus", "auto", "8")] if card else words
+    elif words[0] == "plan":  # for a machine of a reader who trains such a recipe
+        words += ["--host-memory", "2000GB"]
     elif words[0] in ("evaluate", "audit", "collect", "vote"):
         words += ["pipeline.device=cpu", "evaluation.num_images=6"]
     return words
@@ -137,7 +139,9 @@ def run(words: list[str], code: int = 0) -> None:
 def written(tmp_path_factory):
     """A folder with the files that pages speak of as the reader's own."""
     folder = tmp_path_factory.mktemp("reader")
-    (folder / "prompts.txt").write_text("a red circle\na blue square\ntwo rings\na star\n")
+    texts = ("a red circle", "a blue square", "two rings", "a star", "a green cross", "a ring")
+    texts += ("a small star", "two crosses")  # of eight, four are held out
+    (folder / "prompts.txt").write_text("\n".join(texts) + "\n")
     shutil.copy(folder / "prompts.txt", folder / "my_prompts.txt")
     for file, name in (("my_rewards", "reward"), ("my_objectives", "objective")):
         text = re.search(rf"```python {name}\n(.*?)```", PAGES["CONTRIBUTING"], re.DOTALL)
@@ -147,7 +151,7 @@ def written(tmp_path_factory):
     (folder / "my_package" / "__init__.py").touch()
     mine = (folder / "my_rewards.py").read_text().replace("def sharpness", "def Sharpness")
     (folder / "my_package" / "mine.py").write_text(mine.replace("sharpness.f", "Sharpness.f"))
-    row = {"prompt": "a red circle", "chosen": "good.png", "rejected": "bad.png"}
+    row = {"prompt": "a red star", "chosen": "good.png", "rejected": "bad.png"}
     (folder / "pairs.jsonl").write_text(json.dumps(row) + "\n")
     for name, color in (("good", "red"), ("bad", "blue"), ("samples/a", "white")):
         (folder / name).parent.mkdir(exist_ok=True)

@@ -17,6 +17,7 @@ from flowrl.config import Config
 from flowrl.config import load_config as load
 from flowrl.config.arguments import sort_arguments
 from flowrl.config.load import preset_folder, preset_names
+from flowrl.config.objectives import DistillOptions
 from flowrl.planning.dry_run import rehearse
 from flowrl.planning.model_specs import MODEL_SPECS, pipeline_class, spec_name
 from flowrl.planning.plan import make_plan, memory_class
@@ -120,9 +121,6 @@ def test_a_recipe_fits_the_gpus_it_is_for_and_none_of_them_waits(names):
         assert plan.memory is not None and plan.peak is not None
         # A driver, other programs and fragments want the rest: of a small card a gigabyte.
         assert plan.peak.total <= min(0.95 * plan.memory, plan.memory - 1.0e9), plan.peak
-        if config.objective.kind == "grpo":  # a smaller last batch would round otherwise
-            shares = plan.geometry.shares
-            assert not {rows % config.optim.micro_batch for s in shares for rows in s.rows} - {0}
 
 
 @pytest.mark.slow
@@ -130,13 +128,21 @@ def test_a_recipe_fits_the_gpus_it_is_for_and_none_of_them_waits(names):
 def test_a_recipe_runs_on_the_tiny_pipeline_of_its_family(tmp_path):
     for name in preset_names():
         real = load(name)
-        config = rehearse(real, tmp_path / name).config
+        rehearsal = rehearse(real, tmp_path / name)
+        config = rehearsal.config
         kind = pipeline_class(real.pipeline.path)
         assert pipeline_class(config.pipeline.path) == kind
         for key in ("objective", "rollout.tree", "rollout.kernel", "rollout.noise_level"):
-            kept, wanted = (reduce(getattr, key.split("."), made) for made in (config, real))
-            assert kept == wanted, key
+            small, wanted = (reduce(getattr, key.split("."), made) for made in (config, real))
+            if isinstance(wanted, DistillOptions):  # whose LoRAs fit the real network alone
+                for i, teacher in enumerate(wanted.teachers):
+                    listed = rehearsal.replaced[f"objective.teachers.{i}.lora"]
+                    assert listed == (teacher.lora, None)
+                wanted = wanted.model_copy(update={"teachers": small.teachers})
+            assert small == wanted, key
         align(config)
         lines = (Path(config.run.output_dir) / "metrics.jsonl").read_text().splitlines()
         moved = [row["grad/norm"] for row in map(json.loads, lines) if "grad/norm" in row]
-        assert len(moved) == config.run.iterations and all(norm > 0 for norm in moved)
+        assert len(moved) == config.run.iterations
+        # Stand-ins for teachers are the base, and so is a student that has learned nothing.
+        assert all((norm > 0) == (real.objective.kind != "distill") for norm in moved)
