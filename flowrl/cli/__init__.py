@@ -1,5 +1,7 @@
 """The `flowrl` program. torch and diffusers are imported by the commands that need them."""
 
+import atexit
+import gc
 import inspect
 import logging
 import os
@@ -103,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rest = [word for word in words if word != "--debug"]
     if "--debug" not in words:
         quiet_libraries()
+    # At its end a process would look for garbage among all that was imported, for a second.
+    atexit.register(gc.freeze)
     report_errors(lambda: app(rest, prog_name="flowrl"), debug="--debug" in words)
 
 
