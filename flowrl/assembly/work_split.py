@@ -14,7 +14,7 @@ from flowrl.config import Config
 from flowrl.errors import UserError
 from flowrl.functional.batches import packed
 from flowrl.objectives.base import Needs
-from flowrl.trees.plan import TreePlan, count, level_widths
+from flowrl.trees.plan import TreePlan, continued_widths, count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +173,8 @@ def iteration_work(
     r, u, objective = config.rollout, config.optim, config.objective
     tree, explored = count(plan), None if candidates is None else count(candidates)
     forwards = tree.forwards // plan.roots
-    if candidates is not None and candidates.later is not None:  # the others count with candidates
-        forwards = sum(level_widths(plan, (candidates.stop_at or 0) + 1))
+    if candidates is not None and candidates.continuation is not None:
+        forwards = sum(continued_widths(candidates))  # the earlier ones count with candidates
     transitions = needs.states == "transitions"
     judge = "rollout.explore, whose precision is bf16," if r.prunes_in_place else "a reward"
     judge = f"objective.kind {objective.kind}" if needs.complete_groups else judge

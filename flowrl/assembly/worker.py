@@ -101,7 +101,7 @@ class Worker:
         return JobResult(
             worker=self._name,
             result=result,
-            tree=tree.to("cpu") if job.keep or job.plan.later is not None else None,
+            tree=tree.to("cpu") if job.keep or job.plan.continuation is not None else None,
             levels=to_levels(images if job.keep else images[:0]),
         )
 

@@ -248,8 +248,9 @@ class SamplingOptions(Options):
             whole, rest = self.plan(iteration, seed), self.num_inference_steps - e.stop_at
             steps = whole.steps[: e.stop_at] + (Step(),) * rest
             stopped = replace(whole, roots=e.candidates, steps=steps, fans=(), stop_at=e.stop_at)
-            on = self.prunes_in_place and whole.goes_on_from(stopped)
-            return replace(stopped, later=whole) if on else stopped
+            if self.prunes_in_place and whole.goes_on_from(stopped):
+                return replace(stopped, continuation=whole)
+            return stopped
         if e.num_inference_steps is not None:
             return chains(e.num_inference_steps, e.candidates, noisy=())
         return replace(self.plan(iteration, seed), roots=e.candidates)

@@ -167,10 +167,10 @@ class MemoryPlan:
         """
         plan = self.kind.candidates
         if plan is not None:
-            trees = self.trees(plan) if plan.later is None else plan.roots * self.prompts
+            trees = self.trees(plan) if plan.continuation is None else plan.roots * self.prompts
             candidates = self.latents(plan, 1) * trees // plan.roots
-            if plan.later is not None:
-                latents += candidates * plan.later.roots // plan.roots
+            if plan.continuation is not None:
+                latents += candidates * plan.continuation.roots // plan.roots
             latents = max(latents, candidates)
         return {"latents": latents, "merged weights": self.adapted_bytes({}) if self.merged else 0}
 
@@ -430,7 +430,7 @@ def rollout_bytes(plan: TreePlan, prompts: int, latent: int, itemsize: int) -> i
     """
     c = count(plan).times(prompts)
     stored = 2 * c.nodes * itemsize
-    if plan.later is not None:  # the velocities of the nodes where it stops
+    if plan.continuation is not None:  # the velocities of the nodes where it stops
         stored += level_widths(plan)[-1] * plan.roots * prompts * itemsize
     learned = c.trained_edges * (8 + itemsize) + c.train_forwards * itemsize
     return latent * (stored + learned + STEP_COPIES * c.peak_frontier * FP32)

@@ -27,7 +27,7 @@ from flowrl.scoring.combine import check_invalid, combine, train_weights
 from flowrl.scoring.scorer import SamplerFailure, Scoring
 from flowrl.scoring.spec import RewardResult, RewardSpec
 from flowrl.trajectory import Conditioning, Explored, Rollout, Tree
-from flowrl.trees.plan import TreePlan, level_widths
+from flowrl.trees.plan import TreePlan, continued_widths, level_widths
 from flowrl.utils.devices import send
 from flowrl.utils.distributed import Postponed, Runtime
 
@@ -67,13 +67,13 @@ class RolloutRequest:
     seed: int
     iteration: int
     same_noise: bool = False  # all roots of a prompt start from one noise
-    grown: Tree | None = None  # these trees where a plan stopped them; they go on from there
+    stopped: Tree | None = None  # these trees where a plan stopped them; they go on from there
 
     def only(self, rows: Tensor) -> "RolloutRequest":
         """Return the trees `rows` (N,) long, of the same list of prompts."""
         numbers = {name: getattr(self, name)[rows] for name in ("prompt", "group", "root")}
-        grown = None if self.grown is None else self.grown.take(rows)
-        return replace(self, **numbers, grown=grown)
+        stopped = None if self.stopped is None else self.stopped.take(rows)
+        return replace(self, **numbers, stopped=stopped)
 
     def take(self, rows: Tensor) -> "RolloutRequest":
         """Return the trees `rows` (N,) long, with only the prompts they use."""
@@ -189,7 +189,7 @@ class RolloutGenerator:
         timer: Timer,
         *,
         keep: bool = True,
-        grown: Tree | None = None,
+        stopped: Tree | None = None,
     ) -> Samples:
         """Sample and decode this process's trees; rewards score their images meanwhile.
 
@@ -197,14 +197,14 @@ class RolloutGenerator:
             request: the plan's trees for each of its groups, side by side.
             keep: return the trees and images too, not only their scores; trees that will go on
                 later are returned anyway.
-            grown: this process's trees where an earlier plan stopped them; sampled from noise
-                without.
+            stopped: this process's trees where an earlier plan stopped them, which go on; None
+                samples them from noise.
         """
         trees = self.share(request, plan)
         local = request.take(trees)
         cond = self.encode_prompts(local)
         with self.runtime.raise_on_all():
-            wait = self.start(request, replace(local, grown=grown), plan, cond, keep)
+            wait = self.start(request, replace(local, stopped=stopped), plan, cond, keep)
         timer.lap(self.times[0])
         return Samples(request=request, local=local, trees=trees, cond=cond, wait=wait)
 
@@ -231,7 +231,7 @@ class RolloutGenerator:
         """Sample this process's trees of the request, batch by batch; see `Samples.wait`."""
         scoring, parts = Scoring(specs=self.specs, phase="rollout"), []
         schedule, batches = self.schedule(), self.runtime.batches
-        together, rows = self.batch_shape(request, plan, local.grown)
+        together, rows = self.batch_shape(request, plan, local.stopped)
         trees = len(local.prompt)
         turns = batches.in_step(-(-trees // together))
         # In lockstep a process without a batch samples its last one again, or the first tree.
@@ -251,7 +251,7 @@ class RolloutGenerator:
                 with postponed.block():
                     images = decode(self.backbone, tree.leaves(), self.decode_batch)
                     images = submit_images(scoring, images, part, len(tree.leaf))
-                    if keep or plan.later is not None:
+                    if keep or plan.continuation is not None:
                         # Trees alone go on: a slice would hold the storage of all pixels.
                         parts.append((tree, images if keep else images.new_empty(0)))
         postponed.finish()
@@ -263,7 +263,7 @@ class RolloutGenerator:
         return self.runtime.local_rows(len(request.prompt), unit)
 
     def batch_shape(
-        self, request: RolloutRequest, plan: TreePlan, grown: Tree | None
+        self, request: RolloutRequest, plan: TreePlan, stopped: Tree | None
     ) -> tuple[int, int]:
         """Return the trees that are sampled together, and the rows of a call, on all processes.
 
@@ -275,11 +275,11 @@ class RolloutGenerator:
         if plan.look_ahead is not None:  # nobody knows how many will be dropped
             widths = range(1, max(widths) + 1)
         stages = [(most, widths)]
-        if plan.later is not None:
-            first = (plan.stop_at or 0) + 1
-            stages.append((most // plan.roots * plan.later.roots, level_widths(plan.later, first)))
+        if plan.continuation is not None:
+            trees = most // plan.roots * plan.continuation.roots
+            stages.append((trees, continued_widths(plan)))
         together, rows = self.runtime.batches.trees(self.batch_size, *stages)
-        return together, rows if grown is None else grown.rows
+        return together, rows if stopped is None else stopped.rows
 
     @torch.no_grad()
     def encode_prompts(self, local: RolloutRequest) -> Conditioning:
@@ -317,15 +317,15 @@ class Sampler:
 
     def collect(self, iteration: int, timer: Timer) -> Rollout:
         """Sample trees of the iteration's prompts, decode and score their images."""
-        plan, explored, grown = self.plan(iteration), None, None
+        plan, explored, stopped = self.plan(iteration), None, None
         if self.explorer is None:
             request = self.request(iteration, plan)
         else:
             candidates = self.request(iteration, self.explorer.plan(iteration))
-            request, explored, grown = self.explorer.explore(
+            request, explored, stopped = self.explorer.explore(
                 iteration, candidates, plan.roots, timer
             )
-        samples = self.generator.sample(request, plan, timer, grown=grown)
+        samples = self.generator.sample(request, plan, timer, stopped=stopped)
         return self.rollout(iteration, samples, timer, explored)
 
     def rollout(
@@ -431,8 +431,8 @@ def sample_request(
     def noise(path: tuple[int, ...], step: int, role: str) -> Tensor:
         return request.noise(path, step, role, shape)
 
-    if request.grown is not None:
-        start = request.grown.to(device)
+    if request.stopped is not None:
+        start = request.stopped.to(device)
     else:
         start = send(noise((), 0, "init"), device).to(backbone.dtype)
     tree = sample_tree(field, start, send(request.prompt, device), plan, schedule, noise)

@@ -73,13 +73,13 @@ def sample_tree(
 
     Args:
         start: (R, *latent) initial noise, in the dtype that latents are stored in; or R trees by a
-            plan that names this one as `later`, whose forwards are not counted again.
+            plan that names this one as its `continuation`, whose forwards are not counted again.
         prompt: (R,) long.
     """
     shape = shape_of(plan)
     # By cohort widths: the same tensor, so that the field can reuse what it gathered for it.
     rows: dict[tuple[int, ...], Tensor] = {(1,): prompt}
-    nodes = _grown(start, plan) if isinstance(start, Tree) else _roots(start, plan)
+    nodes = _cohorts_of(start, plan) if isinstance(start, Tree) else _roots(start, plan)
     first = len(nodes.x) - 1  # until a plan stops it has one cohort a step
     for step, moves in levels(plan):
         if step < first:
@@ -93,7 +93,7 @@ def sample_tree(
                 for source in sources:
                     v, sigma = velocities[source], schedule.sigmas[step]
                     velocities[source] = _drop(nodes, plan, source, v, sigma, noise)
-        if plan.later is not None and step == plan.stop_at:
+        if plan.continuation is not None and step == plan.stop_at:
             nodes.velocity = velocities[step].unflatten(0, nodes.x[step].shape[:2])
         for move in moves:
             names = shape.names(move.source)
@@ -108,7 +108,7 @@ def _roots(x: Tensor, plan: TreePlan) -> _Nodes:
     return _Nodes(x=[x[:, None]], log_prob=[zeros], g=[zeros.new_zeros(1)], twin=twin)
 
 
-def _grown(tree: Tree, plan: TreePlan) -> _Nodes:
+def _cohorts_of(tree: Tree, plan: TreePlan) -> _Nodes:
     """Return the cohorts that stopped trees share with the plan, without the estimated images."""
     stop = int(tree.step[tree.parent[tree.leaf[0]]])
     width = widths(plan)[: stop + 1]

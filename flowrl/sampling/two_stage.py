@@ -53,13 +53,13 @@ class Explorer:
         rows = chosen + torch.arange(len(proxy))[:, None] * proxy.shape[1]
         forwards = count(plan).times(len(proxy)).forwards
         explored = Explored(proxy=proxy, chosen=chosen, forwards=forwards, audit=audit)
-        grown = None
-        if plan.later is not None:
+        stopped = None
+        if plan.continuation is not None:
             trees = [tree for tree, _ in scores.images]
             places = torch.isin(samples.trees, rows).split([len(tree) for tree in trees])
             parts = zip(trees, places, strict=True)
-            grown = Tree.cat([tree.take(place.nonzero().squeeze(1)) for tree, place in parts])
-        return candidates.only(rows.flatten()), explored, grown
+            stopped = Tree.cat([tree.take(place.nonzero().squeeze(1)) for tree, place in parts])
+        return candidates.only(rows.flatten()), explored, stopped
 
 
 def score_candidates(
@@ -70,7 +70,7 @@ def score_candidates(
     select: SelectRule,
 ) -> Tensor:
     """Sample N candidates of each of P groups and return their scores, see `candidate_scores`."""
-    samples = generator.sample(candidates, replace(plan, later=None), timer, keep=False)
+    samples = generator.sample(candidates, replace(plan, continuation=None), timer, keep=False)
     return candidate_scores(generator.score(samples, timer).reward, candidates, plan, select)
 
 

@@ -49,7 +49,7 @@ class Job:
     preview: bool  # of candidates; else of images to learn from
     rewards: tuple[str, ...]  # names of those that score the images
     version: int  # of the weights that sample
-    keep: bool  # return trees and images; else scores alone, and trees where the plan has `later`
+    keep: bool  # return trees and images; else scores alone, and trees that will go on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +273,7 @@ class RemoteGenerator(RolloutGenerator):
         keep: bool,
     ) -> Callable[[Timer], tuple[Images, RewardResult]]:
         score_here = any(spec.whole_groups for spec in self.specs)
-        together, rows = self.batch_shape(request, plan, local.grown)
+        together, rows = self.batch_shape(request, plan, local.stopped)
         version = self.pool.put(self.policy.weights(self.adapter))
         index = torch.arange(len(local.prompt)).split(together)
         parts = [local.only(part) for part in index if len(part)]

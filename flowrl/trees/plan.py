@@ -135,7 +135,7 @@ class TreePlan:
     fans: tuple[Fan, ...] = ()
     same_noise: bool = False  # all roots of a prompt start from one noise
     stop_at: int | None = None  # step from which one move leads to the end; needs no fans
-    later: "TreePlan | None" = None  # by which some of the trees that stopped go on from there
+    continuation: "TreePlan | None" = None  # by which some of the trees go on from the stop
     look_ahead: LookAhead | None = None  # drops siblings; all counts are those without it
 
     def __post_init__(self) -> None:
@@ -307,11 +307,19 @@ def levels(plan: TreePlan) -> list[tuple[int, list[Move]]]:
     return [(step, list(moves)) for step, moves in groupby(plan.moves, key=lambda m: m.step)]
 
 
-def level_widths(plan: TreePlan, first: int = 0) -> list[int]:
-    """Return for each step from `first` how many velocities of a tree are computed together."""
+def level_widths(plan: TreePlan) -> list[int]:
+    """Return for each step how many velocities of a tree are computed together."""
     width = widths(plan)
-    sources = [{move.source for move in moves} for step, moves in levels(plan) if step >= first]
+    sources = [{move.source for move in moves} for _, moves in levels(plan)]
     return [sum(width[cohort] for cohort in cohorts) for cohorts in sources]
+
+
+def continued_widths(plan: TreePlan) -> list[int]:
+    """Return `level_widths` of the plan's continuation after the stop; [] without one.
+
+    The velocities where it stopped are there: they made the estimated images.
+    """
+    return [] if plan.continuation is None else level_widths(plan.continuation)[len(plan.moves) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from flowrl.trees.plan import (
     NoiseCoupling,
     Step,
     TreePlan,
+    continued_widths,
     count,
-    level_widths,
 )
 
 T = 6
@@ -115,7 +115,7 @@ def test_trees_that_stopped_go_on_as_if_they_never_had(data, plan):
     total = len(plan.steps)
     stop = data.draw(st.integers(1, total - 1))
     steps = plan.steps[:stop] + (ODE,) * (total - stop)
-    stopped = replace(plan, steps=steps, fans=(), stop_at=stop, later=plan)
+    stopped = replace(plan, steps=steps, fans=(), stop_at=stop, continuation=plan)
     assume(plan.goes_on_from(stopped))
     field, whole = Counting(), grown(plan)
     early = grown(stopped)
@@ -126,7 +126,7 @@ def test_trees_that_stopped_go_on_as_if_they_never_had(data, plan):
         assert torch.equal(getattr(tree, name), expected), name
     assert torch.equal(tree.g, whole.g) and tree.velocity is None
     # A velocity where it stopped was computed for the estimated image.
-    assert tree.forwards == field.rows == len(rows) * sum(level_widths(plan, stop + 1))
+    assert tree.forwards == field.rows == len(rows) * sum(continued_widths(stopped))
 
 
 def test_trees_go_on_only_from_the_first_steps_of_their_own_plan():
