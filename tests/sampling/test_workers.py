@@ -107,7 +107,7 @@ def test_a_frozen_worker_ends_the_run_with_its_name(config_for, tmp_path):
     frozen = threading.Thread(target=freeze)
     frozen.start()
     with pytest.raises(MachineFailure, match=r"worker \d \(.*process \d+\)") as failure:
-        align(config_for("ray", {"count": 2}, 99, timeout=20.0))
+        align(config_for("ray", {"count": 2}, 99, runtime={"timeout": 20.0}))
     frozen.join()
     assert exit_code(failure.value) == 75 and "runtime.timeout" in str(failure.value)
 
