@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
 from flowrl.assembly.auditing import (
     candidate_rows,
@@ -256,7 +255,6 @@ def sample(
     output_dir: Path,
     best_of: int = 1,
     reward: RewardSpec | None = None,
-    near: float | None = None,
 ) -> dict[Path, float]:
     """Generate `count` images of each prompt with the pipeline's own call.
 
@@ -265,18 +263,13 @@ def sample(
 
     Args:
         best_of: seeds for each image; of their images the one that `reward` scores best is kept.
-        near: share of a seed's noise, above 0 and up to 1, in what the later half of these seeds
-            begin with: the rest is the noise of the best image so far. The file's name has all
-            seeds of its noise. None tries all seeds independently.
 
     Returns:
         The PNG files with their scores; NaN without a reward.
 
     Raises:
-        UserError: the reward cannot score a prompt, or none of its images; near is out of range.
+        UserError: the reward cannot score a prompt, or none of its images.
     """
-    if near is not None and not 0 < near <= 1:
-        raise UserError(f"near is {near:g}, expected a share of new noise above 0 and up to 1")
     records = [PromptRecord(uid=p, text=p) if isinstance(p, str) else p for p in prompts]
     if reward is not None:
         for record in records:
@@ -285,36 +278,14 @@ def sample(
     scores = {}
     with Steps("drawing", len(records) * count, console=SafeConsole(stderr=True)) as steps:
         for (i, record), k in itertools.product(enumerate(records), range(count)):
-            tries = range(seed + k * best_of, seed + (k + 1) * best_of)
-            seeds, image, score = _best_try(drawing, record, tries, reward, near)
-            path = unused(output_dir / f"{i:03d}-seed{'-'.join(map(str, seeds))}.png")
-            write_bytes(path, png(image))
+            seeds = range(seed + k * best_of, seed + (k + 1) * best_of)
+            images = [drawing.image(record.encoded, s, record.negative) for s in seeds]
+            best, score = best_image(reward, images, record) if reward else (0, math.nan)
+            path = unused(output_dir / f"{i:03d}-seed{seeds[best]}.png")
+            write_bytes(path, png(images[best]))
             scores[path] = score
             steps.advance()
     return scores
-
-
-def _best_try(
-    drawing: Drawing,
-    record: PromptRecord,
-    tries: range,
-    reward: RewardSpec | None,
-    near: float | None,
-) -> tuple[tuple[int, ...], Image.Image, float]:
-    """Return the seeds that the best image's noise is mixed of, the image and its score."""
-    first = len(tries) if near is None else -(-len(tries) // 2)
-    images = [drawing.image(record.encoded, seed, record.negative) for seed in tries[:first]]
-    if reward is None:
-        return (tries[0],), images[0], math.nan
-    best, score = best_image(reward, images, record)
-    seeds, image = (tries[best],), images[best]
-    if near is not None:
-        for seed in tries[first:]:
-            other = drawing.image(record.encoded, seed, record.negative, seeds, near)
-            best, score = best_image(reward, [image, other], record)
-            if best == 1:
-                seeds, image = (*seeds, seed), other
-    return seeds, image, score
 
 
 def refine(run: Path, prompts: Sequence[PromptRecord], *, device: str) -> list[PromptRecord]:

@@ -60,13 +60,6 @@ def sample(  # noqa: PLR0913  # an argument for each option
         int | None,
         typer.Option(min=2, help="Seeds tried for each image; --reward chooses the best."),
     ] = None,
-    near: Annotated[
-        float | None,
-        typer.Option(
-            help="The later half of the tries begin near the best noise so far: the share of new "
-            "noise, above 0 and up to 1.",
-        ),
-    ] = None,
     reward: Annotated[
         str | None, typer.Option(help="Built-in name or module:attribute, for --best-of.")
     ] = None,
@@ -98,8 +91,6 @@ def sample(  # noqa: PLR0913  # an argument for each option
       flowrl sample tiny-flux "a blue ring" --transfer tiny-sd3 --lora runs/quickstart
 
       flowrl sample tiny-sd3 --prompts tiny:geneval:test --best-of 4 --reward geneval
-
-      flowrl sample tiny-sd3 "a blue ring" --best-of 8 --reward tiny_quality --near 0.5
     """
     from flowrl.prompts.records import PromptRecord, load_prompts
 
@@ -110,10 +101,9 @@ def sample(  # noqa: PLR0913  # an argument for each option
         )
     if lora is None and (rlg is not None or transfer or refine):
         raise UserError("--rlg, --transfer and --refine are about a LoRA: add --lora, as a run.")
-    if (best_of is None) != (reward is None) or (reward is None and (args, near) != (None, None)):
+    if (best_of is None) != (reward is None) or (args is not None and reward is None):
         raise UserError(
-            "--best-of and --reward go together, as in --best-of 4 --reward ocr; --args and --near "
-            "need them."
+            "--best-of, --reward and its --args go together, as in --best-of 4 --reward ocr."
         )
     with starting():
         from flowrl.api import named_rewards
@@ -137,7 +127,7 @@ def sample(  # noqa: PLR0913  # an argument for each option
     with closing(judges):
         images = sample_images(
             drawing, records, seed=seed, count=count, output_dir=output_dir,
-            best_of=best_of or 1, reward=judges[0] if judges else None, near=near,
+            best_of=best_of or 1, reward=judges[0] if judges else None,
         )  # fmt: skip
     for path, score in images.items():
         typer.echo(f"{path}  {reward} {score:.4g}" if reward else path)

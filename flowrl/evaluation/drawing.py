@@ -12,7 +12,6 @@ from PIL import Image
 
 from flowrl.assembly.backbone import call_settings
 from flowrl.backbones.call import call_arguments, default_guidance
-from flowrl.backbones.first_noise import noise_near
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
@@ -100,17 +99,8 @@ class Drawing:
             large, small = (self._backbone(drawing) for drawing in (self, self.small))
             self.transfer = Transfer(large, small, 1.0 if rlg is None else rlg)
 
-    def image(
-        self, prompt: str, seed: int, negative: str | None = None,
-        start: Sequence[int] = (), share: float = 1.0,
-    ) -> Image.Image:  # fmt: skip
-        """Generate one image.
-
-        Args:
-            negative: replaces the negative prompt, where guidance is on.
-            start: seeds whose mixed noise that of `seed` is added to, with this share; none: the
-                image begins with the noise of `seed` alone. See `flowrl.backbones.first_noise`.
-        """
+    def image(self, prompt: str, seed: int, negative: str | None = None) -> Image.Image:
+        """Generate one image; `negative` replaces the negative prompt, where guidance is on."""
         call = {"prompt": [prompt], "output_type": "pt", **self.call}
         if negative:  # raises UserError for a class that takes none
             call_arguments(self.pipeline, guidance=1.0, negative=negative)
@@ -122,8 +112,7 @@ class Drawing:
             guided = self.transfer.of(prompt, usual if negative is None else negative)
         else:
             guided = nullcontext() if self.rlg is None else RLG(self.pipeline, self.rlg)
-        mixed = noise_near(self.pipeline, (*start, seed), share) if start else nullcontext()
-        with guided, mixed:
+        with guided:
             result = self.pipeline(generator=generator, **call)
         return to_pil(images_of(result))[0]
 

@@ -136,10 +136,8 @@ def _longer_prompts(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterat
     if not _finite(answers[1]):
         reason = next(iter(answers[1].reasons.values()), "it gave no reason")
         raise UserError(f"no score for prompts in more words: {reason}")
-    gain, spread = (
-        (after - before).nanmean().item(),
-        before[before.isfinite()].std(correction=0).item(),
-    )
+    gain = (after - before).nanmean().item()
+    spread = before[before.isfinite()].std(correction=0).item()
     if not abs(gain) > SPREAD_SHARE * spread:
         return
     detail = f"prompts in more words of the same meaning gain {gain:.2g}, images differ by "

@@ -1,29 +1,20 @@
 """What `flowrl sample --best-of N` gains on the arena's worlds, without training.
 
     python -m scripts.arena.best_of --world 2 --world 3 --world 4
-    python -m scripts.arena.best_of --near --world 1 --world 2 --world 3 --world 4
 
 Draws IMAGES images of each test request of the base, scores all, and keeps of each block of N the
-one that a reward scores best. With `--near` as many images are searched for the best, the later
-half near the best noise so far. Data and page go to `gallery/best-of`.
+one that a reward scores best. Data and page go to `gallery/best-of`.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
-from PIL import Image
 
-from flowrl.api import named_rewards, sample
 from flowrl.assembly.learner import build_rewards
 from flowrl.assembly.start import runtime_to_evaluate
-from flowrl.evaluation.drawing import Drawing
 from flowrl.evaluation.loading import held_out_prompts, load_evaluator
-from flowrl.prompts.records import load_prompts
-from flowrl.scoring.files import best_image
 from flowrl.scoring.spec import closing
 from flowrl.training.evaluate import Evaluation
 from flowrl.utils.files import write_text
@@ -35,8 +26,7 @@ from scripts.arena.runs import GOLD
 from scripts.compare.data import read_rows, write_rows
 
 IMAGES, COUNTS = 8, (1, 2, 4, 8)
-# Of the search near the best noise: its reward, shares of new noise that are tried, and requests.
-PROXY, SHARES, SEARCHED, NEAR = "tiny_proxy", (0.3, 0.6), 100, "near.csv"
+PROXY, NEAR = "tiny_proxy", "near.csv"  # the reward and the data of a search near the best noise
 SELECTORS = ("geneval_strict", "tiny_proxy", "tiny_quality")
 REWARDS = [
     {"name": "geneval", "args": {"mode": "strict"}},
@@ -86,43 +76,6 @@ def gold_of_best(path: Path, selector: str, count: int) -> np.ndarray:
     return np.stack(columns, 1)
 
 
-def search(world: Path, prompts: str, share: float | None) -> list[dict[str, float]]:
-    """Return the scores of each request's best of IMAGES images; share: of `sample(near=...)`."""
-    records = load_prompts(str(world / f"{prompts}.jsonl"))[:SEARCHED]
-    drawing = Drawing(
-        str(world / "pipeline"), guidance=1.0, steps=8, max_sequence_length=12, device="cpu"
-    )
-    proxy, gold = named_rewards([PROXY, GOLD])
-    with closing([proxy, gold]), TemporaryDirectory() as folder:
-        images = sample(
-            drawing, records, seed=0, count=1, output_dir=Path(folder), best_of=IMAGES,
-            reward=proxy, near=share,
-        )  # fmt: skip
-        return [
-            {PROXY: score, GOLD: best_image(gold, [Image.open(path)], record)[1]}
-            for record, (path, score) in zip(records, images.items(), strict=True)
-        ]
-
-
-def write_search(worlds: Path, numbers: Sequence[int], path: Path) -> None:
-    """Write a row for each request: its scores by independent seeds and by the search.
-
-    The share is chosen on validation requests of the first world, which is not in the table.
-    """
-    first, *tested = (world_folder(worlds, number) for number in numbers)
-    tried = {share: search(first, "validation", share) for share in SHARES}
-    best = max(SHARES, key=lambda share: sum(row[PROXY] for row in tried[share]))
-    rows = []
-    for number, world in zip(numbers[1:], tested, strict=True):
-        pairs = zip(search(world, "test", None), search(world, "test", best), strict=True)
-        for request, (apart, near) in enumerate(pairs):
-            scores = {f"apart {n}": v for n, v in apart.items()}
-            scores |= {f"near {n}": v for n, v in near.items()}
-            row = {"world": number, "request": request, "share": best}
-            rows.append(row | {name: f"{value:.4g}" for name, value in scores.items()})
-    write_rows(path, rows)
-
-
 def search_lines(path: Path) -> list[str]:
     """Return the page's part on the search near the best noise so far."""
     rows = read_rows(path)
@@ -134,14 +87,13 @@ def search_lines(path: Path) -> list[str]:
                      if r["world"] == world]  # fmt: skip
             tables.append((np.array([gains]), np.ones((1, len(gains)))))
         cells.append(f"`{name}` {interval_text(crossed(tables))}")
-    share, tried = rows[0]["share"], " and ".join(map(str, SHARES))
-    paper = "[2501.09732](https://arxiv.org/abs/2501.09732)"
     return [
         "", "## Near the best noise so far", "",
-        f"`--near {share}`: of {IMAGES} images the first half has its own noises, each other one",
-        f"begins near the best so far ({paper}). Chosen by `{PROXY}`, less the best of {IMAGES}",
-        f"independent ones, on the first {SEARCHED} requests of a world: {', '.join(cells)}. The",
-        f"share was chosen among {tried} by the same reward on validation requests of world 1.",
+        f"A local search ([2501.09732](https://arxiv.org/abs/2501.09732)) of {IMAGES} images: half",
+        "of them have their own noises z, each other one begins with sqrt(1 - s^2) z + s z' of the",
+        f"best so far, s = {rows[0]['share']}, chosen among 0.3 and 0.6 on world 1. By `{PROXY}`,",
+        f"less the best of {IMAGES} independent ones, on {len(rows)} requests:",
+        f"{', '.join(cells)}. It did worse, and there is no option for it any more.",
     ]  # fmt: skip
 
 
@@ -179,21 +131,14 @@ def write_page(data: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.arena.best_of", description=__doc__)
     parser.add_argument("--world", type=int, action="append", default=[], help="may be repeated")
-    parser.add_argument("--near", action="store_true", help="search near the best noise, too")
     parser.add_argument("--worlds", type=Path, default=Path("build/arena"), help="planted worlds")
     parser.add_argument("--output", type=Path, default=GALLERY, help="folder of pages")
     options = parser.parse_args()
     data = options.output / "best-of"
     for number in options.world:
         plant_world(number, options.worlds)
-    if options.near:
-        if len(options.world) < 2:
-            parser.error("--near needs a world to choose the share on, and others")
-        write_search(options.worlds, options.world, data / NEAR)
-    else:
-        for number in options.world:
-            scores = score_images(world_folder(options.worlds, number))
-            write_scores(scores, data / f"world-{number}.csv")
+        scores = score_images(world_folder(options.worlds, number))
+        write_scores(scores, data / f"world-{number}.csv")
     print(write_page(data))
 
 

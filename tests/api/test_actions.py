@@ -137,29 +137,6 @@ def test_the_best_of_several_seeds_is_the_one_that_the_reward_prefers(tiny_pipel
         images("none", best_of=2, reward=geneval)
 
 
-def test_a_search_goes_on_near_the_best_noise_so_far(tiny_pipeline_path, tmp_path):
-    drawing = Drawing(tiny_pipeline_path, steps=3, guidance=1.0, device="cpu")
-    out, (spec,) = tmp_path / "near", named_rewards(["brightness"])
-    with closing([spec]):
-        chosen = sample_images(
-            drawing, ["a red circle"], seed=3, count=3, output_dir=out, best_of=8, reward=spec,
-            near=0.5,
-        )  # fmt: skip
-    moved = 0
-    for first, (path, score) in zip((3, 11, 19), chosen.items(), strict=True):
-        apart = [drawing.image("a red circle", seed) for seed in range(first, first + 4)]
-        light = [to_tensor([image]).mean().item() for image in apart]
-        best, seeds = max(light), (first + light.index(max(light)),)
-        for seed in range(first + 4, first + 8):
-            image = drawing.image("a red circle", seed, None, seeds, 0.5)
-            if (value := to_tensor([image]).mean().item()) > best:
-                best, seeds = value, (*seeds, seed)
-        assert path.stem == "000-seed" + "-".join(map(str, seeds))
-        assert score == pytest.approx(best, abs=1e-4) and brightness(path) == pytest.approx(best)
-        moved += len(seeds) - 1
-    assert moved
-
-
 def test_samples_of_a_run_are_generated_as_it_was_evaluated(run_dir, sample):
     evaluation = load_config(run_dir / "config.yaml").evaluation
     unsaid = {"lora": str(run_dir), "guidance": None, "max_sequence_length": None}
