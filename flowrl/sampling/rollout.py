@@ -293,7 +293,7 @@ class Sampler:
     """Samples rollouts with the policy. All randomness is a function of seed and iteration."""
 
     generator: RolloutGenerator  # of the images that are learned from
-    plans: TreePlan | Callable[[int], TreePlan]  # of all iterations, or of the one that it is given
+    plans: TreePlan | Callable[[int], TreePlan]  # of all iterations, or a function of the iteration
     prompts: PromptSampler
     seed: int
     explorer: "Explorer | None" = None  # selects the trees among more candidates; None samples all
